@@ -1,0 +1,29 @@
+// What a CUDA launcher is called with and answers: number types, the stream, the status. Host code may include it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace gptkernels::cuda {
+
+using bfloat16 = __nv_bfloat16;
+using float16 = __half;
+using Stream = cudaStream_t;
+using Status = cudaError_t;
+
+// Sums and statistics are float32, float64 for float64.
+template <typename T>
+struct accumulate {
+  using type = float;
+};
+template <>
+struct accumulate<double> {
+  using type = double;
+};
+template <typename T>
+using accumulate_t = typename accumulate<T>::type;
+
+}  // namespace gptkernels::cuda

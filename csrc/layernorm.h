@@ -1,0 +1,47 @@
+// Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
+#pragma once
+
+#include "device.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+template <typename T>
+struct LayernormForward {
+  T* out;                 // (N, C)
+  accumulate_t<T>* mean;  // (N)
+  accumulate_t<T>* rstd;  // (N)
+  const T* x;             // (N, C)
+  const T* weight;        // (C) or null: ones
+  const T* bias;          // (C) or null: zeros
+  int64_t rows;           // N
+  int64_t width;          // C
+  double eps;
+};
+
+template <typename T>
+struct LayernormBackward {
+  T* dx;                        // (N, C) or null: not wanted
+  T* dweight;                   // (C) or null: not wanted
+  T* dbias;                     // (C) or null: not wanted
+  const T* dout;                // (N, C)
+  const T* dresidual;           // (N, C) or null: added to dx (the gradient that passes by the norm)
+  const T* x;                   // (N, C)
+  const T* weight;              // (C) or null: ones
+  const accumulate_t<T>* mean;  // (N)
+  const accumulate_t<T>* rstd;  // (N)
+  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes
+  int64_t rows;                 // N
+  int64_t width;                // C
+};
+
+template <typename T>
+Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
+
+// The bytes of scratch that a backward needs: partial sums of dweight and dbias over groups of rows.
+template <typename T>
+int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
+
+template <typename T>
+Status layernorm_backward(const LayernormBackward<T>& p, Stream stream);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,71 @@
+// Every operator's schema, on one page. The kernels are registered by the op's own file, once for each device; what
+// torch takes in Python (fake, autograd, autocast, flops) by python/gptkernels/ops/<op>.py.
+//
+// Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. A backward's output that
+// its mask does not ask for has no elements.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(gptkernels, m) {
+  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe) -> Tensor");
+  m.def(
+      "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
+      "-> (Tensor dwte, Tensor dwpe)");
+
+  m.def(
+      "layernorm(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) "
+      "-> (Tensor out, Tensor mean, Tensor rstd)");
+  m.def(
+      "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5) "
+      "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
+  m.def(
+      "residual_layernorm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, "
+      "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def("softmax(Tensor x) -> Tensor");
+  m.def("softmax_backward(Tensor dout, Tensor out) -> Tensor");
+
+  m.def("causal_softmax(Tensor scores, float scale=1.0) -> Tensor");
+  m.def("causal_softmax_backward(Tensor dout, Tensor out, float scale=1.0) -> Tensor");
+
+  m.def("attention(Tensor qkv, int num_heads, float? scale=None) -> (Tensor out, Tensor probabilities)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor qkv, Tensor probabilities, int num_heads, float? scale=None) -> Tensor");
+
+  m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
+  m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");
+
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_backward(Tensor dout, Tensor x, Tensor weight, bool[3] output_mask) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+
+  m.def(
+      "mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias) "
+      "-> (Tensor out, Tensor pre_gelu, Tensor post_gelu)");
+  m.def(
+      "mlp_backward(Tensor dout, Tensor x, Tensor fc_weight, Tensor proj_weight, Tensor pre_gelu, Tensor post_gelu, "
+      "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
+      "Tensor dproj_bias)");
+
+  // dlosses (N) or 0-dim float32, when already known, is folded into dlogits: the logits are then read and written
+  // once.
+  m.def(
+      "fused_classifier(Tensor logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
+      "Tensor? dlosses=None) -> (Tensor losses, Tensor dlogits)");
+  m.def(
+      "fused_classifier_(Tensor(a!) logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
+      "Tensor? dlosses=None) -> Tensor");
+  m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
+
+  m.def(
+      "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
+      "*, Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor? grad_scale=None, "
+      "Tensor? found_inf=None, bool maximize=False, Tensor(d!)[]? master_params=None) -> ()");
+
+  m.def("global_norm(Tensor[] tensors) -> Tensor");
+}

@@ -1,0 +1,276 @@
+// What every operator's glue needs: argument checks, allocation, dispatch over dtypes, and the launch. An op's file is
+// compiled once for each device; GPTKERNELS_CUDA chooses the kernels' namespace and the dispatch key.
+//
+// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one binary serves
+// every torch >= 2.10. Only std::runtime_error crosses that ABI as what it is: every error here is one.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../csrc/device.h"
+
+#ifdef GPTKERNELS_CUDA
+#define GPTKERNELS_KEY CUDA
+#else
+#define GPTKERNELS_KEY CPU
+#endif
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using Shape = std::vector<int64_t>;
+
+// ---- what an error says ---------------------------------------------------------------------------------------------
+
+inline std::string describe(const Shape& shape) {
+  std::ostringstream text;
+  text << '(';
+  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
+  text << ')';
+  return text.str();
+}
+
+inline const char* describe(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Double: return "float64";
+    case ScalarType::Float: return "float32";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Half: return "float16";
+    case ScalarType::Long: return "int64";
+    case ScalarType::Int: return "int32";
+    case ScalarType::Short: return "int16";
+    case ScalarType::Char: return "int8";
+    case ScalarType::Byte: return "uint8";
+    case ScalarType::Bool: return "bool";
+    default: return "an unsupported dtype";
+  }
+}
+
+inline std::string describe_device(const Tensor& t) {
+  if (t.is_cpu()) return "cpu";
+  return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
+}
+
+inline Shape shape_of(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return Shape(sizes.begin(), sizes.end());
+}
+
+template <typename... Parts>
+[[noreturn]] void fail(const char* op, const Parts&... parts) {
+  std::ostringstream text;
+  text << "gptkernels::" << op << ": ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+
+// ---- checks: op, argument, what it got, what it takes ---------------------------------------------------------------
+
+inline bool is_floating(ScalarType dtype) {
+  return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
+         dtype == ScalarType::Half;
+}
+
+inline void check_floating(const char* op, const char* name, const Tensor& t) {
+  if (!is_floating(t.scalar_type()))
+    fail(op, name, " must be float64, float32, bfloat16 or float16, got ", describe(t.scalar_type()));
+}
+
+inline void check_index(const char* op, const char* name, const Tensor& t) {
+  if (t.scalar_type() != ScalarType::Long && t.scalar_type() != ScalarType::Int)
+    fail(op, name, " must be int64 or int32, got ", describe(t.scalar_type()));
+}
+
+inline void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType wanted) {
+  if (t.scalar_type() != wanted) fail(op, name, " must be ", describe(wanted), ", got ", describe(t.scalar_type()));
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& t, const char* other_name,
+                              const Tensor& other) {
+  if (t.is_cpu() != other.is_cpu() || (!t.is_cpu() && t.get_device_index() != other.get_device_index()))
+    fail(op, name, " is on ", describe_device(t), " but ", other_name, " is on ", describe_device(other));
+}
+
+// The same dtype and device.
+inline void check_like(const char* op, const char* name, const Tensor& t, const char* other_name, const Tensor& other) {
+  check_same_device(op, name, t, other_name, other);
+  if (t.scalar_type() != other.scalar_type())
+    fail(op, name, " must have the dtype of ", other_name, " (", describe(other.scalar_type()), "), got ",
+         describe(t.scalar_type()));
+}
+
+inline void check_like(const char* op, const char* name, const OptionalTensor& t, const char* other_name,
+                       const Tensor& other) {
+  if (t) check_like(op, name, *t, other_name, other);
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& t, const Shape& wanted) {
+  if (shape_of(t) != wanted) fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
+}
+
+inline void check_shape(const char* op, const char* name, const OptionalTensor& t, const Shape& wanted) {
+  if (t) check_shape(op, name, *t, wanted);
+}
+
+inline void check_dim_at_least(const char* op, const char* name, const Tensor& t, int64_t dims) {
+  if (t.dim() < dims)
+    fail(op, name, " must have at least ", dims, dims == 1 ? " dimension" : " dimensions", ", got shape ",
+         describe(shape_of(t)));
+}
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
+
+// A dense tensor of this shape on the device of `like`; straight to the allocator, without the dispatcher.
+inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  int32_t device_type;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
+                                                         strides.data(), shim_dtype, device_type,
+                                                         like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+inline Tensor allocate(const Shape& shape, const Tensor& like) {
+  return allocate(shape, like.scalar_type(), like);
+}
+
+// How an absent output of a backward is said: a tensor of no elements, which the Python rules turn into None.
+inline Tensor absent(const Tensor& like) {
+  return allocate({0}, like);
+}
+
+inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
+  return wanted ? allocate(shape, like) : absent(like);
+}
+
+// Scratch memory from torch's allocator; alive until the launches queued before its release have run.
+inline Tensor workspace(int64_t bytes, const Tensor& like) {
+  return allocate({bytes}, ScalarType::Byte, like);
+}
+
+inline Tensor dense(const Tensor& t) {
+  return t.is_contiguous() ? t : torch::stable::contiguous(t);
+}
+
+inline OptionalTensor dense(const OptionalTensor& t) {
+  return t ? OptionalTensor(dense(*t)) : t;
+}
+
+template <typename T>
+T* pointer(const Tensor& t) {
+  return t.numel() ? static_cast<T*>(t.data_ptr()) : nullptr;
+}
+
+template <typename T>
+const T* pointer(const OptionalTensor& t) {
+  return t ? pointer<T>(*t) : nullptr;
+}
+
+// The dtype of statistics and of per-row losses.
+inline ScalarType accumulate_dtype(const Tensor& t) {
+  return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// The last dimension is worked on, all others are rows.
+inline int64_t width_of(const Tensor& t) {
+  return t.size(t.dim() - 1);
+}
+
+inline int64_t rows_of(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) rows *= t.size(i);
+  return rows;
+}
+
+inline Shape leading_shape(const Tensor& t) {
+  Shape shape = shape_of(t);
+  shape.pop_back();
+  return shape;
+}
+
+// ---- dispatch and launch --------------------------------------------------------------------------------------------
+
+// fn.template operator()<T>() with T the kernels' type for this tensor's dtype, which has been checked.
+template <typename Fn>
+void dispatch_floating(const Tensor& t, const Fn& fn) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double: return fn.template operator()<double>();
+    case ScalarType::Float: return fn.template operator()<float>();
+    case ScalarType::BFloat16: return fn.template operator()<bfloat16>();
+    default: return fn.template operator()<float16>();
+  }
+}
+
+template <typename Fn>
+void dispatch_index(const Tensor& t, const Fn& fn) {
+  if (t.scalar_type() == ScalarType::Int) return fn.template operator()<int32_t>();
+  return fn.template operator()<int64_t>();
+}
+
+#ifdef GPTKERNELS_CUDA
+
+// The tensor's device made current for the calls below, and the stream that torch queues its work on there.
+class Launcher {
+ public:
+  Launcher(const char* op, const Tensor& t) : op_(op), guard_(t.get_device_index()) {
+    void* stream;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    stream_ = static_cast<Stream>(stream);
+  }
+  Stream stream() const { return stream_; }
+  void check(Status status) const {
+    if (status != cudaSuccess) fail(op_, "CUDA error: ", cudaGetErrorString(status));
+  }
+
+ private:
+  const char* op_;
+  torch::stable::accelerator::DeviceGuard guard_;
+  Stream stream_;
+};
+
+#else
+
+// Kernels run on the threads of torch's own pool.
+class Launcher {
+ public:
+  Launcher(const char* op, const Tensor&) : op_(op) {}
+  Stream stream() const {
+    return {[](int64_t begin, int64_t end, int64_t grain, Stream::Body body, void* context) {
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
+    }};
+  }
+  void check(const Status& status) const {
+    if (!status.ok()) fail(op_, status.error);
+  }
+
+ private:
+  const char* op_;
+};
+
+#endif
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,43 @@
+"""Loads the native libraries, and knows why the CUDA one is not in use when it isn't."""
+
+import functools
+import json
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent / "lib"
+CPU_LIBRARY = FOLDER / "libgptkernels.so"
+CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
+
+
+@functools.cache
+def build() -> dict[str, str]:
+    """What the build wrote down: version, torch, compiler, CUDA and its architectures."""
+    return json.loads((FOLDER / "build.json").read_text())
+
+
+def _load_cuda() -> str:
+    """Load the CUDA kernels; the answer is empty, or says why they are not in use."""
+    if torch.version.cuda is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if not CUDA_LIBRARY.exists():
+        reason = build()["without_cuda_because"] or f"{CUDA_LIBRARY.name} is missing from {FOLDER}"
+        return f"gptkernels was built without its CUDA library: {reason}"
+    try:
+        torch.ops.load_library(str(CUDA_LIBRARY))
+    except OSError as error:
+        return f"{CUDA_LIBRARY.name} could not be loaded: {error}"
+    return ""
+
+
+def _load_cpu() -> None:
+    if not CPU_LIBRARY.exists():
+        raise ImportError(
+            f"{CPU_LIBRARY} is missing: build it with `pip install --no-build-isolation -e .` in the checkout"
+        )
+    torch.ops.load_library(str(CPU_LIBRARY))
+
+
+_load_cpu()
+without_cuda_because = _load_cuda()

@@ -1,0 +1,78 @@
+"""Builds the two native libraries with CMake and ships them inside the package.
+
+Environment: GPTKERNELS_CUDA=0|1 forbids or demands the CUDA library; TORCH_CUDA_ARCH_LIST names the architectures
+(default: the GPU present, else 8.0, 9.0a and 10.0a with PTX); MAX_JOBS bounds the compilers at work.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+
+
+def torch_path() -> Path:
+    """The installed torch, also from an isolated build, which hides the environment's packages from import."""
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.submodule_search_locations:
+        return Path(spec.submodule_search_locations[0])
+    for key in ("platlib", "purelib"):
+        candidate = Path(sysconfig.get_paths()[key]) / "torch"
+        if (candidate / "include").is_dir():
+            return candidate
+    raise SystemExit("gptkernels needs an installed torch >= 2.10 to build against: pip install torch")
+
+
+def version() -> str:
+    """The version that pyproject.toml names."""
+    match = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert match
+    return match.group(1)
+
+
+class CMakeBuild(build_ext):
+    """Runs CMake once for both libraries."""
+
+    def run(self) -> None:
+        """Configure and build into the package (editable) or the wheel's build folder."""
+        package = ROOT / "python" if self.inplace or self.editable_mode else Path(self.build_lib).resolve()
+        build = ROOT / "build" / "cmake"
+        cuda = os.environ.get("GPTKERNELS_CUDA", "auto")
+        if cuda not in ("0", "1", "auto"):
+            raise SystemExit(f"GPTKERNELS_CUDA must be 0 or 1, got {cuda!r}")
+        configure = [
+            "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DTORCH_PATH={torch_path()}",
+            f"-DGPTKERNELS_VERSION={version()}",
+            f"-DGPTKERNELS_CUDA={cuda}",
+            f"-DGPTKERNELS_OUTPUT={package / 'gptkernels' / 'lib'}",
+        ]  # fmt: skip
+        subprocess.run(configure, check=True)
+        jobs = os.environ.get("MAX_JOBS")
+        subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=True)
+
+    def get_outputs(self) -> list[str]:
+        """Nothing beside what the package data names."""
+        return []
+
+
+class PlatformWheel(bdist_wheel):
+    """One wheel for every Python 3: the libraries use no Python C API."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """py3-none-<platform>."""
+        return "py3", "none", super().get_tag()[2]
+
+
+setup(
+    ext_modules=[Extension("gptkernels.lib", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
+)

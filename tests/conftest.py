@@ -1,0 +1,30 @@
+"""One option for every test file: ``--device cpu`` (the default) or ``--device cuda``."""
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="run the kernels on this device: cpu or cuda")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "large: needs tens of gigabytes of device memory; runs on CUDA only")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cpu":
+        skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
+        for item in items:
+            if "large" in item.keywords:
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(1234)

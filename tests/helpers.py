@@ -1,0 +1,114 @@
+"""What every op's test shares: shapes that break kernels, views, and the rule for how exact a kernel must be."""
+
+import pytest
+import torch
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+WIDTHS = [1, 2, 3, 7, 17, 33, 127, 768, 1600, 4097, 50257]
+ROWS = [0, 1, 5]
+VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
+
+all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+all_widths = pytest.mark.parametrize("width", WIDTHS)
+all_rows = pytest.mark.parametrize("rows", ROWS)
+all_views = pytest.mark.parametrize("view", VIEWS)
+
+
+def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
+    """Normal values that the dtype represents, made on the CPU so that every device sees the same."""
+    return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
+
+
+def as_view(t, kind):
+    """A tensor of the same values (for "expanded": of its first row's values) in another layout."""
+    if kind == "transposed":
+        return t.transpose(0, -1).contiguous().transpose(0, -1)
+    if kind == "sliced":
+        wide = torch.empty(*t.shape[:-1], 2 * t.shape[-1] + 1, dtype=t.dtype, device=t.device)
+        view = wide[..., 1::2]
+        view.copy_(t)
+        return view
+    if kind == "misaligned":
+        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
+        view = flat[1:].view(t.shape)
+        view.copy_(t)
+        return view
+    assert kind == "expanded"
+    return t[:1].expand_as(t)
+
+
+def assert_as_exact_as_torch(ours, torchs, exact, name="out"):
+    """The FlashAttention rule: our error is at most twice torch's own, plus one rounding of the output.
+
+    Args:
+        ours: our kernel's result.
+        torchs: torch's result in the same dtype.
+        exact: the formula in float64.
+        name: what an error message calls the result.
+    """
+    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)}, wanted {tuple(exact.shape)}"
+    assert ours.dtype == torchs.dtype, f"{name}: dtype {ours.dtype}, wanted {torchs.dtype}"
+    if ours.numel() == 0:
+        return
+    info = torch.finfo(ours.dtype)
+    # What overflows the dtype, and what is no number, must be the same in both, to the letter.
+    special = ~exact.to(ours.dtype).isfinite() | ~torchs.isfinite()
+    same = (ours[special] == torchs[special]) | (ours[special].isnan() & torchs[special].isnan())
+    assert same.all(), f"{name}: {(~same).sum()} infinities or NaNs differ from torch's"
+    ours, torchs, exact = (t[~special].double() for t in (ours, torchs, exact))
+    if exact.numel() == 0:
+        return
+    # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
+    scale = exact.abs().max()
+    rounding = 1e-13 * scale.clamp(min=1) if info.dtype == "float64" else info.eps * scale
+    torch_error = (torchs - exact).abs().max()
+    allowed = 2 * torch_error + rounding + info.smallest_normal * info.eps
+    error = (ours - exact).abs()
+    worst = error.argmax()
+    assert error[worst] <= allowed, (
+        f"{name}: error {error[worst]:.3e} at {exact[worst]:.6e}, allowed {allowed:.3e} "
+        f"(torch's worst is {torch_error:.3e})"
+    )
+
+
+def assert_same_bits(function, times=3):
+    """Two runs give the same bits; for the CPU also with another number of threads."""
+    first = _flat(function())
+    threads = torch.get_num_threads()
+    try:
+        for i in range(times):
+            torch.set_num_threads(1 if i % 2 == 0 else threads)
+            for a, b in zip(first, _flat(function()), strict=True):
+                assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _flat(outputs):
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return [t.detach().contiguous().clone() for t in outputs]
+
+
+def double(t):
+    """The float64 copy of a tensor, for references; None stays None."""
+    return None if t is None else t.detach().double()
+
+
+def gradients(function, inputs, dout):
+    """Gradients of ``function(*inputs)`` for the inputs that are tensors (None for None)."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    found = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
+    return [None if t is None else next(found) for t in leaves]
+
+
+def raises(*fragments):
+    """Expect the op's RuntimeError, with all these fragments in its message."""
+    pattern = "".join(f"(?=.*{fragment})" for fragment in fragments)
+    return pytest.raises(RuntimeError, match=pattern)
+
+
+def tolerance(dtype):
+    """For tests that look for wrong indices, not for roundings: four times ``torch.testing.assert_close``'s own."""
+    rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
+    return {"rtol": 4 * rtol, "atol": 4 * atol}
