@@ -41,11 +41,11 @@ struct RowShape {
   dim3 block;
 };
 
-// The most threads of a block in which each keeps kArrays arrays of kItems packs: they may fill half of the register
-// file, the other half is for everything else. A kernel declares it as its __launch_bounds__.
+// The most threads of a block in which each keeps kArrays arrays of kItems packs: they may fill a third of the register
+// file (65536), the rest is for everything else. A kernel declares it as its __launch_bounds__.
 template <typename T, int kVec, int kItems, int kArrays = 1>
 constexpr int kMaxRowThreads =
-    std::min<int>(1024, 32768 / (kVec * kItems * kArrays * (sizeof(accumulate_t<T>) / 4)) / kWarp * kWarp);
+    std::min<int>(1024, 20480 / (kVec * kItems * kArrays * (sizeof(accumulate_t<T>) / 4)) / kWarp * kWarp);
 
 template <typename T, int kVec, int kMaxItems, int kArrays = 1>
 RowShape row_shape(int64_t width) {
