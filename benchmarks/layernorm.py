@@ -26,8 +26,8 @@ def cases(device, dtype, small):
             shape,
             lambda a=(dout, x, weight, mean, rstd): ops.layernorm_backward(*a, [True] * 3),
             {
-                "torch": lambda a=(dout, x, [width], *native, weight, bias): (
-                    torch.ops.aten.native_layer_norm_backward(*a, [True] * 3)
+                "torch": lambda a=(dout, x, [width], *native, weight, bias): torch.ops.aten.native_layer_norm_backward(
+                    *a, [True] * 3
                 )
             },
             bytes=3 * nbytes(x),

@@ -109,9 +109,7 @@ def test_bin_padding(tmp_path):
     path = tmp_path / "model.bin"
     state = make_state()
     padded = torch.cat([state[WTE], torch.ones(5, 8)])
-    checkpoint.save_model(
-        path, {**state, WTE: padded, LM_HEAD: padded}, Config(), torch.bfloat16, padded_vocab_size=13
-    )
+    checkpoint.save_model(path, {**state, WTE: padded, LM_HEAD: padded}, Config(), torch.bfloat16, padded_vocab_size=13)
     config, loaded = checkpoint.load_model(path, keep_padding=True)
     assert config == {**CONFIG, "padded_vocab_size": 13}
     assert loaded[WTE].shape == (13, 8)
@@ -390,9 +388,7 @@ trees = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False)
     | st.text()
-    | st.sampled_from(
-        [torch.arange(3), torch.tensor(0.5), torch.empty(0, 2), torch.ones(2, 3, dtype=torch.bool)]
-    ),
+    | st.sampled_from([torch.arange(3), torch.tensor(0.5), torch.empty(0, 2), torch.ones(2, 3, dtype=torch.bool)]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.lists(inner, max_size=3).map(tuple)

@@ -318,9 +318,7 @@ def test_a_target_outside_the_vocabulary(tmp_path):
 
 def test_too_little_data(token_file):
     path = token_file(64)
-    with pytest.raises(
-        ValueError, match=r"64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65"
-    ):
+    with pytest.raises(ValueError, match=r"64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65"):
         DataLoader(path, 4, 16, 256)
     with pytest.raises(ValueError, match=r"T=16 on each of 2 ranks: it takes 65"):
         DataLoader(path, 2, 16, 256, world_size=2)

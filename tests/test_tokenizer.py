@@ -67,9 +67,7 @@ def test_special_tokens_are_not_spelled(tokenizer):
 
 def test_tokens_outside_the_vocabulary(tokenizer):
     for token in (-1, tokenizer.vocab_size, 2**40):
-        with pytest.raises(
-            ValueError, match=f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"
-        ):
+        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"):
             tokenizer.decode([token])
 
 

@@ -63,9 +63,7 @@ def describe_magic(magic: int) -> str:
     return f"{magic}, which is {_KINDS[magic]} of llm.c" if magic in _KINDS else str(magic)
 
 
-def read_header(
-    file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]
-) -> list[int]:
+def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
     """Read the 256 int32 of an llm.c header; ValueError names the file and the field that is wrong."""
     raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:

@@ -114,9 +114,7 @@ def save_model(
     _save_bin(path, _canonical(state_dict, config, str(path)), config, dtype, Vp)
 
 
-def load_model(
-    path: str | os.PathLike[str], *, keep_padding: bool = False
-) -> tuple[dict[str, Any], StateDict]:
+def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> tuple[dict[str, Any], StateDict]:
     """Read a GPT-2 model: llm.c's `.bin`, a `.safetensors` of `save_model`, or the model of a training state.
 
     Args:
@@ -161,9 +159,7 @@ def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
         config = _check_config({**dict(zip(_SIZES, header[2:7], strict=True)), "bias": True}, str(path))
         Vp = header[7]
         if Vp < config["vocab_size"]:
-            raise ValueError(
-                f"{path}: padded_vocab_size is {Vp}, less than vocab_size {config['vocab_size']}"
-            )
+            raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {config['vocab_size']}")
         T, _, L, _, C = header[2:7]
         wanted = HEADER_BYTES + dtype.itemsize * C * (Vp + T + L * (12 * C + 13) + 2)
         if (size := file_size(file)) != wanted:
@@ -253,11 +249,7 @@ def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
 
 def to_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
     """The state dict for Hugging Face's `GPT2LMHeadModel.load_state_dict`: `from_huggingface` undone."""
-    return {
-        name: _transpose_conv1d(name, tensor)
-        for name, tensor in state_dict.items()
-        if not name.endswith(_BUFFERS)
-    }
+    return {name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
 
 
 def _transpose_conv1d(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -415,9 +407,7 @@ def _open_safetensors(path: Path, *kinds: str) -> Iterator[tuple[Any, dict[str, 
                     + " or ".join(f"'gptkernels.{kind}'" for kind in kinds)
                 )
             if metadata.get("version") != _FORMAT_VERSION:
-                raise ValueError(
-                    f"{path}: version is {metadata.get('version')!r}, known: {_FORMAT_VERSION!r}"
-                )
+                raise ValueError(f"{path}: version is {metadata.get('version')!r}, known: {_FORMAT_VERSION!r}")
             yield file, metadata
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error

@@ -148,9 +148,7 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
     return [part for part in train if part.size], [part for part in val if part.size]
 
 
-def standard_library(
-    max_bytes: int = 16 << 20, val_fraction: float = 0.05
-) -> tuple[list[Document], list[Document]]:
+def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Training and validation documents: the standard library's sources of the Python that runs this.
 
     Tests, tables and installed packages are left out. A hash of a file's name decides its place and its side,

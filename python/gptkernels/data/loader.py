@@ -130,8 +130,7 @@ class DataLoader:
         if not self.shuffle:
             return indices
         orders = [
-            permute(indices[epochs == epoch], self.num_windows, (self.seed, epoch))
-            for epoch in np.unique(epochs)
+            permute(indices[epochs == epoch], self.num_windows, (self.seed, epoch)) for epoch in np.unique(epochs)
         ]
         return np.concatenate(orders)
 

@@ -64,9 +64,7 @@ def tokenizer_for_prefix(prefix: str | os.PathLike[str]) -> Tokenizer:
     raise ValueError(f"no tokenizer beside the data: neither {prefix}_tokenizer.bin nor .json")
 
 
-def _make_tokenizer(
-    name: str | os.PathLike[str], vocab_size: int | None, documents: Sequence[Document]
-) -> Tokenizer:
+def _make_tokenizer(name: str | os.PathLike[str], vocab_size: int | None, documents: Sequence[Document]) -> Tokenizer:
     if name != "bpe":
         if vocab_size is not None:
             raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
@@ -80,9 +78,7 @@ def _make_tokenizer(
 
 def _check_vocab_size(vocab_size: int) -> None:
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size is {vocab_size}: token files hold 16-bit tokens, at most {MAX_VOCAB_SIZE}"
-        )
+        raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, at most {MAX_VOCAB_SIZE}")
 
 
 def _write(

@@ -91,9 +91,7 @@ def _layout(file: BinaryIO, path: Path) -> tuple[int, np.dtype, int]:
 
 def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
     if size % 4:
-        raise ValueError(
-            f"{path}: no header, and its size of {size} bytes is not a multiple of 4 (int32 tokens)"
-        )
+        raise ValueError(f"{path}: no header, and its size of {size} bytes is not a multiple of 4 (int32 tokens)")
     outside = (values < 0) | (values >= MAX_VOCAB_SIZE)
     if outside[0]:
         raise ValueError(
@@ -108,9 +106,7 @@ def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
         )
 
 
-def write_tokens(
-    path: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int = MAX_VOCAB_SIZE
-) -> int:
+def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int = MAX_VOCAB_SIZE) -> int:
     """Write one-dimensional chunks of integers as a token file and return how many tokens it holds.
 
     One chunk at a time is in memory. The file appears whole or not at all.
@@ -142,13 +138,10 @@ def write_tokens(
     return count
 
 
-def check_vocabulary(
-    tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int
-) -> None:
+def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
     """ValueError for the first of `tokens`, 1-d from `position` of a file on, outside 0..vocab_size-1."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         first = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
         raise ValueError(
-            f"{path}: token {tokens[first]} at position {position + first} "
-            f"is outside the vocabulary of {vocab_size}"
+            f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
         )
