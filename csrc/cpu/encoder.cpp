@@ -47,7 +47,7 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
   }
   const T* wpe = p.wpe + row % p.length * p.width;
 #pragma omp simd
-  for (int64_t i = 0; i < p.width; ++i) out[i] = T(A(wte[i]) + A(wpe[i]));
+  for (int64_t i = 0; i < p.width; ++i) store(out[i], A(wte[i]) + A(wpe[i]));
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
       for (int64_t i = 0; i < columns; ++i) total[i] += sum[i];
     }
 #pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) out[column + i] = T(total[i]);
+    for (int64_t i = 0; i < columns; ++i) store(out[column + i], total[i]);
   }
 }
 

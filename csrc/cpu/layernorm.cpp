@@ -17,7 +17,7 @@ const T* input_row(const LayernormForward<T>& p, int64_t row) {
   const T* residual = p.residual + row * p.width;
   T* sum = p.sum + row * p.width;
 #pragma omp simd
-  for (int64_t i = 0; i < p.width; ++i) sum[i] = T(A(x[i]) + A(residual[i]));
+  for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
   return sum;
 }
 
