@@ -5,8 +5,9 @@ import re
 import subprocess
 import sys
 
-import gptkernels
 import pytest
+
+import gptkernels
 from gptkernels.checkpoint import save_training_state
 from gptkernels.cli import main
 from gptkernels.data import TokenFile, load_tokenizer, write_tokens
@@ -116,9 +117,7 @@ def test_a_token_outside_the_vocabulary_gets_a_sentence(run_train, prefix, capsy
 
 def test_a_checkpoint_of_another_trainer_gets_a_sentence(tmp_path, capsys):
     model = GPT2(GPT2Config(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
-    save_training_state(
-        tmp_path / "checkpoint.safetensors", config=model.config, model=model, optimizer={}, trainer={}
-    )
+    save_training_state(tmp_path / "checkpoint.safetensors", config=model.config, model=model, optimizer={}, trainer={})
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "checkpoint.safetensors: options: not those of this trainer" in capsys.readouterr().err
 
@@ -149,8 +148,6 @@ def test_info_prints_what_info_returns(capsys):
 
 
 def test_the_module_runs():
-    result = subprocess.run(
-        [sys.executable, "-m", "gptkernels", "bake"], capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-m", "gptkernels", "bake"], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "invalid choice" in result.stderr

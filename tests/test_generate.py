@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from gptkernels.checkpoint import save_model
 from gptkernels.cli import main
 from gptkernels.data import load_tokenizer

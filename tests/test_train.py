@@ -12,6 +12,7 @@ import time
 
 import pytest
 import torch
+
 from gptkernels.checkpoint import load_training_state
 from gptkernels.data import load_tokenizer, write_tokens
 from gptkernels.models import GPT2Config
@@ -264,9 +265,7 @@ def test_a_run_from_end_to_end(options, capsys, tmp_path):
 
 
 def test_a_run_learns(options):
-    result = train(
-        TrainConfig(**options | {"steps": 60, "learning_rate": 1e-2, "val_every": 0, "sample_every": 0})
-    )
+    result = train(TrainConfig(**options | {"steps": 60, "learning_rate": 1e-2, "val_every": 0, "sample_every": 0}))
     assert result.val_loss is None
     assert result.train_loss < 3.5  # from log 256 = 5.5; the text repeats itself
 

@@ -38,9 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
-    parser.add_argument(
-        "--traceback", action="store_true", help="show where in the program an error came from"
-    )
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add_arguments, run, summary in (
         ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
@@ -118,9 +116,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="bytes; gpt2; bpe, byte pairs learnt from the text; or a tokenizer file (default: bytes)",
     )
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)"
-    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)")
     parser.add_argument(
         "--val-fraction",
         type=float,
@@ -130,9 +126,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prepare(
-    files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float
-) -> int:
+def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
     from gptkernels.data import prepare
 
     written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction)

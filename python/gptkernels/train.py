@@ -93,9 +93,7 @@ class Trainer:
         saved: the state that is resumed.
     """
 
-    def __init__(
-        self, config: TrainConfig, output: Path | None = None, saved: TrainingState | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig, output: Path | None = None, saved: TrainingState | None = None) -> None:
         self.config = config
         self.processes = processes = Processes(config.device)
         if config.tf32:
@@ -189,9 +187,7 @@ class Trainer:
     def _learning_rate(self) -> float:
         config = self.config
         warmup = self.total_steps // 20 if config.warmup_steps is None else config.warmup_steps
-        return cosine_schedule(
-            self.step, self.total_steps, warmup, config.learning_rate, config.final_lr_fraction
-        )
+        return cosine_schedule(self.step, self.total_steps, warmup, config.learning_rate, config.final_lr_fraction)
 
     def _next_batch(self, data: DataLoader) -> Iterator[Tensor]:
         return (part.to(self.processes.device, non_blocking=True) for part in data.next_batch())
@@ -201,9 +197,7 @@ class Trainer:
             return self.model(tokens, targets, return_logits=False)[1]
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(
-            self.processes.device.type, torch.bfloat16, enabled=self.config.dtype == "autocast"
-        )
+        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.dtype == "autocast")
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -271,9 +265,7 @@ class Trainer:
         start = torch.tensor([[self.corpus.first_token]], device=device)
         self.model.eval()
         with self._autocast():
-            tokens = self.model.generate(
-                start, self.config.sample_length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator
-            )
+            tokens = self.model.generate(start, self.config.sample_length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
         self.model.train()
         text = self.corpus.text(tokens[0, 1:].tolist())
         self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")
@@ -311,9 +303,7 @@ class Trainer:
     def _introduce(self) -> None:
         config, size = self.config, self.model.config
         processes = f" x {self.processes.world_size} processes" if self.processes.world_size > 1 else ""
-        validation = (
-            f"{len(self.corpus.val.data):,}" if self.corpus.val else f"none, {self.corpus.why_no_val}"
-        )
+        validation = f"{len(self.corpus.val.data):,}" if self.corpus.val else f"none, {self.corpus.why_no_val}"
         self._progress.say(
             f"model: {size.n_layer} layers, {size.n_head} heads, {size.n_embd} channels, "
             f"{self.model.num_parameters():,} parameters, "
@@ -336,8 +326,7 @@ class Trainer:
         self._save()
         self._plot()
         self._progress.say(
-            f"stopped at step {self.step} of {self.total_steps}; "
-            f"to go on: gptkernels train --resume {self.output}"
+            f"stopped at step {self.step} of {self.total_steps}; to go on: gptkernels train --resume {self.output}"
         )
         number = self._request.signal or signal.SIGTERM  # another process may have had the signal
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)

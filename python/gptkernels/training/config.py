@@ -73,20 +73,15 @@ class TrainConfig:
     )
     log_file: str | None = _option(
         None,
-        "log of the losses, lines of 's:STEP trl:LOSS' and 's:STEP tel:LOSS' (default: main.log in the run's "
-        "folder)",
+        "log of the losses, lines of 's:STEP trl:LOSS' and 's:STEP tel:LOSS' (default: main.log in the run's folder)",
         short="-o",
         metavar="FILE",
     )
 
-    model: str = _option(
-        "tiny", "size of the model, and defaults that suit it", choices=(*PRESETS,), fixed=True
-    )
+    model: str = _option("tiny", "size of the model, and defaults that suit it", choices=(*PRESETS,), fixed=True)
     layers: int = _option(None, "layers L (default: the model's)", at_least=1, fixed=True)
     heads: int = _option(None, "attention heads NH (default: the model's)", at_least=1, fixed=True)
-    channels: int = _option(
-        None, "channels C, a multiple of the heads (default: the model's)", at_least=1, fixed=True
-    )
+    channels: int = _option(None, "channels C, a multiple of the heads (default: the model's)", at_least=1, fixed=True)
     init_from: str | None = _option(
         None,
         "begin with the weights of this model or checkpoint, of the same size",
@@ -94,9 +89,7 @@ class TrainConfig:
         fixed=True,
     )
 
-    batch_size: int = _option(
-        None, "batch size B, sequences (default: 16 for tiny, else 4)", short="-b", at_least=1
-    )
+    batch_size: int = _option(None, "batch size B, sequences (default: 16 for tiny, else 4)", short="-b", at_least=1)
     sequence_length: int = _option(
         None,
         "sequence length T, tokens (default: 64 for tiny, else 1024)",
@@ -113,25 +106,17 @@ class TrainConfig:
         short="-l",
         above=0,
     )
-    warmup_steps: int | None = _option(
-        None, "steps of linear warm-up (default: 5%% of the steps)", at_least=0
-    )
+    warmup_steps: int | None = _option(None, "steps of linear warm-up (default: 5%% of the steps)", at_least=0)
     final_lr_fraction: float = _option(
         0.1, "learning rate at the end of the cosine decay, as a fraction of the peak", at_least=0
     )
     weight_decay: float = _option(0.1, "AdamW's weight decay, on matrices only", at_least=0, fixed=True)
     grad_clip: float = _option(1.0, "clip the gradient to this norm; 0: never", at_least=0)
-    seed: int = _option(
-        1337, "seed of the weights, the order of the data and the samples", at_least=0, fixed=True
-    )
+    seed: int = _option(1337, "seed of the weights, the order of the data and the samples", at_least=0, fixed=True)
 
-    val_every: int = _option(
-        50, "validate every so many steps and at the end; 0: never", short="-v", at_least=0
-    )
+    val_every: int = _option(50, "validate every so many steps and at the end; 0: never", short="-v", at_least=0)
     val_max_batches: int = _option(20, "validate on at most so many batches", short="-m", at_least=0)
-    sample_every: int = _option(
-        200, "print a sample every so many steps; 0: only at the end", short="-s", at_least=0
-    )
+    sample_every: int = _option(200, "print a sample every so many steps; 0: only at the end", short="-s", at_least=0)
     sample_length: int = _option(256, "tokens of a sample; 0: no sample", short="-g", at_least=0)
     checkpoint_every: int = _option(
         200, "write the checkpoint every so many steps and at the end; 0: only at the end", at_least=0
@@ -172,9 +157,7 @@ class TrainConfig:
         for option in fields(self):
             name = option.name
             if option.metadata.get("fixed") and name in given and given[name] != saved[name]:
-                raise ValueError(
-                    f"{flag(name)} was {saved[name]}, cannot become {given[name]} in a resumed run"
-                )
+                raise ValueError(f"{flag(name)} was {saved[name]}, cannot become {given[name]} in a resumed run")
         for name, other in (("steps", "epochs"), ("epochs", "steps")):
             if name in given and other not in given:
                 saved[other] = None

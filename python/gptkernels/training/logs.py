@@ -41,9 +41,7 @@ class TrainingLog:
         ValueError: TensorBoard is asked for and not installed.
     """
 
-    def __init__(
-        self, log_file: Path, csv_file: Path, first_step: int = 0, tensorboard: Path | None = None
-    ) -> None:
+    def __init__(self, log_file: Path, csv_file: Path, first_step: int = 0, tensorboard: Path | None = None) -> None:
         self._board = None if tensorboard is None else _summary_writer(tensorboard, first_step)
         self._log = _continue(log_file, _LOG_STEP, first_step)
         self._csv = _continue(csv_file, _CSV_STEP, first_step, header=",".join(CSV_COLUMNS) + "\n")

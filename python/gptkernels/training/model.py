@@ -48,9 +48,7 @@ def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -
 
 def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) -> None:
     if sequence_length > sizes["block_size"]:
-        raise ValueError(
-            f"--sequence-length is {sequence_length}, the model has {sizes['block_size']} positions"
-        )
+        raise ValueError(f"--sequence-length is {sequence_length}, the model has {sizes['block_size']} positions")
     if vocab_size > sizes["vocab_size"]:
         raise ValueError(f"the data has {vocab_size} different tokens, the model {sizes['vocab_size']}")
 

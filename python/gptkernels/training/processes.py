@@ -99,7 +99,5 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
         return device
     index = local_rank if device.index is None else device.index
     if index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device is 'cuda:{index}', this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+        raise ValueError(f"device is 'cuda:{index}', this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)

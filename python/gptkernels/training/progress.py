@@ -92,10 +92,7 @@ class Bar:
 
     def step(self, record: TrainingStep) -> None:
         """Move the bar."""
-        numbers = (
-            f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  "
-            f"{record.milliseconds:.0f} ms/step"
-        )
+        numbers = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
         self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
 
     def close(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 
 
-def cosine_schedule(
-    step: int, total_steps: int, warmup_steps: int, peak: float, final_fraction: float = 0.1
-) -> float:
+def cosine_schedule(step: int, total_steps: int, warmup_steps: int, peak: float, final_fraction: float = 0.1) -> float:
     """Linear warm-up to `peak`, then half a cosine down to `final_fraction * peak` at `total_steps`.
 
     `step` counts from 0: the first step has `peak / warmup_steps`, step `warmup_steps` has `peak`, and later
