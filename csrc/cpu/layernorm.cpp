@@ -8,13 +8,26 @@
 namespace gptkernels::cpu {
 namespace {
 
+// The row that is normalised: x, or x + residual.
+template <typename T>
+const T* input_row(const LayernormForward<T>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  const T* x = p.x + row * p.width;
+  if (p.residual == nullptr) return x;
+  const T* residual = p.residual + row * p.width;
+  T* sum = p.sum + row * p.width;
+#pragma omp simd
+  for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
+  return sum;
+}
+
 // Two passes over a row that the first one has brought into the L1 cache: mean, then the variance about it. A float32
 // mean is off by a rounding, as large as |mean| * 2^-24; the second pass measures that rest too, so that an offset
 // in x costs no digits.
 template <typename T>
 void forward_row(const LayernormForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
-  const T* x = p.x + row * p.width;
+  const T* x = input_row(p, row);
   T* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
