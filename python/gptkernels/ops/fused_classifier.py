@@ -36,7 +36,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
     wide = accumulate_dtype(dlogits.dtype)
     kept = (targets != ignore_index).unsqueeze(-1)
     columns = targets.long().unsqueeze(-1).where(kept, 0)
-    p = dlogits.to(wide).scatter_add(-1, columns, kept.to(wide))
+    p = dlogits.to(wide) + torch.zeros_like(dlogits, dtype=wide).scatter(-1, columns, kept.to(wide))
     v = v.to(wide)
     return (p * (v - (p * v).sum(-1, keepdim=True))).to(dlogits.dtype)
 
@@ -66,8 +66,8 @@ class FusedClassifier(torch.autograd.Function):
         """Scale dlogits; of dlogits itself, by formula."""
         if ctx.scaled:
             raise RuntimeError(
-                "gptkernels::fused_classifier: autograd can not pass through a call with dlosses, whose dlogits already "
-                "is the gradient, scaled; call it without dlosses, or under torch.no_grad()"
+                "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
+                "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
             )
         dlogits, targets = ctx.saved_tensors
         found = None
