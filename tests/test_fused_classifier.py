@@ -45,6 +45,12 @@ def exact(logits, targets, vocab_size=-1, ignore_index=IGNORED):
     return (used.logsumexp(-1) - at_target).where(kept, 0)
 
 
+def exact_confident(logits, targets):
+    """The losses of rows whose target has nearly all of the probability, without the digits that float64 loses."""
+    others = (logits - logits.gather(-1, targets.unsqueeze(-1))).scatter(-1, targets.unsqueeze(-1), float("-inf"))
+    return others.exp().sum(-1).log1p()
+
+
 def inputs(rows, width, dtype, device, vocab_size=-1, scale=1.0):
     """Logits, targets of which every seventh is ignored, and the losses' gradients."""
     targets = torch.randint(0, width if vocab_size == -1 else vocab_size, (rows,))
@@ -234,13 +240,19 @@ def test_large_logits(dtype, device):
     check((logits + 1000).to(dtype), targets, dlosses.to(wide(dtype)))
 
 
+@pytest.mark.parametrize("width", [2, 768, 16384, 50304, 131072])
 @all_dtypes
-def test_probability_close_to_one(dtype, device):
-    """p - 1 cancels; nothing is asked for beyond what torch gives."""
-    for winner in (5, 10, 15, 20, 40):
-        logits, targets, dlosses = inputs(5, 768, dtype, device)
+def test_confident_rows_keep_their_digits(width, dtype, device):
+    """Neither the loss, log(1 + little), nor the target's gradient, p - 1, loses what it consists of."""
+    for winner in (10, 15, 20, 40):
+        logits, targets, _ = inputs(5, width, dtype, device)
         logits.scatter_(-1, targets.unsqueeze(-1), winner)
-        check(logits, targets, dlosses)
+        losses, dlogits = ops.fused_classifier(logits, targets)
+        expected = exact_confident(double(logits), targets)
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=0)
+        if dtype in (torch.float64, torch.float32):
+            at_target = dlogits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
+            torch.testing.assert_close(at_target, (-expected).expm1(), rtol=1e-5, atol=0)
 
 
 @all_dtypes
