@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from gptkernels import _library
 
@@ -136,6 +137,44 @@ def _autocast_kernel(op: Callable[..., Any], device_type: str, key: str, policy:
     return kernel
 
 
+# ---- ops that write into their arguments -----------------------------------------------------------------------------
+
+
+def mutates(name: str) -> None:
+    """Count up the versions of the tensors that the op writes into, as torch's own in-place ops do.
+
+    By them autograd finds out that a tensor it has saved is no longer what it was. Which arguments are written into is
+    the schema's to say.
+    """
+    op = getattr(ops, name).default
+    written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        for i, argument in written:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            tensors = [value] if isinstance(value, Tensor) else value or []
+            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        return out
+
+    _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def without_derivative(name: str) -> None:
+    """Refuse the op where autograd would have to differentiate it: where gradients are recorded of its arguments."""
+    op = getattr(ops, name).default
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                for t in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(t, Tensor) and t.requires_grad:
+                        raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
+        return below_autograd(op, *args, **kwargs)
+
+    _registrations.impl(name, kernel, "Autograd")
+
+
 # ---- no CUDA library -------------------------------------------------------------------------------------------------
 
 
@@ -154,25 +193,9 @@ if _library.without_cuda_because:
             refuse_cuda(_name.removeprefix("gptkernels::"), _library.without_cuda_because)
 
 
-# ---- ops that write into an argument ---------------------------------------------------------------------------------
+# ---- flops -----------------------------------------------------------------------------------------------------------
 
 
-def in_place(name: str) -> None:
-    """Count up the versions of the arguments that the op writes to, as torch's in-place ops do.
-
-    So a backward that has saved such an argument says that it was modified, instead of using the wrong values.
-    """
-    op = getattr(ops, name).default
-    arguments = op._schema.arguments
-    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    places = {a.name: i for i, a in enumerate(arguments)}
-    below = torch._C._after_ADInplaceOrView_keyset
-
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        result = op.redispatch(keyset & below, *args, **kwargs)
-        for i, value in (*enumerate(args), *((places[key], value) for key, value in kwargs.items())):
-            if written[i] and value is not None:
-                torch.autograd.graph.increment_version(value)
-        return result
-
-    _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+def flops(name: str, formula: Callable[..., int]) -> None:
+    """Teach ``torch.utils.flop_counter`` the op: ``formula`` takes its arguments with shapes for the tensors."""
+    register_flop_formula(getattr(ops, name))(formula)

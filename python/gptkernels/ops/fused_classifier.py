@@ -8,7 +8,7 @@ need not be kept: in place they no longer exist.
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autograd, below_autograd, fake, in_place, ops
+from gptkernels.ops._register import autograd, below_autograd, fake, mutates, ops
 from gptkernels.ops.layernorm import accumulate_dtype
 
 
@@ -146,4 +146,4 @@ fake("fused_classifier_backward", _fake_backward)
 autograd("fused_classifier", FusedClassifier)
 autograd("fused_classifier_", FusedClassifierInPlace)
 autograd("fused_classifier_backward", FusedClassifierBackward)
-in_place("fused_classifier_")
+mutates("fused_classifier_")
