@@ -12,12 +12,14 @@ struct bfloat16 {
   uint16_t bits;
 
   bfloat16() = default;
-  explicit bfloat16(float value) {
+  explicit bfloat16(float value) : bits(round(value)) {}
+  operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+  static uint16_t round(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-    bits = static_cast<uint16_t>(value != value ? 0x7FC0u : rounded);
+    return static_cast<uint16_t>(value != value ? 0x7FC0u : rounded);
   }
-  operator float() const { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 };
 
 // IEEE binary16 by integer and float32 arithmetic alone, without branches, so that loops of conversions
@@ -26,7 +28,17 @@ struct float16 {
   uint16_t bits;
 
   float16() = default;
-  explicit float16(float value) {
+  explicit float16(float value) : bits(round(value)) {}
+  operator float() const {
+    const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7FFFu) << 13;
+    // Multiplying by 2^112 restores the exponent of normal and denormal values alike.
+    const float finite = std::bit_cast<float>(magnitude) * 0x1p112f;
+    const uint32_t special = magnitude | 0x7F800000u;
+    const uint32_t u = magnitude >= (31u << 23) ? special : std::bit_cast<uint32_t>(finite);
+    return std::bit_cast<float>(u | (static_cast<uint32_t>(bits & 0x8000u) << 16));
+  }
+
+  static uint16_t round(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
     // Normal results: move the exponent from bias 127 to bias 15 and round the 13 bits that fall off.
@@ -36,17 +48,24 @@ struct float16 {
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
     const uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
     const uint32_t overflow = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
-    bits = static_cast<uint16_t>(((u >> 16) & 0x8000u) | (magnitude >= 0x477FF000u ? overflow : finite));
-  }
-  operator float() const {
-    const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7FFFu) << 13;
-    // Multiplying by 2^112 restores the exponent of normal and denormal values alike.
-    const float finite = std::bit_cast<float>(magnitude) * 0x1p112f;
-    const uint32_t special = magnitude | 0x7F800000u;
-    const uint32_t u = magnitude >= (31u << 23) ? special : std::bit_cast<uint32_t>(finite);
-    return std::bit_cast<float>(u | (static_cast<uint32_t>(bits & 0x8000u) << 16));
+    return static_cast<uint16_t>(((u >> 16) & 0x8000u) | (magnitude >= 0x477FF000u ? overflow : finite));
   }
 };
+
+// Rounds into place. Loops store through this, never by assigning a bfloat16 or float16 made on the side: a struct on
+// the stack keeps the compiler from vectorising.
+inline void store(double& to, double value) {
+  to = value;
+}
+inline void store(float& to, float value) {
+  to = value;
+}
+inline void store(bfloat16& to, float value) {
+  to.bits = bfloat16::round(value);
+}
+inline void store(float16& to, float value) {
+  to.bits = float16::round(value);
+}
 
 // Sums and statistics are float32, float64 for float64.
 template <typename T>

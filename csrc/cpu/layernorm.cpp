@@ -38,11 +38,11 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
   p.rstd[row] = rstd;
   if (p.weight && p.bias) {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) out[i] = T((A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
+    for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
   } else {
     for (int64_t i = 0; i < p.width; ++i) {
       const A norm = (A(x[i]) - mean - rest) * rstd;
-      out[i] = T(norm * (p.weight ? A(p.weight[i]) : A(1)) + (p.bias ? A(p.bias[i]) : A(0)));
+      store(out[i], norm * (p.weight ? A(p.weight[i]) : A(1)) + (p.bias ? A(p.bias[i]) : A(0)));
     }
   }
 }
@@ -72,7 +72,7 @@ void backward_row(const LayernormBackward<T>& p, int64_t row) {
 #pragma omp simd
   for (int64_t i = 0; i < p.width; ++i) {
     const A d = (gradient(i) - avg_g - norm(i) * avg_gn) * rstd;
-    dx[i] = T(d + (dresidual ? A(dresidual[i]) : A(0)));
+    store(dx[i], d + (dresidual ? A(dresidual[i]) : A(0)));
   }
 }
 
@@ -134,8 +134,8 @@ void add_groups(const LayernormBackward<T>& p, int64_t groups, int64_t begin, in
       dweight += partial(p, group).dweight[i];
       dbias += partial(p, group).dbias[i];
     }
-    if (p.dweight) p.dweight[i] = T(dweight);
-    if (p.dbias) p.dbias[i] = T(dbias);
+    if (p.dweight) store(p.dweight[i], dweight);
+    if (p.dbias) store(p.dbias[i], dbias);
   }
 }
 

@@ -34,27 +34,34 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// How one row of `packs` packs is laid over threads: `items` packs a thread, in registers. One warp a row with four
+// How one row is laid over threads: `items` packs of kVec elements a thread, in registers. One warp a row with four
 // rows a block while that suffices, then a block a row.
 struct RowShape {
   int items;  // 1, 2, 4 or 8; 0 when the row does not fit
   dim3 block;
 };
 
-template <int kMaxItems>
-RowShape row_shape(int64_t packs) {
+// The most threads of a block in which each keeps kArrays arrays of kItems packs: they may fill a third of the register
+// file (65536), the rest is for everything else. A kernel declares it as its __launch_bounds__.
+template <typename T, int kVec, int kItems, int kArrays = 1>
+constexpr int kMaxRowThreads =
+    std::min<int>(1024, 20480 / (kVec * kItems * kArrays * (sizeof(accumulate_t<T>) / 4)) / kWarp * kWarp);
+
+template <typename T, int kVec, int kMaxItems, int kArrays = 1>
+RowShape row_shape(int64_t width) {
   constexpr int kRowsPerBlock = 4;
-  constexpr int kMaxThreads = 1024;
+  const int64_t packs = ceil_div(width, kVec);
   for (int items = 1; items <= kMaxItems; items *= 2)
     if (packs <= kWarp * items) return {items, dim3(kWarp, kRowsPerBlock)};
-  for (int items = std::min(4, kMaxItems); items <= kMaxItems; items *= 2) {
-    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads <= kMaxThreads) return {items, dim3(static_cast<unsigned>(threads))};
-  }
-  return {0, dim3(kMaxThreads)};
+  constexpr int kFew = std::min(4, kMaxItems);
+  const int64_t few = ceil_div(ceil_div(packs, kFew), kWarp) * kWarp;
+  if (few <= kMaxRowThreads<T, kVec, kFew, kArrays>) return {kFew, dim3(static_cast<unsigned>(few))};
+  const int64_t many = ceil_div(ceil_div(packs, kMaxItems), kWarp) * kWarp;
+  if (many <= kMaxRowThreads<T, kVec, kMaxItems, kArrays>) return {kMaxItems, dim3(static_cast<unsigned>(many))};
+  return {0, dim3(1024)};
 }
 
-// Calls fn with std::integral_constant-like `items` so that it can size register arrays.
+// Calls fn with `items` as a type, so that it can size register arrays.
 template <int N>
 struct Items {
   static constexpr int value = N;

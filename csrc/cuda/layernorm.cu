@@ -49,7 +49,8 @@ __device__ void write_normalised(const LayernormForward<T>& p, T* out, int64_t c
 // The row stays in registers between the load and the store, so the variance is taken about the mean in a second pass
 // that costs no memory traffic.
 template <typename T, int kVec, int kItems>
-__global__ void layernorm_forward_registers_kernel(const LayernormForward<T> p) {
+__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
+    layernorm_forward_registers_kernel(const LayernormForward<T> p) {
   using A = accumulate_t<T>;
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
@@ -92,7 +93,7 @@ __global__ void layernorm_forward_registers_kernel(const LayernormForward<T> p) 
 
 // Rows too wide for registers: a block a row, which reads the row three times, the second and third from L2.
 template <typename T, int kVec>
-__global__ void layernorm_forward_wide_kernel(const LayernormForward<T> p) {
+__global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const LayernormForward<T> p) {
   using A = accumulate_t<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const T* x_row = p.x + row * p.width;
@@ -127,7 +128,7 @@ __global__ void layernorm_forward_wide_kernel(const LayernormForward<T> p) {
 template <typename T, int kVec>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
   constexpr int kMaxItems = 8;
-  const RowShape shape = row_shape<kMaxItems>(ceil_div(p.width, kVec));
+  const RowShape shape = row_shape<T, kVec, kMaxItems>(p.width);
   const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
   if (shape.items == 0) return layernorm_forward_wide_kernel<T, kVec><<<grid, shape.block, 0, stream>>>(p);
   with_items<kMaxItems>(shape.items, [&](auto items) {
@@ -151,9 +152,11 @@ __device__ double product(double a, double b) {
 
 // Registers for partial sums and the row in hand bound the items a thread; wider rows take the `wide` kernels.
 constexpr int kBackwardMaxItems = 4;
+constexpr int kBackwardArrays = 4;  // norm, gradient, dweight, dbias
 
 template <typename T, int kVec, int kItems>
-__global__ void layernorm_backward_registers_kernel(const LayernormBackward<T> p) {
+__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kBackwardArrays>)
+    layernorm_backward_registers_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
   A dweight[kItems][kVec] = {};
   A dbias[kItems][kVec] = {};
@@ -217,7 +220,7 @@ __global__ void layernorm_backward_registers_kernel(const LayernormBackward<T> p
 
 // dx of rows too wide for registers: a block a row, which reads x and dout twice.
 template <typename T, int kVec>
-__global__ void layernorm_backward_wide_kernel(const LayernormBackward<T> p) {
+__global__ void __launch_bounds__(1024) layernorm_backward_wide_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const A mean = p.mean[row];
@@ -302,10 +305,10 @@ struct BackwardShape {
   int64_t partials;
 };
 
-template <int kVec>
+template <typename T, int kVec>
 BackwardShape backward_shape(int64_t rows, int64_t width) {
   constexpr int kBlocksPerMultiprocessor = 4;
-  const RowShape row = row_shape<kBackwardMaxItems>(ceil_div(width, kVec));
+  const RowShape row = row_shape<T, kVec, kBackwardMaxItems, kBackwardArrays>(width);
   const int64_t blocks = std::min<int64_t>(ceil_div(rows, row.block.y), kBlocksPerMultiprocessor * multiprocessors());
   const unsigned grid = grid_size(blocks);
   if (row.items) return {row, grid, int64_t(grid) * row.block.y};
@@ -314,7 +317,7 @@ BackwardShape backward_shape(int64_t rows, int64_t width) {
 
 template <typename T, int kVec>
 void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  const BackwardShape shape = backward_shape<kVec>(p.rows, p.width);
+  const BackwardShape shape = backward_shape<T, kVec>(p.rows, p.width);
   if (shape.row.items) {
     with_items<kBackwardMaxItems>(shape.row.items, [&](auto items) {
       layernorm_backward_registers_kernel<T, kVec, items.value><<<shape.grid, shape.row.block, 0, stream>>>(p);
@@ -347,7 +350,7 @@ Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials =
-      std::max(backward_shape<kPack<T>>(rows, width).partials, backward_shape<1>(rows, width).partials);
+      std::max(backward_shape<T, kPack<T>>(rows, width).partials, backward_shape<T, 1>(rows, width).partials);
   return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
 }
 

@@ -29,6 +29,9 @@ def autograd(name: str, function: type[torch.autograd.Function]) -> None:
     apply = function.apply
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
         if len(args) + len(keywords) < len(defaults):  # the dispatcher drops trailing arguments at their defaults
             args += tuple(defaults[len(args) : len(defaults) - len(keywords)])
         for i, keyword in enumerate(keywords, len(args)):

@@ -27,7 +27,7 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
         """Save x and the statistics."""
-        out, mean, rstd = below_autograd(ops.layernorm, x, weight, bias, eps)
+        out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
         return out, mean, rstd
@@ -67,7 +67,7 @@ class LayerNormBackward(torch.autograd.Function):
         ctx.save_for_backward(dout, x, weight, rstd)
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
-        return below_autograd(ops.layernorm_backward, dout, x, weight, mean, rstd, output_mask)
+        return below_autograd(ops.layernorm_backward.default, dout, x, weight, mean, rstd, output_mask)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -1,0 +1,84 @@
+"""What the file formats share: writing a file whole or not at all, and llm.c's 256-integer headers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+HEADER_BYTES = 256 * 4
+
+MODEL_MAGIC = 20240326
+TOKENIZER_MAGIC = 20240328
+TOKENS_MAGIC = 20240520
+
+_KINDS = {
+    MODEL_MAGIC: "a model",
+    TOKENIZER_MAGIC: "a tokenizer",
+    TOKENS_MAGIC: "a token file",
+    20240801: "a token file of 32-bit tokens",
+}
+
+
+@contextmanager
+def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path to write; it takes the place of `path` only once it is whole and on the disk.
+
+    The temporary file lies in the same folder (made where missing), so that the renaming is atomic. When the
+    body raises, the temporary file is removed and `path` stays as it was; when the process is killed, `path`
+    stays as it was and a hidden `.NAME.PID.tmp` is left beside it.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        _fsync(temporary)
+        os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_size(file: BinaryIO) -> int:
+    """Bytes of an open file."""
+    return os.fstat(file.fileno()).st_size
+
+
+def describe_magic(magic: int) -> str:
+    """`20240326, which is a model of llm.c`, for a message about a file of another kind."""
+    return f"{magic}, which is {_KINDS[magic]} of llm.c" if magic in _KINDS else str(magic)
+
+
+def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
+    """Read the 256 int32 of an llm.c header; ValueError names the file and the field that is wrong."""
+    raw = file.read(HEADER_BYTES)
+    if len(raw) < HEADER_BYTES:
+        raise ValueError(f"{path}: header is truncated: {len(raw)} bytes of {HEADER_BYTES}")
+    header = np.frombuffer(raw, "<i4").tolist()
+    if header[0] != magic:
+        raise ValueError(f"{path}: magic is {describe_magic(header[0])}, not {magic}: not {_KINDS[magic]}")
+    if header[1] not in versions:
+        known = " or ".join(map(str, versions))
+        raise ValueError(f"{path}: version is {header[1]}, known for {_KINDS[magic]}: {known}")
+    return header
+
+
+def make_header(*fields: int) -> NDArray[np.int32]:
+    """256 int32, the first ones given, the rest 0."""
+    header = np.zeros(256, "<i4")
+    header[: len(fields)] = fields
+    return header

@@ -1,0 +1,425 @@
+"""Models and training states on disk.
+
+- A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state
+  dict under nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...), its matrices
+  (out, in) as in `torch.nn.Linear`, and a configuration under nanoGPT's names: `block_size` (the longest
+  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd` and `bias` (False: no linear and no norm has one).
+- A training state: one `.safetensors` file that also holds the optimizer, the random number generators and
+  what the trainer counts.
+
+Every file appears whole or not at all, and is read without executing code. Damaged and foreign files raise a
+ValueError that names the file and the field, before memory is taken for their tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ._files import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
+
+_SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+_VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
+_PADDING = 128
+
+# The tensors of a layer in llm.c's order; shapes in multiples of C.
+_LAYER: list[tuple[str, tuple[int, ...]]] = [
+    ("ln_1.weight", (1,)),
+    ("ln_1.bias", (1,)),
+    ("attn.c_attn.weight", (3, 1)),
+    ("attn.c_attn.bias", (3,)),
+    ("attn.c_proj.weight", (1, 1)),
+    ("attn.c_proj.bias", (1,)),
+    ("ln_2.weight", (1,)),
+    ("ln_2.bias", (1,)),
+    ("mlp.c_fc.weight", (4, 1)),
+    ("mlp.c_fc.bias", (4,)),
+    ("mlp.c_proj.weight", (1, 4)),
+    ("mlp.c_proj.bias", (1,)),
+]
+_WTE, _WPE, _LM_HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+_CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
+_BUFFERS = (".attn.bias", ".attn.masked_bias")
+
+StateDict = dict[str, torch.Tensor]
+
+
+def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of GPT-2's parameters, in llm.c's order: each kind for every layer, then the next.
+
+    The embedding `wte` is (V, C); `lm_head`, which is the same tensor, is not listed.
+    """
+    T, V, L, _, C = (config[name] for name in _SIZES)
+    shapes: dict[str, tuple[int, ...]] = {_WTE: (V, C), _WPE: (T, C)}
+    for name, multiples in _LAYER:
+        shapes |= {f"transformer.h.{i}.{name}": tuple(m * C for m in multiples) for i in range(L)}
+    shapes |= {"transformer.ln_f.weight": (C,), "transformer.ln_f.bias": (C,)}
+    if config["bias"]:
+        return shapes
+    return {name: shape for name, shape in shapes.items() if not name.endswith(".bias")}
+
+
+def save_model(
+    path: str | os.PathLike[str],
+    state_dict: Mapping[str, torch.Tensor],
+    config: Any,
+    dtype: torch.dtype | None = None,
+    *,
+    padded_vocab_size: int | None = None,
+) -> None:
+    """Write a GPT-2 model: `.safetensors`, or llm.c's `.bin`.
+
+    Args:
+        path: its suffix decides the format.
+        state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not kept.
+            `lm_head` is not written: it must equal `wte`.
+        config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
+        dtype: what to convert to. `.bin` takes float32 (when not given) or bfloat16.
+        padded_vocab_size: Vp of the `.bin`, whose rows V..Vp-1 are 0; when not given V rounded up to 128.
+
+    Raises:
+        ValueError: a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the
+            format cannot hold the model: a `.bin` cannot say that there are no biases.
+    """
+    path = Path(path)
+    config = _check_config(_as_dict(config), str(path))
+    if path.suffix == ".safetensors":
+        if padded_vocab_size is not None:
+            raise ValueError(f"{path}: padded_vocab_size is for .bin; .safetensors are not padded")
+        state = _canonical(state_dict, config, str(path))
+        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
+        _save_safetensors(path, tensors, "model", {"config": config})
+        return
+    if path.suffix != ".bin":
+        raise ValueError(f"{path}: a model is a .bin (llm.c's) or a .safetensors file")
+    dtype = dtype or torch.float32
+    if dtype not in _VERSIONS:
+        raise ValueError(f"{path}: dtype is {dtype}, .bin takes torch.float32 or torch.bfloat16")
+    if not config["bias"]:
+        raise ValueError(f"{path}: a .bin cannot say that a model has no biases: save it as .safetensors")
+    V = config["vocab_size"]
+    Vp = -(-V // _PADDING) * _PADDING if padded_vocab_size is None else padded_vocab_size
+    if Vp < V:
+        raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {V}")
+    _save_bin(path, _canonical(state_dict, config, str(path)), config, dtype, Vp)
+
+
+def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> tuple[dict[str, Any], StateDict]:
+    """Read a GPT-2 model: llm.c's `.bin`, a `.safetensors` of `save_model`, or the model of a training state.
+
+    Args:
+        path: `.safetensors`, or else a `.bin`.
+        keep_padding: leave `wte` at the Vp rows of a `.bin` and add `padded_vocab_size` to the configuration.
+
+    Returns:
+        The configuration, for `GPT2Config(**config)`, and the state dict, on the CPU and in the file's dtype;
+        `lm_head.weight` is the same tensor as `transformer.wte.weight`.
+
+    Raises:
+        ValueError: the file is damaged or of another kind; the message names the file and the field.
+    """
+    path = Path(path)
+    if path.suffix == ".safetensors":
+        config, state = _load_safetensors(path)
+    else:
+        config, state = _load_bin(path)
+        if keep_padding:
+            config["padded_vocab_size"] = len(state[_WTE])
+        else:
+            state[_WTE] = state[_WTE][: config["vocab_size"]].clone()
+    state[_LM_HEAD] = state[_WTE]
+    return config, state
+
+
+def _save_bin(path: Path, state: StateDict, config: dict[str, Any], dtype: torch.dtype, Vp: int) -> None:
+    header = make_header(MODEL_MAGIC, _VERSIONS[dtype], *(config[name] for name in _SIZES), Vp)
+    with replace_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(header.data)
+        for name in parameter_shapes(config):
+            tensor = state[name].to("cpu", dtype).contiguous()
+            file.write(tensor.view(torch.uint8).numpy().data)
+            if name == _WTE:
+                file.write(bytes((Vp - tensor.shape[0]) * tensor.shape[1] * dtype.itemsize))
+
+
+def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
+    with open(path, "rb") as file:
+        header = read_header(file, path, MODEL_MAGIC, tuple(_VERSIONS.values()))
+        dtype = next(dtype for dtype, version in _VERSIONS.items() if version == header[1])
+        config = _check_config({**dict(zip(_SIZES, header[2:7], strict=True)), "bias": True}, str(path))
+        Vp = header[7]
+        if Vp < config["vocab_size"]:
+            raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {config['vocab_size']}")
+        T, _, L, _, C = header[2:7]
+        wanted = HEADER_BYTES + dtype.itemsize * C * (Vp + T + L * (12 * C + 13) + 2)
+        if (size := file_size(file)) != wanted:
+            fault = "truncated" if size < wanted else "too long"
+            sizes = ", ".join(f"{name} {config[name]}" for name in _SIZES)
+            raise ValueError(
+                f"{path}: {fault}: {sizes}, padded_vocab_size {Vp} take {wanted} bytes, the file has {size}"
+            )
+        shapes = parameter_shapes(config) | {_WTE: (Vp, C)}
+        return config, {name: _read_tensor(file, shape, dtype) for name, shape in shapes.items()}
+
+
+def _read_tensor(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype)
+    if file.readinto(tensor.view(torch.uint8).numpy()) != tensor.nbytes:  # type: ignore[attr-defined]
+        raise ValueError(f"{file.name}: truncated while it was read")
+    return tensor
+
+
+def _load_safetensors(path: Path) -> tuple[dict[str, Any], StateDict]:
+    with _open_safetensors(path, "model", "training") as (file, metadata):
+        config = _check_config(_parse(path, metadata, "config", file.get_tensor), str(path))
+        if metadata["kind"] == "gptkernels.training":
+            model = _parse(path, metadata, "model", file.get_tensor)
+        else:
+            model = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return config, _canonical(model, config, str(path))
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return dataclasses.asdict(config)
+    return dict(config)
+
+
+def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries that say a GPT-2's shape, once they are known to be sound."""
+    for name in _SIZES:
+        value = config.get(name)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ValueError(f"{where}: {name} is {value!r}, must be an integer in 1..2^31-1")
+    if config["n_embd"] % config["n_head"]:
+        raise ValueError(f"{where}: n_embd {config['n_embd']} is not divisible by n_head {config['n_head']}")
+    return {**{name: config[name] for name in _SIZES}, "bias": bool(config.get("bias", True))}
+
+
+def _canonical(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
+    """The parameters of `parameter_shapes`, none missing; without lm_head, padding and buffers."""
+    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{where}: {name} is a {type(tensor).__name__}, must be a tensor")
+        state[name] = tensor.detach()
+    if config["n_layer"] > len(state):
+        raise ValueError(f"{where}: n_layer is {config['n_layer']}, but there are {len(state)} parameters")
+    shapes = parameter_shapes(config)
+    head = state.pop(_LM_HEAD, None)
+    missing, unknown = shapes.keys() - state.keys(), state.keys() - shapes.keys()
+    if names := missing or unknown:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(f"{where}: {'missing' if missing else 'unknown'} parameter {min(names)}{more}")
+    wte = state[_WTE]
+    if head is not None and head.data_ptr() != wte.data_ptr() and not torch.equal(head, wte):
+        raise ValueError(f"{where}: {_LM_HEAD} differs from {_WTE}: GPT-2 ties them")
+    if wte.ndim == 2:
+        state[_WTE] = wte[: config["vocab_size"]]
+    for name, shape in shapes.items():
+        if state[name].shape != shape:
+            raise ValueError(f"{where}: {name} has shape {tuple(state[name].shape)}, must have {shape}")
+    return state
+
+
+def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
+    """A Hugging Face GPT-2's state dict (`GPT2LMHeadModel` or `GPT2Model`) as this module's.
+
+    Its `Conv1D` matrices are (in, out) and are transposed to (out, in); buffers of its attention are dropped;
+    `lm_head.weight`, where it is missing, is `wte`.
+    """
+    prefix = "" if _WTE in state_dict else "transformer."
+    state = {prefix + name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items()}
+    state = {name: tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)}
+    if _WTE not in state:
+        raise ValueError("not the state dict of a Hugging Face GPT-2: it has no wte.weight")
+    state.setdefault(_LM_HEAD, state[_WTE])
+    return state
+
+
+def to_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
+    """The state dict for Hugging Face's `GPT2LMHeadModel.load_state_dict`: `from_huggingface` undone."""
+    return {name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
+
+
+def _transpose_conv1d(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous() if name.endswith(_CONV1D) else tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingState:
+    """What `load_training_state` returns: what was saved, and the random number generators then."""
+
+    config: dict[str, Any]
+    model: dict[str, torch.Tensor]
+    optimizer: dict[str, Any]
+    trainer: dict[str, Any]
+    rng: dict[str, Any]
+
+
+def save_training_state(
+    path: str | os.PathLike[str],
+    *,
+    config: Any,
+    model: torch.nn.Module | Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, Any],
+    trainer: Mapping[str, Any],
+) -> None:
+    """Write all that a run needs to go on as if it had not stopped, in one file, whole or not at all.
+
+    The state of torch's random number generators is saved with it. What is saved may nest dicts, lists and
+    tuples of tensors, numbers, strings and None; all of it comes back exactly, tied tensors tied.
+
+    Args:
+        path: a `.safetensors` file; `load_model` reads the model out of it.
+        config: of the model, a mapping or a dataclass.
+        model: the module or its state dict.
+        optimizer: its state dict, as torch.optim's are.
+        trainer: counters, the data loader's state dict, whatever else.
+
+    Raises:
+        ValueError: the path has another suffix, or a value is none of the above; the message says where.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path}: a training state is a .safetensors file")
+    fields = {
+        "config": _as_dict(config),
+        "model": model.state_dict() if isinstance(model, torch.nn.Module) else model,
+        "optimizer": optimizer,
+        "trainer": trainer,
+        "rng": rng_state(),
+    }
+    tensors: StateDict = {}
+    names: dict[tuple, str] = {}
+    trees = {field: _flatten(value, field, tensors, names) for field, value in fields.items()}
+    _save_safetensors(path, tensors, "training", trees)
+
+
+def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
+    """Read a training state, its tensors on the CPU; `restore_rng_state(state.rng)` is left to the caller.
+
+    Raises:
+        ValueError: the file is damaged or of another kind; the message names the file and the field.
+    """
+    path = Path(path)
+    fields = [field.name for field in dataclasses.fields(TrainingState)]
+    with _open_safetensors(path, "training") as (file, metadata):
+        return TrainingState(**{field: _parse(path, metadata, field, file.get_tensor) for field in fields})
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of torch's generators: of the CPU, and of every CUDA device where CUDA is in use."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+def restore_rng_state(state: Mapping[str, Any]) -> None:
+    """Set torch's generators to a `rng_state()`, those of CUDA as far as there are devices."""
+    torch.set_rng_state(state["cpu"])
+    for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+        torch.cuda.set_rng_state(cuda, device)
+
+
+def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
+    """`value` as JSON can hold it; its tensors go into `tensors`, under names that say where they were.
+
+    What JSON does not know becomes an object with one key: {"$tensor": name}, {"$tuple": [...]}, and
+    {"$dict": [[key, value], ...]} for a dict whose keys are not all plain strings.
+    """
+    if isinstance(value, torch.Tensor):
+        identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if identity not in names or value.numel() == 0:
+            if where in tensors:
+                raise ValueError(f"{where}: two entries of that name")
+            tensors[where], names[identity] = value, where
+        return {"$tensor": names[identity]}
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str | int) for key in value):
+            raise ValueError(f"{where}: cannot save keys other than strings and integers")
+        items = [(key, _flatten(entry, f"{where}/{key}", tensors, names)) for key, entry in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
+        return dict(items) if plain else {"$dict": items}
+    if isinstance(value, list | tuple):
+        entries = [_flatten(entry, f"{where}/{i}", tensors, names) for i, entry in enumerate(value)]
+        return {"$tuple": entries} if isinstance(value, tuple) else entries
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise ValueError(f"{where}: cannot save a {type(value).__name__}")
+
+
+def _unflatten(tree: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unflatten(entry, get_tensor) for entry in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if "$tensor" in tree:
+        return get_tensor(tree["$tensor"])
+    if "$tuple" in tree:
+        return tuple(_unflatten(tree["$tuple"], get_tensor))
+    items = tree["$dict"] if "$dict" in tree else tree.items()
+    return {key: _unflatten(entry, get_tensor) for key, entry in items}
+
+
+_FORMAT_VERSION = "1"
+
+
+def _save_safetensors(path: Path, tensors: StateDict, kind: str, fields: Mapping[str, Any]) -> None:
+    """Write tensors, and fields as JSON in the metadata ("format": "pt" is for other readers)."""
+    metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": _FORMAT_VERSION}
+    metadata |= {name: json.dumps(value) for name, value in fields.items()}
+    with replace_file(path) as temporary:
+        save_file(_own_storage(tensors), temporary, metadata)
+
+
+def _own_storage(tensors: StateDict) -> StateDict:
+    """The tensors on the CPU, each alone in its storage, as safetensors writes them."""
+    owned: StateDict = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
+            tensor = tensor.clone()
+        storages.add(tensor.untyped_storage().data_ptr())
+        owned[name] = tensor
+    return owned
+
+
+@contextmanager
+def _open_safetensors(path: Path, *kinds: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") not in [f"gptkernels.{kind}" for kind in kinds]:
+                raise ValueError(
+                    f"{path}: kind is {metadata.get('kind')!r} in the metadata, must be "
+                    + " or ".join(f"'gptkernels.{kind}'" for kind in kinds)
+                )
+            if metadata.get("version") != _FORMAT_VERSION:
+                raise ValueError(f"{path}: version is {metadata.get('version')!r}, known: {_FORMAT_VERSION!r}")
+            yield file, metadata
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def _parse(
+    path: Path, metadata: Mapping[str, str], field: str, get_tensor: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
+    try:
+        value = _unflatten(json.loads(metadata[field]), functools.cache(get_tensor))  # tied ones stay tied
+        if isinstance(value, dict):
+            return value
+        raise ValueError(f"{type(value).__name__} instead of dict")
+    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{path}: {field} in the metadata is missing or damaged: {error!r}") from error

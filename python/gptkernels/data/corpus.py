@@ -1,0 +1,185 @@
+"""Text: what files hold it, how it is read piece by piece, and the text that every Python brings along."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sysconfig
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+CHUNK_BYTES = 1 << 20
+LINE_BYTES = 1 << 16
+"""How far a line's end is looked for."""
+
+# Folders of the standard library that hold tests, tables and other people's packages.
+_NOT_LIBRARY = {
+    *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
+    *("encodings", "pydoc_data"),
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """Bytes start..stop-1 of a text file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, path: Path) -> Document:
+        """All of a file."""
+        return cls(path, 0, path.stat().st_size)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
+        """Yield the text piece by piece, decoded as UTF-8 with "surrogateescape".
+
+        A piece ends before blank space, where GPT-2's words end too, so that encoding the pieces one by one
+        gives what encoding the whole would; only `chunk_bytes` without any blank are cut anywhere.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        rest = ""
+        for chunk in self.chunks(chunk_bytes):
+            rest += decoder.decode(chunk)
+            cut = _last_break(rest)
+            yield rest[:cut]
+            rest = rest[cut:]
+        rest += decoder.decode(b"", final=True)
+        if rest:
+            yield rest
+
+    def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+        """Yield the bytes, so many at a time."""
+        left = self.size
+        with open(self.path, "rb") as file:
+            file.seek(self.start)
+            while left > 0 and (chunk := file.read(min(chunk_bytes, left))):
+                yield chunk
+                left -= len(chunk)
+
+    def line_end(self, position: int) -> int:
+        """Where the line that holds byte `position` ends: the byte after its newline, or `stop`."""
+        with open(self.path, "rb") as file:
+            file.seek(position)
+            return min(self.stop, position + len(file.readline(LINE_BYTES)))
+
+
+def _last_break(text: str) -> int:
+    """Where the last run of blanks begins, or the end of a text that has none."""
+    for i in range(len(text) - 1, 0, -1):
+        if text[i] in " \t\r\n" and not text[i - 1].isspace():
+            return i
+    return len(text)
+
+
+def find_documents(paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[Document]:
+    """The files named, as documents, and those below the folders named; empty ones are left out.
+
+    A folder's files come in a fixed order that mixes them (by a hash of their names), so that its last ones
+    are a fair sample of it; hidden and binary ones are left out.
+
+    Raises:
+        ValueError: a path does not exist, or nothing is left.
+    """
+    named = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    files: list[Path] = []
+    for path in named:
+        if path.is_dir():
+            files += filter(_is_text, _walk(path))
+        elif path.exists():
+            files.append(path)
+        else:
+            raise ValueError(f"no such file or folder: {path}")
+    documents = [document for document in map(Document.whole, files) if document.size]
+    if not documents:
+        raise ValueError(f"no text in {', '.join(map(str, named)) or 'no files at all'}")
+    return documents
+
+
+def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
+    """The files below a folder but hidden ones and those in folders `skip`, ordered by their names' hash."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        files += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted(files, key=lambda file: _name_hash(file, root))
+
+
+def _name_hash(file: Path, root: Path) -> bytes:
+    return sha256(os.fsencode(file.relative_to(root).as_posix())).digest()
+
+
+def _is_text(file: Path) -> bool:
+    """No NUL in its first bytes."""
+    with open(file, "rb") as opened:
+        return b"\0" not in opened.read(8192)
+
+
+def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
+    """Training and validation: the last `val_fraction` of the bytes, in whole lines, is for validation.
+
+    Raises:
+        ValueError: val_fraction is not between 0 and 1, or there are too few bytes to leave both something.
+    """
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
+    total = sum(document.size for document in documents)
+    cut = total - max(1, round(total * val_fraction))
+    if cut <= 0:
+        raise ValueError(f"{total} bytes of text are too few for training and validation")
+    i = 0
+    while cut >= documents[i].size:
+        cut -= documents[i].size
+        i += 1
+    document = documents[i]
+    middle = document.start + cut
+    if cut and ((line_end := document.line_end(middle - 1)) < document.stop or i + 1 < len(documents)):
+        middle = line_end
+    train = [*documents[:i], replace(document, stop=middle)]
+    val = [replace(document, start=middle), *documents[i + 1 :]]
+    return [part for part in train if part.size], [part for part in val if part.size]
+
+
+def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
+    """Training and validation documents: the standard library's sources of the Python that runs this.
+
+    Tests, tables and installed packages are left out. A hash of a file's name decides its place and its side,
+    so the order and the split are the same wherever the library is.
+
+    Args:
+        max_bytes: at most so many bytes in all.
+        val_fraction: about what share of the files is for validation.
+
+    Raises:
+        ValueError: the library's sources are not on this machine.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    train: list[Document] = []
+    val: list[Document] = []
+    for path in _walk(root, skip=_NOT_LIBRARY):
+        document = Document.whole(path)
+        if path.suffix == ".py" and 0 < document.size <= max_bytes:
+            is_val = int.from_bytes(_name_hash(path, root)[-4:], "big") < val_fraction * 2**32
+            (val if is_val else train).append(document)
+            max_bytes -= document.size
+    if not train or not val:
+        raise ValueError(f"{root} holds too little of the standard library's sources")
+    return train, val
+
+
+def standard_library_text(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[bytes, bytes]:
+    """The bytes of `standard_library(...)`'s training and validation documents, one file after the other."""
+    train, val = standard_library(max_bytes, val_fraction)
+    return _join(train), _join(val)
+
+
+def _join(documents: Iterable[Document]) -> bytes:
+    return b"".join(chunk for document in documents for chunk in document.chunks())

@@ -1,0 +1,147 @@
+"""Token files, llm.c's: 256 int32 of header (magic 20240520, version 1, number of tokens), then uint16.
+
+The older form has no header: nothing but int32 tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .._files import (
+    HEADER_BYTES,
+    TOKENS_MAGIC,
+    describe_magic,
+    file_size,
+    make_header,
+    read_header,
+    replace_file,
+)
+
+VERSION = 1
+MAX_VOCAB_SIZE = 2**16
+"""Token files hold 16-bit tokens."""
+MAX_TOKENS = 2**31 - 1
+"""A header counts tokens in an int32."""
+
+
+class TokenFile:
+    """The tokens of a file, memory-mapped: `len(file)` tokens, `file[start:stop]` a new int64 array.
+
+    A file with a header must have exactly the size that its header says. A file without one is taken for the
+    older int32 form when its size is a multiple of 4 and its first 256 values, where a header would be, are
+    all 0..65535, as tokens of that form are; text, models, or nanoGPT's raw uint16 files are thereby refused.
+    Tokens are not checked here against a vocabulary, which would read the whole file: the loader does so for
+    the tokens it hands out.
+
+    Attributes:
+        path: where the file lies.
+        dtype: how a token is stored, uint16 or int32.
+
+    Raises:
+        ValueError: the file is empty, truncated, of another kind or longer than its header says; the message
+            names the file and the field.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        with open(self.path, "rb") as file:
+            offset, self.dtype, count = _layout(file, self.path)
+        mapped = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=(count,))
+        self._tokens = mapped.view(np.ndarray)  # slices faster than the subclass
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: slice) -> NDArray[np.int64]:
+        return self._tokens[index].astype(np.int64)
+
+    def __repr__(self) -> str:
+        return f"TokenFile({str(self.path)!r}, {len(self):,} tokens, {self.dtype})"
+
+
+def _layout(file: BinaryIO, path: Path) -> tuple[int, np.dtype, int]:
+    """Where the tokens begin (bytes), their dtype, how many they are."""
+    size = file_size(file)
+    if size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    beginning = file.read(HEADER_BYTES)
+    values = np.frombuffer(beginning[: len(beginning) // 4 * 4], "<i4")
+    if len(values) == 0 or values[0] != TOKENS_MAGIC:
+        _check_headerless(values, size, path)
+        return 0, np.dtype("<i4"), size // 4
+
+    file.seek(0)
+    count = read_header(file, path, TOKENS_MAGIC, (VERSION,))[2]
+    if count <= 0:
+        raise ValueError(f"{path}: number of tokens is {count}, must be at least 1")
+    wanted = HEADER_BYTES + 2 * count
+    if size != wanted:
+        fault = "truncated" if size < wanted else "too long"
+        raise ValueError(
+            f"{path}: {fault}: number of tokens is {count}, which takes {wanted} bytes, the file has {size}"
+        )
+    return HEADER_BYTES, np.dtype("<u2"), count
+
+
+def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
+    if size % 4:
+        raise ValueError(f"{path}: no header, and its size of {size} bytes is not a multiple of 4 (int32 tokens)")
+    outside = (values < 0) | (values >= MAX_VOCAB_SIZE)
+    if outside[0]:
+        raise ValueError(
+            f"{path}: magic is {describe_magic(int(values[0]))}, not {TOKENS_MAGIC}: neither a token file "
+            f"nor header-less int32 tokens (0..{MAX_VOCAB_SIZE - 1})"
+        )
+    if outside.any():
+        position = int(outside.argmax())
+        raise ValueError(
+            f"{path}: no header, and value {values[position]} at position {position} is no token "
+            f"(0..{MAX_VOCAB_SIZE - 1}): not header-less int32 tokens"
+        )
+
+
+def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int = MAX_VOCAB_SIZE) -> int:
+    """Write one-dimensional chunks of integers as a token file and return how many tokens it holds.
+
+    One chunk at a time is in memory. The file appears whole or not at all.
+
+    Raises:
+        ValueError: a token lies outside `0..vocab_size-1`, there is no token, or there are more than the
+            header can count (2^31 - 1).
+    """
+    if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
+    count = 0
+    with replace_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(make_header())
+        for chunk in chunks:
+            tokens = np.asarray(chunk)
+            if tokens.size == 0:
+                continue
+            if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+                raise ValueError(f"{path}: takes 1-d integers, got {tokens.dtype} of shape {tokens.shape}")
+            check_vocabulary(tokens, vocab_size, path, count)
+            count += len(tokens)
+            if count > MAX_TOKENS:
+                raise ValueError(f"{path}: more than {MAX_TOKENS} tokens, which the header cannot count")
+            file.write(tokens.astype("<u2").data)
+        if count == 0:
+            raise ValueError(f"{path}: no tokens to write")
+        file.seek(0)
+        file.write(make_header(TOKENS_MAGIC, VERSION, count))
+    return count
+
+
+def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
+    """ValueError for the first of `tokens`, 1-d from `position` of a file on, outside 0..vocab_size-1."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        first = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
+        raise ValueError(
+            f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
+        )

@@ -1,0 +1,127 @@
+"""What the libraries may depend on, what the build says when something is missing, and csrc without torch."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptkernels
+from gptkernels import _library
+
+ROOT = Path(__file__).parent.parent
+LIBRARIES = [p for p in (_library.CPU_LIBRARY, _library.CUDA_LIBRARY) if p.exists()]
+needs_sources = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="only in a checkout")
+
+
+def undefined_symbols(library):
+    listing = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
+    return [line.split()[-1] for line in listing.stdout.splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_only_the_stable_abi(library):
+    """No C++ symbol of c10, at or torch, whose ABI changes with every release, and none of Python's."""
+    symbols = undefined_symbols(library)
+    assert any(s.startswith("aoti_torch_") for s in symbols)
+    assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
+    assert [s for s in symbols if re.match(r"_?Py[A-Z]", s)] == []
+
+
+def test_info():
+    found = gptkernels.info()
+    assert found["gptkernels"] == gptkernels.__version__
+    assert found["torch"] == torch.__version__
+    assert found["cuda"] == "in use" or found["cuda"].startswith("not in use: ")
+
+
+def run_python(code):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
+)
+def test_missing_cuda_library_is_said(library, reason):
+    """Import and the CPU work; the first CUDA call and info say why CUDA does not."""
+    code = f"""
+        import pathlib, torch
+        torch.version.cuda = torch.version.cuda or "13.0"
+        exists, load = pathlib.Path.exists, torch.ops.load_library
+        redirect = lambda path: {library!r} if "gptkernels_cuda" in str(path) else str(path)
+        pathlib.Path.exists = lambda self: exists(pathlib.Path(redirect(self)))
+        torch.ops.load_library = lambda path: load(redirect(path))
+        import gptkernels
+        print(gptkernels.info()["cuda"])
+        x = torch.randn(2, 8)
+        print(torch.ops.gptkernels.layernorm(x, None, None)[0].shape)
+        try:
+            torch.ops.gptkernels.layernorm.default._op_dk(torch._C.DispatchKey.CUDA, x, None, None)
+        except RuntimeError as error:
+            print(error)
+    """
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    info, shape, error = done.stdout.strip().splitlines()[:3]
+    assert info.startswith("not in use: ")
+    assert reason in info
+    assert shape == "torch.Size([2, 8])"
+    assert error.startswith("gptkernels::layernorm: no CUDA kernels are loaded: ")
+    assert reason in error
+
+
+@needs_sources
+def test_csrc_has_no_torch(tmp_path):
+    """Every CPU kernel compiles without torch's headers, and a program of its own calls one."""
+    sources = sorted((ROOT / "csrc").rglob("*.*"))
+    assert [p.name for p in sources if re.search(r"#include.*(torch|ATen|c10)", p.read_text())] == []
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    program = tmp_path / "standalone"
+    subprocess.run(
+        [
+            compiler,
+            "-std=c++20",
+            "-O1",
+            "-pthread",
+            ROOT / "tests/standalone.cpp",
+            ROOT / "csrc/cpu/layernorm.cpp",
+            "-o",
+            program,
+        ],
+        check=True,
+    )
+    assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
+
+
+def configure(tmp_path, *options):
+    """CMake's configuration in an environment without nvcc."""
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    environment = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")}
+    environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
+    command = [cmake, "-S", ROOT, "-B", tmp_path / "build", f"-DTORCH_PATH={Path(torch.__file__).parent}"]
+    command += [f"-DGPTKERNELS_OUTPUT={tmp_path}/lib", "-DCMAKE_CUDA_COMPILER=NOTFOUND", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@needs_sources
+@pytest.mark.skipif(os.path.exists("/usr/bin/nvcc"), reason="nvcc cannot be hidden here")
+def test_build_without_nvcc(tmp_path):
+    """Demanded and impossible: an error; otherwise a line in the log."""
+    demanded = configure(tmp_path, "-DGPTKERNELS_CUDA=1")
+    assert demanded.returncode != 0
+    assert "demands the CUDA library, but nvcc was not found" in re.sub(r"\s+", " ", demanded.stderr)
+    shutil.rmtree(tmp_path / "build")
+    found = configure(tmp_path, "-DGPTKERNELS_CUDA=auto")
+    assert found.returncode == 0, found.stderr
+    assert "no CUDA library, because nvcc was not found" in found.stdout
+    assert "nvcc was not found" in (tmp_path / "lib/build.json").read_text()

@@ -1,0 +1,547 @@
+"""Token files, the loader, the corpus and `prepare`."""
+
+import re
+import struct
+import tracemalloc
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptkernels.data import (
+    DataLoader,
+    TokenFile,
+    prepare,
+    prepare_standard_library,
+    tokenizer_for_prefix,
+    write_tokens,
+)
+from gptkernels.data import corpus as corpus_module
+from gptkernels.data import tokens as tokens_module
+from gptkernels.data.corpus import Document, find_documents, split, standard_library, standard_library_text
+from gptkernels.data.loader import permute
+from gptkernels.data.tokenizer import train_bpe
+
+MAGIC = 20240520
+
+
+@contextmanager
+def little_memory(limit=1 << 20):
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+
+
+def refused(path, *words):
+    with little_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
+        TokenFile(path)
+    for word in words:
+        assert word in str(info.value)
+
+
+@pytest.fixture
+def token_file(tmp_path):
+    def write(count, vocab_size=256):
+        path = tmp_path / f"{count}.bin"
+        write_tokens(path, [np.arange(count) % vocab_size])
+        return path
+
+    return write
+
+
+# Token files
+
+
+@given(st.lists(st.lists(st.integers(0, 65535), max_size=20), min_size=1, max_size=6).filter(any))
+@settings(max_examples=50, deadline=None)
+def test_token_file_round_trip(tmp_path_factory, chunks):
+    path = tmp_path_factory.mktemp("tokens") / "new folder" / "tokens.bin"
+    flat = [token for chunk in chunks for token in chunk]
+    assert write_tokens(path, chunks) == len(flat)
+    file = TokenFile(path)
+    assert len(file) == len(flat)
+    assert file.dtype == np.uint16
+    assert file[:].dtype == np.int64
+    assert file[:].tolist() == flat
+    assert file[1:3].tolist() == flat[1:3]
+    assert path.read_bytes()[:1024] == struct.pack("<256i", MAGIC, 1, len(flat), *[0] * 253)
+
+
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 5000])
+def test_headerless_int32(tmp_path, count):
+    path = tmp_path / "old.bin"
+    (np.arange(count, dtype="<i4") % 50257).tofile(path)
+    file = TokenFile(path)
+    assert file.dtype == np.int32
+    assert file[:].tolist() == [i % 50257 for i in range(count)]
+
+
+def test_truncated_token_files(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, [[1, 2, 3]])
+    raw = path.read_bytes()
+    for size, word in (
+        (0, "empty"),
+        (1, "multiple of 4"),
+        (3, "multiple of 4"),
+        (4, "header"),
+        (1023, "header"),
+    ):
+        path.write_bytes(raw[:size])
+        refused(path, word)
+    for size in (1024, 1025, 1026, len(raw) - 1):
+        path.write_bytes(raw[:size])
+        refused(path, "truncated", "number of tokens is 3")
+    path.write_bytes(raw + b"\0\0")
+    refused(path, "too long", "number of tokens is 3")
+
+
+@pytest.mark.parametrize("count", [0, -1, -(2**31), 4, 2**31 - 1])
+def test_hostile_counts(tmp_path, count):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(struct.pack("<256i", MAGIC, 1, count, *[0] * 253) + bytes(6))
+    refused(path, f"number of tokens is {count}")
+
+
+@pytest.mark.parametrize(
+    ("raw", "word"),
+    [
+        (struct.pack("<256i", MAGIC, 7, 1, *[0] * 253) + bytes(2), "version is 7"),
+        (struct.pack("<256i", 20240326, 3, *[0] * 254), "a model of llm.c"),
+        (struct.pack("<256i", 20240328, 2, *[0] * 254), "a tokenizer of llm.c"),
+        (struct.pack("<256i", 20240801, 7, *[0] * 254), "32-bit tokens of llm.c"),
+        (b"Once upon a time there was a text....", "multiple of 4"),
+        (b"Once upon a time there was a text...", "magic"),
+        (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "magic"),  # nanoGPT's raw uint16
+        (np.array([5, 6, 65536, 7], "<i4").tobytes(), "value 65536 at position 2"),
+        (np.array([5, -6], "<i4").tobytes(), "value -6 at position 1"),
+    ],
+)
+def test_foreign_files(tmp_path, raw, word):
+    path = tmp_path / "tokens.bin"
+    path.write_bytes(raw)
+    refused(path, word)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "message"),
+    [
+        ([[1, 2], [3, 65536]], "token 65536 at position 3 is outside the vocabulary of 65536"),
+        ([[-1]], "token -1 at position 0"),
+        ([[0.5]], "takes 1-d integers, got float64"),
+        ([[[1]]], r"of shape \(1, 1\)"),
+        ([], "no tokens to write"),
+        ([[], []], "no tokens to write"),
+    ],
+)
+def test_what_write_tokens_refuses(tmp_path, chunks, message):
+    with pytest.raises(ValueError, match=message):
+        write_tokens(tmp_path / "tokens.bin", chunks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_tokens_limits(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="vocab_size is 65537: token files hold 16-bit tokens"):
+        write_tokens(tmp_path / "tokens.bin", [[1]], 65537)
+    monkeypatch.setattr(tokens_module, "MAX_TOKENS", 3)
+    with pytest.raises(ValueError, match="more than 3 tokens"):
+        write_tokens(tmp_path / "tokens.bin", [[1, 2], [3, 4]])
+    assert not list(tmp_path.iterdir())
+
+
+def test_write_tokens_streams(tmp_path):
+    with little_memory():
+        write_tokens(tmp_path / "tokens.bin", (np.full(10_000, i) for i in range(200)))
+    assert len(TokenFile(tmp_path / "tokens.bin")) == 2_000_000
+
+
+def test_failed_write_leaves_the_previous_file(tmp_path):
+    path = tmp_path / "tokens.bin"
+    write_tokens(path, [[1, 2, 3]])
+    with pytest.raises(ValueError, match="token -1"):
+        write_tokens(path, [[4], [-1]])
+    assert TokenFile(path)[:].tolist() == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_larger_than_memory(tmp_path):
+    """4 GiB of tokens (a sparse file): neither opening nor reading in random order takes memory or time."""
+    path = tmp_path / "large.bin"
+    count = 2**31 - 1
+    with open(path, "wb") as file:
+        file.write(struct.pack("<256i", MAGIC, 1, count, *[0] * 253))
+        file.truncate(1024 + 2 * count)
+    with little_memory(8 << 20):
+        loader = DataLoader(path, 4, 8, 256)
+        tokens, _ = loader.next_batch()
+        loader.position = 10**12
+        loader.next_batch()
+    assert tokens.shape == (4, 8)
+    assert loader.num_windows == count // 8
+
+
+# The loader
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 50))
+@settings(max_examples=60, deadline=None)
+def test_permute_is_a_bijection(n, seed, epoch):
+    images = permute(np.arange(n), n, (seed, epoch))
+    assert sorted(images) == list(range(n))
+    some = np.arange(0, n, 7)
+    assert (permute(some, n, (seed, epoch)) == images[some]).all()
+
+
+@pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
+def test_permute_mixes(n):
+    """The images of neighbours are as far apart as random numbers are, and half of them go up."""
+    indices = np.arange(5000) + n // 2
+    images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
+    assert abs(images.mean() - 1 / 2) < 0.03
+    assert abs(np.abs(np.diff(images)).mean() - 1 / 3) < 0.03
+    assert abs((np.diff(images) > 0).mean() - 1 / 2) < 0.03
+    assert abs(np.corrcoef(images[1:], images[:-1])[0, 1]) < 0.06
+
+
+def test_batches(token_file):
+    loader = DataLoader(token_file(100), 2, 5, 256, shuffle=False)
+    assert (loader.num_windows, loader.batches_per_epoch, loader.epoch) == (19, 9, 0)
+    tokens, targets = loader.next_batch()
+    assert tokens.dtype == targets.dtype == torch.int64
+    assert tokens.is_contiguous()
+    assert targets.is_contiguous()
+    assert tokens.tolist() == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert targets.tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
+    loader.next_batch()
+    loader.reset()
+    assert loader.next_batch()[0].equal(tokens)
+
+
+@given(
+    windows=st.integers(6, 60),
+    tail=st.integers(0, 3),
+    B=st.integers(1, 3),
+    world_size=st.integers(1, 2),
+    shuffle=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size, shuffle):
+    """Over all ranks, each epoch gives each window once, and in the order that one rank alone would see."""
+    T = 4
+    path = tmp_path_factory.mktemp("data") / "tokens.bin"
+    write_tokens(path, [np.arange(windows * T + 1 + tail)])
+    ranks = [
+        DataLoader(path, B, T, 65536, seed=5, shuffle=shuffle, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
+    alone = DataLoader(path, B * world_size, T, 65536, seed=5, shuffle=shuffle)
+    seen = []
+    while ranks[0].epoch < 3:
+        batches = [loader.next_batch() for loader in ranks]
+        tokens, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        assert tokens.equal(alone.next_batch()[0])
+        assert targets.equal(tokens + 1)
+        seen += (tokens[:, 0] // T).tolist()
+    epochs = [seen[i * windows : (i + 1) * windows] for i in range(3)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(windows))
+    assert (epochs[0] == epochs[1]) != shuffle
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_resume(token_file, shuffle):
+    path = token_file(1000)
+    one = DataLoader(path, 3, 7, 256, seed=1, shuffle=shuffle)
+    for _ in range(60):  # into the second epoch
+        one.next_batch()
+    state = one.state_dict()
+    expected = [one.next_batch() for _ in range(60)]
+    other = DataLoader(path, 3, 7, 256, seed=2, shuffle=not shuffle)
+    other.load_state_dict(state)
+    for tokens, targets in expected:
+        got = other.next_batch()
+        assert got[0].equal(tokens)
+        assert got[1].equal(targets)
+
+
+def test_seeds_differ(token_file):
+    path = token_file(1000)
+    first = [DataLoader(path, 8, 4, 256, seed=seed).next_batch()[0] for seed in (0, 0, 1)]
+    assert first[0].equal(first[1])
+    assert not first[0].equal(first[2])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sequence_length": 8}, "sequence_length was 8, is 7"),
+        ({"num_tokens": 1001}, "num_tokens was 1001, is 1000"),
+        ({"position": -1}, "position is -1"),
+        ({"position": 2**63}, "position is"),
+        ({"position": 1.5}, "position is 1.5"),
+        ({"seed": None}, "seed is None"),
+    ],
+)
+def test_foreign_states(token_file, change, message):
+    loader = DataLoader(token_file(1000), 3, 7, 256)
+    with pytest.raises(ValueError, match=message):
+        loader.load_state_dict({**loader.state_dict(), **change})
+    with pytest.raises(ValueError, match="position, seed"):
+        loader.load_state_dict({name: 1 for name in ("shuffle", "sequence_length", "num_tokens")})
+
+
+@pytest.mark.parametrize("value", [-3, 256, 2**31 - 1])
+def test_tokens_outside_the_vocabulary(tmp_path, value):
+    path = tmp_path / "old.bin"
+    tokens = np.zeros(1000, "<i4")
+    tokens[777] = value
+    tokens.tofile(path)
+    loader = DataLoader(path, 4, 16, 256, shuffle=False)
+    for _ in range(777 // 64):
+        loader.next_batch()
+    with pytest.raises(ValueError, match=rf"old.bin: token {value} at position 777 is outside .* of 256"):
+        loader.next_batch()
+
+
+def test_a_target_outside_the_vocabulary(tmp_path):
+    write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])
+    with pytest.raises(ValueError, match="token 300 at position 4"):
+        DataLoader(tmp_path / "tokens.bin", 1, 4, 256).next_batch()
+
+
+def test_too_little_data(token_file):
+    path = token_file(64)
+    with pytest.raises(ValueError, match=r"64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65"):
+        DataLoader(path, 4, 16, 256)
+    with pytest.raises(ValueError, match=r"T=16 on each of 2 ranks: it takes 65"):
+        DataLoader(path, 2, 16, 256, world_size=2)
+    DataLoader(token_file(65), 4, 16, 256).next_batch()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0, must be at least 1"),
+        ({"sequence_length": -1}, "sequence_length is -1"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"world_size": 0}, "world_size is 0"),
+        ({"rank": 1}, r"rank is 1, must be in 0..0 \(world_size 1\)"),
+        ({"rank": -1}, "rank is -1"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_loader_arguments(token_file, arguments, message):
+    arguments = {"batch_size": 1, "sequence_length": 4, "vocab_size": 256, **arguments}
+    with pytest.raises(ValueError, match=message):
+        DataLoader(token_file(100), **arguments)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
+def test_pinned(token_file):
+    tokens, targets = DataLoader(token_file(100), 2, 4, 256, pin_memory=True).next_batch()
+    assert tokens.is_pinned()
+    assert targets.is_pinned()
+
+
+# The corpus
+
+WORDS = st.text(st.sampled_from("abз中!'7\N{PILE OF POO}"), min_size=1, max_size=4)
+BLANKS = st.text(st.sampled_from(" \t\n\r\x1c\u00a0\u3000"), max_size=3)
+
+
+@given(
+    words=st.lists(st.tuples(WORDS, st.sampled_from(" \n\t"), BLANKS), max_size=60),
+    chunk_bytes=st.integers(64, 200),
+)
+@settings(max_examples=60, deadline=None)
+def test_text_in_pieces_is_encoded_as_a_whole(tmp_path_factory, bpe, words, chunk_bytes):
+    text = "".join(part for word in words for part in word)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes(text.encode())
+    pieces = list(Document.whole(path).text(chunk_bytes))
+    assert "".join(pieces) == text
+    assert [token for piece in pieces for token in bpe.encode(piece)] == bpe.encode(text)
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(["ab ab\n\nab  \n ab 中 зз 77!! \u3000 " * 20], 320)
+
+
+def test_any_bytes_can_be_read(tmp_path):
+    path = tmp_path / "bytes"
+    raw = bytes(range(256)) * 5
+    path.write_bytes(raw)
+    for chunk_bytes in (1, 2, 3, 100, 5000):
+        text = "".join(Document(path, 100, 1200).text(chunk_bytes))
+        assert text.encode("utf-8", "surrogateescape") == raw[100:1200]
+
+
+def test_find_documents(tmp_path):
+    for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden", ".git/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "binary").write_bytes(b"\x7fELF\0")
+    (tmp_path / "empty").touch()
+    found = find_documents([tmp_path])
+    assert sorted(document.path.relative_to(tmp_path).as_posix() for document in found) == [
+        *("a.txt", "b.txt", "sub/c.txt")
+    ]
+    assert find_documents([tmp_path]) == found
+    assert find_documents(tmp_path) == find_documents(str(tmp_path)) == found
+    named = find_documents([tmp_path / "b.txt", tmp_path / "a.txt", tmp_path / ".hidden"])
+    assert [document.path.name for document in named] == ["b.txt", "a.txt", ".hidden"]
+    with pytest.raises(ValueError, match=r"no such file or folder: .*absent"):
+        find_documents([tmp_path / "absent"])
+    with pytest.raises(ValueError, match=r"no text in .*empty"):
+        find_documents([tmp_path / "empty"])
+    with pytest.raises(ValueError, match="no text in no files at all"):
+        find_documents([])
+
+
+@given(
+    texts=st.lists(st.binary(min_size=1, max_size=40) | st.just(b"a line\n" * 9), min_size=1, max_size=5),
+    fraction=st.floats(0.01, 0.99),
+)
+@settings(max_examples=60, deadline=None)
+def test_split(tmp_path_factory, texts, fraction):
+    folder = tmp_path_factory.mktemp("split")
+    for i, text in enumerate(texts):
+        (folder / str(i)).write_bytes(text)
+    documents = [Document.whole(folder / str(i)) for i in range(len(texts))]
+    total = sum(map(len, texts))
+    if total == 1 or round(total * fraction) >= total:
+        with pytest.raises(ValueError, match="too few for training and validation"):
+            split(documents, fraction)
+        return
+    train, val = split(documents, fraction)
+    assert train
+    assert val
+    assert b"".join(b"".join(document.chunks()) for document in train + val) == b"".join(texts)
+
+
+def test_split_at_a_line(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(b"0123456\n" * 100)
+    (train,), (val,) = split([Document.whole(path)], 0.1)
+    assert train.stop == val.start == 720
+    (train,), _ = split([Document.whole(path)], 0.103)
+    assert train.stop == 720
+    for fraction in (0, 1, -0.5, float("nan")):
+        with pytest.raises(ValueError, match="val_fraction is"):
+            split([Document.whole(path)], fraction)
+
+
+def test_standard_library():
+    train, val = standard_library()
+    assert (train, val) == standard_library()
+    assert {document.path.name for document in train + val} >= {"os.py", "argparse.py"}
+    assert not {document.path for document in train} & {document.path for document in val}
+    sizes = [sum(document.size for document in part) for part in (train, val)]
+    assert sum(sizes) <= 16 << 20
+    assert 0.01 < sizes[1] / sum(sizes) < 0.12
+    few = standard_library(max_bytes=1 << 20)
+    assert sum(document.size for part in few for document in part) <= 1 << 20
+
+
+def test_standard_library_text():
+    train, val = standard_library_text(1 << 20)
+    documents = standard_library(1 << 20)
+    assert len(train) == sum(document.size for document in documents[0])
+    assert b"import" in train
+    assert b"import" in val
+
+
+def test_standard_library_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(ValueError, match="too little of the standard library"):
+        standard_library()
+
+
+# prepare
+
+
+def test_prepare_bytes(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_bytes("Zoë says:\n".encode() * 100 + b"\xff\n")
+    prefix = tmp_path / "out" / "data"
+    summary = prepare([text], prefix, val_fraction=0.1)
+    assert summary == {
+        "train": f"{prefix}_train.bin",
+        "val": f"{prefix}_val.bin",
+        "tokenizer": f"{prefix}_tokenizer.bin",
+        "train_tokens": 1001 + 1,
+        "val_tokens": 101 + 1,
+        "vocab_size": 256,
+        "eot": 0,
+    }
+    tokens = [TokenFile(summary[name])[:].tolist() for name in ("train", "val")]
+    assert [part[0] for part in tokens] == [0, 0]
+    assert bytes(tokens[0][1:] + tokens[1][1:]) == text.read_bytes()
+    assert tokenizer_for_prefix(prefix).decode(tokens[0][1:10]) == "Zoë says"
+
+
+def test_prepare_bpe(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"the {i}th of the five texts, and the end of the text\n" * 10)
+    prefix = tmp_path / "data"
+    summary = prepare([tmp_path], prefix, "bpe", vocab_size=280)
+    assert summary["vocab_size"] == 280
+    assert summary["tokenizer"] == f"{prefix}_tokenizer.json"
+    tokenizer = tokenizer_for_prefix(prefix)
+    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
+    documents = tokenizer.decode(tokens).split("<|endoftext|>")[1:]
+    assert len(documents) == 6  # the last one is cut in two
+    assert sorted(set("".join(documents).split("\n"))) == [
+        "",
+        *(f"the {i}th of the five texts, and the end of the text" for i in range(5)),
+    ]
+
+    prepare([tmp_path / "0.txt"], prefix)
+    assert not Path(summary["tokenizer"]).exists()
+    assert tokenizer_for_prefix(prefix).vocab_size == 256
+
+
+def test_prepare_with_the_tokenizer_of_other_data(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the text of the day\n" * 20)
+    first = prepare([text], tmp_path / "first", "bpe", vocab_size=280)
+    second = prepare([text], tmp_path / "second", first["tokenizer"])
+    assert Path(first["train"]).read_bytes() == Path(second["train"]).read_bytes()
+    assert Path(first["tokenizer"]).read_bytes() == Path(second["tokenizer"]).read_bytes()
+
+
+def test_what_prepare_refuses(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("some text\n" * 20)
+    prefix = tmp_path / "data"
+    for arguments, message in (
+        ({"files": [tmp_path / "absent"]}, "no such file or folder"),
+        ({"files": []}, "no text in no files"),
+        ({"tokenizer": "bpe", "vocab_size": 65537}, "vocab_size is 65537: .* at most 65536"),
+        ({"tokenizer": "bpe", "vocab_size": 100}, "vocab_size is 100, must be at least 257"),
+        ({"vocab_size": 100}, "vocab_size is for tokenizer 'bpe'"),
+        ({"tokenizer": "other"}, "no tokenizer 'other'"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(**{"files": [text], "out_prefix": prefix, **arguments})
+    assert list(tmp_path.iterdir()) == [text]
+    with pytest.raises(ValueError, match="no tokenizer beside the data"):
+        tokenizer_for_prefix(prefix)
+
+
+def test_prepare_standard_library(tmp_path):
+    summary = prepare_standard_library(tmp_path / "std", 1 << 20)
+    again = prepare_standard_library(tmp_path / "again", 1 << 20)
+    assert Path(summary["train"]).read_bytes() == Path(again["train"]).read_bytes()
+    tokens = bytes(TokenFile(summary["val"])[:].tolist())
+    assert tokens.replace(b"\0", b"") == standard_library_text(1 << 20)[1]
+    DataLoader(summary["val"], 4, 64, summary["vocab_size"], shuffle=False).next_batch()

@@ -1,0 +1,294 @@
+"""Tokenizers and llm.c's tokenizer files."""
+
+import json
+import re
+import struct
+import sys
+import tracemalloc
+
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gptkernels.data import load_tokenizer, stream_text
+from gptkernels.data import tokenizer as module
+from gptkernels.data.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    GPT2Tokenizer,
+    LLMCTokenizer,
+    read_llmc_tokenizer,
+    train_bpe,
+    write_llmc_tokenizer,
+)
+
+MAGIC = 20240328
+SAMPLE = "The quick brown fox isn't here; それは 12 привет\n\n    indented\t'twas \N{PILE OF POO}.\n"
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe([SAMPLE * 20, SAMPLE.upper()], 340)
+
+
+@pytest.fixture(scope="module")
+def llmc(bpe, tmp_path_factory):
+    path = tmp_path_factory.mktemp("llmc") / "tokenizer.bin"
+    write_llmc_tokenizer(path, bpe)
+    return read_llmc_tokenizer(path)
+
+
+@pytest.fixture(params=["bytes", "bpe", "llmc"])
+def tokenizer(request):
+    return ByteTokenizer() if request.param == "bytes" else request.getfixturevalue(request.param)
+
+
+def test_round_trip(tokenizer):
+    @given(st.text() | st.text(st.sampled_from(SAMPLE)))
+    @settings(max_examples=80, deadline=None)
+    def check(text):
+        tokens = tokenizer.encode(text)
+        assert all(0 <= token < tokenizer.vocab_size for token in tokens)
+        assert tokenizer.decode(tokens) == text
+        assert tokenizer.decode_bytes(tokens) == text.encode()
+        assert "".join(stream_text(tokenizer, tokens)) == text
+
+    check()
+
+
+def test_special_tokens_are_not_spelled(tokenizer):
+    text = "a<|endoftext|>b"
+    tokens = tokenizer.encode(text)
+    assert tokenizer.eot == 0
+    assert tokenizer.eot not in tokens
+    assert tokenizer.decode(tokens) == text
+
+
+def test_tokens_outside_the_vocabulary(tokenizer):
+    for token in (-1, tokenizer.vocab_size, 2**40):
+        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"):
+            tokenizer.decode([token])
+
+
+def test_undecodable_bytes():
+    text = b"\xff\xfea".decode("utf-8", "surrogateescape")
+    assert ByteTokenizer().decode_bytes(ByteTokenizer().encode(text)) == b"\xff\xfea"
+    bpe = train_bpe([text], 300)
+    assert bpe.decode(bpe.encode(text)) == "��a"
+
+
+def test_stream_text_waits_for_whole_characters():
+    tokens = ByteTokenizer().encode("aé中")
+    assert list(stream_text(ByteTokenizer(), tokens)) == ["a", "é", "中"]
+    assert list(stream_text(ByteTokenizer(), tokens[:-1])) == ["a", "é", "�"]
+    assert list(stream_text(ByteTokenizer(), [0xE4, 0x61])) == ["�a"]
+
+
+# Byte-pair encodings
+
+
+def test_train_bpe(bpe):
+    assert bpe.vocab_size == 340
+    assert len(bpe.encode(SAMPLE)) < len(SAMPLE.encode()) / 2
+    again = train_bpe([SAMPLE * 20, SAMPLE.upper()], 340)
+    assert again.vocabulary == bpe.vocabulary
+    with pytest.raises(ValueError, match="vocab_size is 256, must be at least 257"):
+        train_bpe([SAMPLE], 256)
+    assert train_bpe([], 300).vocab_size == 257
+
+
+def test_bpe_files(bpe, tmp_path):
+    path = bpe.save(tmp_path / "data")
+    assert path == tmp_path / "data_tokenizer.json"
+    loaded = load_tokenizer(path)
+    assert isinstance(loaded, BPETokenizer)
+    assert loaded.vocabulary == bpe.vocabulary
+    assert loaded.encode(SAMPLE) == bpe.encode(SAMPLE)
+
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    model = json.loads(path.read_text())["model"]
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    with pytest.raises(ValueError, match=r"vocab\.json"):
+        load_tokenizer(folder)
+    (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
+    for source in (folder, folder / "vocab.json", str(folder)):
+        loaded = load_tokenizer(source)
+        assert loaded.encode(SAMPLE) == bpe.encode(SAMPLE)
+        assert loaded.eot == bpe.eot
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda spec: spec.pop("model"), "Model missing"),
+        (lambda spec: spec.update(decoder=None), "decoder is NoneType, must be ByteLevel"),
+        (lambda spec: spec["model"]["vocab"].update(hole=1000), "341 tokens are not numbered"),
+        (lambda spec: spec["model"]["vocab"].update(hole=2**32 - 1), "341 tokens are not numbered"),
+        (
+            lambda spec: spec["model"]["vocab"].update({"a b": 340}),
+            "token 340, 'a b', is not spelled in bytes",
+        ),
+    ],
+)
+def test_damaged_json(bpe, tmp_path, change, message):
+    path = bpe.save(tmp_path / "data")
+    spec = json.loads(path.read_text())
+    change(spec)
+    path.write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
+        load_tokenizer(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match=re.escape(str(path))):
+        load_tokenizer(path)
+
+
+# llm.c's files
+
+
+def test_llmc_encodes_as_the_original(bpe, llmc):
+    @given(st.text() | st.text(st.sampled_from(SAMPLE)))
+    @settings(max_examples=80, deadline=None)
+    def check(text):
+        assert llmc.encode(text) == bpe.encode(text)
+
+    check()
+    assert llmc.vocabulary == bpe.vocabulary
+    assert llmc.eot == bpe.eot
+
+
+def test_gpt2_words():
+    from tiktoken_ext.openai_public import r50k_pat_str
+
+    assert r50k_pat_str == module.GPT2_SPLIT
+
+
+def test_llmc_layout(tmp_path):
+    path = tmp_path / "tokenizer.bin"
+    write_llmc_tokenizer(path, LLMCTokenizer([b"a", b"bc"], eot=1))
+    assert path.read_bytes() == struct.pack("<256I", MAGIC, 2, 2, 1, *[0] * 252) + b"\1a\2bc"
+    write_llmc_tokenizer(path, LLMCTokenizer([b"a", b"bc"], eot=None))
+    assert path.read_bytes() == struct.pack("<256I", MAGIC, 1, 2, 0, *[0] * 252) + b"\1a\2bc"
+    loaded = read_llmc_tokenizer(path)
+    assert (loaded.vocabulary, loaded.eot) == ([b"a", b"bc"], None)
+    assert loaded.decode([1, 0]) == "bca"
+
+
+@given(
+    st.lists(st.binary(min_size=1, max_size=255), min_size=1, max_size=20).flatmap(
+        lambda vocabulary: st.tuples(st.just(vocabulary), st.none() | st.integers(0, len(vocabulary) - 1))
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_llmc_round_trip(tmp_path_factory, case):
+    vocabulary, eot = case
+    path = tmp_path_factory.mktemp("llmc") / "tokenizer.bin"
+    write_llmc_tokenizer(path, LLMCTokenizer(vocabulary, eot))
+    loaded = read_llmc_tokenizer(path)
+    assert (loaded.vocabulary, loaded.eot) == (vocabulary, eot)
+
+
+def test_version_1_of_gpt2(tmp_path):
+    path = tmp_path / "tokenizer.bin"
+    write_llmc_tokenizer(path, LLMCTokenizer([b"x"] * 50257, None))
+    assert read_llmc_tokenizer(path).eot == 50256
+
+
+def test_bytes_are_known_again(tmp_path):
+    path = ByteTokenizer().save(tmp_path / "data")
+    assert isinstance(load_tokenizer(path), ByteTokenizer)
+
+
+def raw_file(*fields, tokens=b"\1a\2bc"):
+    return struct.pack("<256i", *fields, *[0] * (256 - len(fields))) + tokens
+
+
+@pytest.mark.parametrize(
+    ("raw", "word"),
+    [
+        (b"", "header is truncated"),
+        (raw_file(MAGIC, 2, 2, 1)[:1023], "header is truncated"),
+        (raw_file(0, 2, 2, 1), "magic is 0"),
+        (raw_file(20240520, 1, 2), "a token file of llm.c"),
+        (raw_file(MAGIC, 3, 2, 1), "version is 3"),
+        (raw_file(MAGIC, 2, 0, 0), "vocab_size is 0"),
+        (raw_file(MAGIC, 2, -1, 0), "vocab_size is -1"),
+        (raw_file(MAGIC, 2, 2**31 - 1, 0), "vocab_size is 2147483647"),
+        (raw_file(MAGIC, 2, 3, 0), "vocab_size is 3"),
+        (raw_file(MAGIC, 2, 2, 2), "eot_token is 2"),
+        (raw_file(MAGIC, 2, 2, -1), "eot_token is -1"),
+        (raw_file(MAGIC, 2, 2, 0, tokens=b"\1a\0bc"), "token 1 of 2 has length 0"),
+        (raw_file(MAGIC, 2, 2, 0, tokens=b"\1a\3bc"), "token 1 of 2 is truncated"),
+        (raw_file(MAGIC, 2, 2, 0, tokens=b"\1a\xff" + bytes(254)), "token 1 of 2 is truncated"),
+        (raw_file(MAGIC, 2, 2, 0, tokens=b"\3abc"), "token 1 of 2 is truncated"),
+        (raw_file(MAGIC, 2, 2, 0) + b"x", "1 bytes are left over"),
+    ],
+)
+def test_damaged_llmc_files(tmp_path, raw, word):
+    path = tmp_path / "tokenizer.bin"
+    path.write_bytes(raw)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{word}"):
+            read_llmc_tokenizer(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_llmc_files_cannot_hold(tmp_path):
+    for token in (b"", b"x" * 256):
+        with pytest.raises(ValueError, match=f"token 1 has {len(token)} bytes"):
+            write_llmc_tokenizer(tmp_path / "tokenizer.bin", LLMCTokenizer([b"a", token], None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_vocabularies_that_cannot_encode(monkeypatch):
+    every = [bytes([byte]) for byte in range(256)]
+    with pytest.raises(ValueError, match="no token for byte 97"):
+        LLMCTokenizer([*every[:97], *every[98:]], None).encode("a")
+    with pytest.raises(ValueError, match="same token twice"):
+        LLMCTokenizer([*every, b"a"], None).encode("a")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match="pip install tiktoken"):
+        LLMCTokenizer(every, None).encode("a")
+
+
+# GPT-2's
+
+
+def test_gpt2(bpe, monkeypatch, tmp_path):
+    """With tiktoken's vocabulary (a small one in its place): its tokens, and a file beside the data."""
+    ranks = {token: i for i, token in enumerate(bpe.vocabulary[1:])}
+    encoding = tiktoken.Encoding(
+        "gpt2", pat_str=module.GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
+    )
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    gpt2 = load_tokenizer("gpt2")
+    assert isinstance(gpt2, GPT2Tokenizer)
+    assert (gpt2.vocab_size, gpt2.eot) == (340, 339)
+    assert gpt2.encode(SAMPLE) == encoding.encode_ordinary(SAMPLE)
+    assert gpt2.decode([339]) == "<|endoftext|>"
+
+    monkeypatch.undo()
+    saved = load_tokenizer(gpt2.save(tmp_path / "data"))
+    assert saved.encode(SAMPLE) == encoding.encode_ordinary(SAMPLE)
+
+
+def test_gpt2_that_cannot_be_had(monkeypatch):
+    def fail(name):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", fail)
+    with pytest.raises(ValueError, match=r"could not download it \(ConnectionError\).*tokenizer\.json"):
+        load_tokenizer("gpt2")
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ValueError, match="tiktoken is not installed"):
+        load_tokenizer("gpt2")
+
+
+def test_unknown_tokenizers(tmp_path):
+    for source in ("gpt3", tmp_path / "absent.bin", tmp_path):
+        with pytest.raises(ValueError, match=r"takes 'bytes', 'gpt2', or a \.bin or \.json file"):
+            load_tokenizer(source)
