@@ -41,8 +41,6 @@ class AdamW(torch.optim.AdamW):
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -101,7 +99,7 @@ class AdamW(torch.optim.AdamW):
             saved = state_dict["state"].get(i, {})
             if "master_param" in saved:
                 for name in ("master_param", "exp_avg", "exp_avg_sq"):
-                    self.state[parameter][name] = saved[name].to(parameter.device, torch.float32, copy=True)
+                    self.state[parameter][name] = saved[name].to(parameter.device, torch.float32)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -128,7 +126,8 @@ class AdamW(torch.optim.AdamW):
         masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
         states = [self._state(parameter, masters) for parameter in parameters]
         steps = [state["step"] for state in states]
-        grad_scale, found_inf = (None if t is None else t.to(device) for t in (self.grad_scale, self.found_inf))
+        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        grad_scale, found_inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
         torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # a skipped step doesn't count
         lr = group["lr"]
         beta1, beta2 = group["betas"]
