@@ -60,7 +60,7 @@ class Linear(torch.nn.Linear):
 class Embedding(torch.nn.Embedding):
     """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse."""
 
-    @functools.wraps(torch.nn.Embedding.__init__)
+    @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         functional.refuse(
@@ -87,7 +87,7 @@ class Embedding(torch.nn.Embedding):
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """:class:`torch.nn.CrossEntropyLoss`, without class weights and label smoothing."""
 
-    @functools.wraps(torch.nn.CrossEntropyLoss.__init__)
+    @functools.wraps(torch.nn.CrossEntropyLoss.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         functional.refuse("CrossEntropyLoss", weight=self.weight, label_smoothing=self.label_smoothing or None)

@@ -7,8 +7,8 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -116,6 +116,32 @@ def _add_and_norm(x: Tensor, stream: Tensor, norm: nn.LayerNorm) -> tuple[Tensor
     return functional.residual_layer_norm(x, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
+class Transformer(torch.nn.Module):
+    """All of GPT-2 but its head."""
+
+    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        C = config.n_embd
+        self.wte = nn.Embedding(config.rows, C, device=device, dtype=dtype)
+        self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
+        self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
+        """Tokens (B, T) -> the final norm's output (B, T, C).
+
+        With caches, one a layer, the tokens are those that follow what is in them.
+        """
+        positions = self.wpe.weight if caches is None else self.wpe.weight[caches[0].length :]
+        stream = ops.encoder(tokens, self.wte.weight, positions)
+        layers = cast("list[Block]", list(self.h))
+        next_norms = [*(layer.ln_1 for layer in layers[1:]), self.ln_f]
+        normed = layers[0].ln_1(stream)
+        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            normed, stream = layer(normed, stream, next_norm, None if caches is None else caches[i])
+        return normed
+
+
 class GPT2(torch.nn.Module):
     """GPT-2 with a language-model head that is tied to the token embedding.
 
@@ -131,17 +157,9 @@ class GPT2(torch.nn.Module):
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
-        C = config.n_embd
-        self.transformer = torch.nn.ModuleDict(
-            {
-                "wte": nn.Embedding(config.rows, C, device=device, dtype=dtype),
-                "wpe": nn.Embedding(config.block_size, C, device=device, dtype=dtype),
-                "h": torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer)),
-                "ln_f": nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype),
-            }
-        )
-        self.lm_head = nn.Linear(C, config.rows, bias=False, device=device, dtype=dtype)
-        self.lm_head.weight = self.transformer["wte"].weight
+        self.transformer = Transformer(config, device, dtype)
+        self.lm_head = nn.Linear(config.n_embd, config.rows, bias=False, device=device, dtype=dtype)
+        self.lm_head.weight = self.transformer.wte.weight
         self.register_load_state_dict_pre_hook(_fit_vocabulary)
         self.reset_parameters()
 
@@ -177,7 +195,7 @@ class GPT2(torch.nn.Module):
             TypeError: tokens or targets has another dtype.
         """
         self._check(tokens, targets)
-        hidden = self._hidden(tokens)
+        hidden = self.transformer(tokens)
         if targets is not None and not return_logits:
             loss = functional.linear_cross_entropy(
                 hidden, self.lm_head.weight, targets, vocab_size=self.config.vocab_size
@@ -190,20 +208,6 @@ class GPT2(torch.nn.Module):
         flat = targets.reshape(-1)
         losses, _ = ops.fused_classifier(padded.view(-1, self.config.rows), flat, self.config.vocab_size)
         return logits, losses.sum() / (flat != -100).sum()
-
-    def _hidden(self, tokens: Tensor, caches: list[nn.KeyValueCache] | None = None) -> Tensor:
-        """The last norm's output (B, T, C); with caches, tokens are those that follow what is in them."""
-        parts = self.transformer
-        positions = parts["wpe"].weight
-        if caches:
-            positions = positions[caches[0].length :]
-        stream = ops.encoder(tokens, parts["wte"].weight, positions)
-        layers = list(parts["h"])
-        norms = [layer.ln_1 for layer in layers] + [parts["ln_f"]]
-        normed = norms[0](stream)
-        for i, layer in enumerate(layers):
-            normed, stream = layer(normed, stream, norms[i + 1], caches[i] if caches else None)
-        return normed
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
         for name, t in (("tokens", tokens), ("targets", targets)):
@@ -289,10 +293,10 @@ class GPT2(torch.nn.Module):
         unseen = window
         for _ in range(max_new_tokens):
             if window.shape[1] <= block_size:
-                hidden = self._hidden(unseen, caches)
+                hidden = self.transformer(unseen, caches)
             else:
                 window = window[:, -block_size:]
-                hidden = self._hidden(window)
+                hidden = self.transformer(window)
             logits = self.lm_head(hidden[:, -1])[:, : self.config.vocab_size]
             unseen = _draw(logits, temperature, top_k, generator).to(window.dtype)
             window = torch.cat([window, unseen], dim=1)
