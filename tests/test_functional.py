@@ -247,6 +247,13 @@ def test_cross_entropy_refuses(device):
         G.cross_entropy(logits, target[:4])
 
 
+def test_cross_entropy_autocast(device):
+    logits, target = randn(5, 7, dtype=torch.bfloat16, device=device), torch.randint(7, (5,), device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        check(G.cross_entropy, F.cross_entropy, logits, target)
+        check(G.cross_entropy, F.cross_entropy, logits.float(), target)
+
+
 def test_cross_entropy_is_twice_differentiable(device):
     logits = randn(4, 5, dtype=torch.float64, device=device, requires_grad=True)
     target = torch.tensor([1, -100, 4, 0], device=device)

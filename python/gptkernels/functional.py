@@ -268,11 +268,12 @@ def cross_entropy(
             f"(dimension {class_dim}), got {tuple(target.shape)}"
         )
     logits = input.movedim(class_dim, -1).reshape(-1, input.shape[class_dim])
-    losses, dlogits = ops.fused_classifier(logits, target.reshape(-1), ignore_index=ignore_index)
+    losses, _ = ops.fused_classifier(logits, target.reshape(-1), ignore_index=ignore_index)
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
         loss = loss / _count(target, ignore_index)
-    return loss.to(dlogits.dtype)  # torch's dtype: the input's, or float32 inside autocast
+    # torch's dtype: the input's, but inside autocast float32, which the losses have.
+    return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
 
 
 def linear_cross_entropy(

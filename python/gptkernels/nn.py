@@ -164,7 +164,7 @@ class KeyValueCache:
         if first:
             return functional.causal_attention(qkv, num_heads)
         keys, values = self._keys_values[:, :, :, : self.length]
-        probabilities = functional.softmax(query * query.shape[-1] ** -0.5 @ keys.transpose(-2, -1), -1)
+        probabilities = functional.softmax((query * query.shape[-1] ** -0.5) @ keys.transpose(-2, -1), -1)
         return (probabilities @ values).transpose(1, 2).reshape(B, T, C3 // 3)
 
 
