@@ -1,4 +1,6 @@
-// Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
+// Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps). With
+// a residual it normalises sum = x + residual, rounded to T, which is written too: the step between two blocks of a
+// transformer in one pass.
 #pragma once
 
 #include "device.h"
@@ -10,7 +12,9 @@ struct LayernormForward {
   T* out;                 // (N, C)
   accumulate_t<T>* mean;  // (N)
   accumulate_t<T>* rstd;  // (N)
+  T* sum;                 // (N, C), where there is a residual
   const T* x;             // (N, C)
+  const T* residual;      // (N, C) or null: none
   const T* weight;        // (C) or null: ones
   const T* bias;          // (C) or null: zeros
   int64_t rows;           // N

@@ -12,6 +12,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
       "-> (Tensor dwte, Tensor dwpe)");
 
+  m.def("embedding(Tensor tokens, Tensor weight) -> Tensor");
+  m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size) -> Tensor");
+
   m.def(
       "layernorm(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) "
       "-> (Tensor out, Tensor mean, Tensor rstd)");

@@ -8,28 +8,34 @@
 namespace gptkernels::cpu {
 namespace {
 
+// The row that is normalised: x, or x + residual.
+template <typename T>
+const T* input_row(const LayernormForward<T>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  const T* x = p.x + row * p.width;
+  if (p.residual == nullptr) return x;
+  const T* residual = p.residual + row * p.width;
+  T* sum = p.sum + row * p.width;
+#pragma omp simd
+  for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
+  return sum;
+}
+
 // Two passes over a row that the first one has brought into the L1 cache: mean, then the variance about it. A float32
 // mean is off by a rounding, as large as |mean| * 2^-24; the second pass measures that rest too, so that an offset
 // in x costs no digits.
 template <typename T>
 void forward_row(const LayernormForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
-  const T* x = p.x + row * p.width;
+  const T* x = input_row(p, row);
   T* out = p.out + row * p.width;
 
-  A sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < p.width; ++i) sum += A(x[i]);
-  const A mean = sum / A(p.width);
-
-  A rests = 0;
-  A squares = 0;
-#pragma omp simd reduction(+ : rests, squares)
-  for (int64_t i = 0; i < p.width; ++i) {
+  const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
+  const auto [rests, squares] = sum_two<A>(p.width, [&](int64_t i, A& rest, A& square) {
     const A d = A(x[i]) - mean;
-    rests += d;
-    squares += d * d;
-  }
+    rest += d;
+    square += d * d;
+  });
   const A rest = rests / A(p.width);
   const A variance = squares / A(p.width) - rest * rest;
   const A rstd = A(1) / std::sqrt(variance + A(p.eps));
@@ -44,35 +50,6 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
       const A norm = (A(x[i]) - mean - rest) * rstd;
       store(out[i], norm * (p.weight ? A(p.weight[i]) : A(1)) + (p.bias ? A(p.bias[i]) : A(0)));
     }
-  }
-}
-
-// With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)).
-template <typename T>
-void backward_row(const LayernormBackward<T>& p, int64_t row) {
-  using A = accumulate_t<T>;
-  const T* x = p.x + row * p.width;
-  const T* dout = p.dout + row * p.width;
-  const T* dresidual = p.dresidual ? p.dresidual + row * p.width : nullptr;
-  T* dx = p.dx + row * p.width;
-  const A mean = p.mean[row];
-  const A rstd = p.rstd[row];
-  const auto gradient = [&](int64_t i) { return A(dout[i]) * (p.weight ? A(p.weight[i]) : A(1)); };
-  const auto norm = [&](int64_t i) { return (A(x[i]) - mean) * rstd; };
-
-  A sum_g = 0;
-  A sum_gn = 0;
-#pragma omp simd reduction(+ : sum_g, sum_gn)
-  for (int64_t i = 0; i < p.width; ++i) {
-    sum_g += gradient(i);
-    sum_gn += gradient(i) * norm(i);
-  }
-  const A avg_g = sum_g / A(p.width);
-  const A avg_gn = sum_gn / A(p.width);
-#pragma omp simd
-  for (int64_t i = 0; i < p.width; ++i) {
-    const A d = (gradient(i) - avg_g - norm(i) * avg_gn) * rstd;
-    store(dx[i], d + (dresidual ? A(dresidual[i]) : A(0)));
   }
 }
 
@@ -97,17 +74,39 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T>& p, int64_t group) {
   return {base, base + p.width};
 }
 
-template <typename T>
-void add_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate_t<T>> sums) {
+// With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first walk over the
+// row sums g and g * n, and adds the row's part of dweight and dbias while x and dout are at hand.
+template <bool kSums, typename T, typename Weight>
+void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate_t<T>> sums, const Weight& weight) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
   const T* dout = p.dout + row * p.width;
   const A mean = p.mean[row];
   const A rstd = p.rstd[row];
+  const auto [sum_g, sum_gn] = sum_two<A>(p.width, [&](int64_t i, A& sum_g, A& sum_gn) {
+    const A d = A(dout[i]);
+    const A n = (A(x[i]) - mean) * rstd;
+    const A g = d * weight(i);
+    sum_g += g;
+    sum_gn += g * n;
+    if constexpr (kSums) {
+      sums.dweight[i] += d * n;
+      sums.dbias[i] += d;
+    }
+  });
+  if (!p.dx) return;
+  T* dx = p.dx + row * p.width;
+  const A avg_g = sum_g / A(p.width);
+  const A avg_gn = sum_gn / A(p.width);
+  const auto gradient = [&](int64_t i) {
+    return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
+  };
+  if (const T* dresidual = p.dresidual ? p.dresidual + row * p.width : nullptr) {
 #pragma omp simd
-  for (int64_t i = 0; i < p.width; ++i) {
-    sums.dweight[i] += A(dout[i]) * ((A(x[i]) - mean) * rstd);
-    sums.dbias[i] += A(dout[i]);
+    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dresidual[i]));
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i));
   }
 }
 
@@ -118,10 +117,18 @@ void backward_group(const LayernormBackward<T>& p, int64_t group, int64_t groups
   const bool sums_wanted = p.dweight || p.dbias;
   const auto sums = partial(p, group);
   if (sums_wanted) std::fill_n(sums.dweight, 2 * p.width, accumulate_t<T>(0));
-  for (int64_t row = begin; row < end; ++row) {
-    if (p.dx) backward_row(p, row);
-    if (sums_wanted) add_row(p, row, sums);
-  }
+  const auto rows = [&](const auto& weight) {
+    for (int64_t row = begin; row < end; ++row) {
+      if (sums_wanted)
+        backward_row<true>(p, row, sums, weight);
+      else
+        backward_row<false>(p, row, sums, weight);
+    }
+  };
+  if (p.weight)
+    rows([&](int64_t i) { return accumulate_t<T>(p.weight[i]); });
+  else
+    rows([](int64_t) { return accumulate_t<T>(1); });
 }
 
 template <typename T>

@@ -3,6 +3,8 @@
 // plain loops; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define GPTKERNELS_X86 1
 #endif
@@ -63,5 +65,55 @@ void vectorised(const Body& body) {
 }
 
 #endif
+
+// Sums of fn(i) over [0, n). One running vector would wait for the adder's latency at every step: four quarters of the
+// range are summed side by side, in an order that depends on n and the instruction set alone. Long ranges are summed in
+// blocks: the rounding error of a running sum grows with the length of a block and the number of blocks, not with n.
+constexpr int64_t kSumBlock = 4096;
+
+template <typename A, typename Fn>
+inline A sum(int64_t n, const Fn& fn) {
+  A total = 0;
+  for (int64_t begin = 0; begin < n; begin += kSumBlock) {
+    const int64_t end = begin + kSumBlock < n ? begin + kSumBlock : n;
+    const int64_t q = (end - begin) / 4;
+    A s0 = 0, s1 = 0, s2 = 0, s3 = 0;
+#pragma omp simd reduction(+ : s0, s1, s2, s3)
+    for (int64_t i = begin; i < begin + q; ++i) {
+      s0 += fn(i);
+      s1 += fn(i + q);
+      s2 += fn(i + 2 * q);
+      s3 += fn(i + 3 * q);
+    }
+    for (int64_t i = begin + 4 * q; i < end; ++i) s0 += fn(i);
+    total += (s0 + s1) + (s2 + s3);
+  }
+  return total;
+}
+
+// Two sums in one walk: fn(i, a, b) adds to both of its references.
+template <typename A>
+struct Sums {
+  A first, second;
+};
+
+template <typename A, typename Fn>
+inline Sums<A> sum_two(int64_t n, const Fn& fn) {
+  Sums<A> total{0, 0};
+  for (int64_t begin = 0; begin < n; begin += kSumBlock) {
+    const int64_t end = begin + kSumBlock < n ? begin + kSumBlock : n;
+    const int64_t h = (end - begin) / 2;
+    A a0 = 0, a1 = 0, b0 = 0, b1 = 0;
+#pragma omp simd reduction(+ : a0, a1, b0, b1)
+    for (int64_t i = begin; i < begin + h; ++i) {
+      fn(i, a0, b0);
+      fn(i + h, a1, b1);
+    }
+    if ((end - begin) % 2) fn(end - 1, a0, b0);
+    total.first += a0 + a1;
+    total.second += b0 + b1;
+  }
+  return total;
+}
 
 }  // namespace gptkernels::cpu

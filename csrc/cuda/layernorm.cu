@@ -7,10 +7,23 @@ namespace gptkernels::cuda {
 namespace {
 
 // ---------------------------------------------------------------------------------------------------------------
-// Forward: reads x once, writes out once; 2 * N * C * sizeof(T) bytes and 8 bytes of statistics a row.
+// Forward: reads x once, writes out once; 2 * N * C * sizeof(T) bytes and 8 bytes of statistics a row. A residual is
+// read once more, and the sum written: twice those bytes, which is what an addition by itself would take as well.
 //
 // A float32 mean is off by a rounding, as large as |mean| * 2^-24. The pass for the variance measures that rest too
 // (`rest`, the average of x - mean), so that an offset in x costs no digits.
+
+// x, or x + residual rounded to T, which goes to sum on its way.
+template <int kVec, typename T>
+__device__ void load_input(accumulate_t<T> (&x)[kVec], const LayernormForward<T>& p, int64_t i) {
+  load_wide<kVec>(x, p.x + i);
+  if (p.residual == nullptr) return;
+  accumulate_t<T> residual[kVec];
+  load_wide<kVec>(residual, p.residual + i);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) x[k] = widen(narrow<T>(x[k] + residual[k]));
+  store_narrow<kVec>(p.sum + i, x);
+}
 
 template <typename A>
 struct Moments {
@@ -54,14 +67,13 @@ __global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
   using A = accumulate_t<T>;
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const T* x_row = p.x + row * p.width;
     A x[kItems][kVec];
     A sum = 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
       if (column < p.width) {
-        load_wide<kVec>(x[i], x_row + column);
+        load_input(x[i], p, row * p.width + column);
 #pragma unroll
         for (int k = 0; k < kVec; ++k) sum += x[i][k];
       }
@@ -96,11 +108,11 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const LayernormForward<T> p) {
   using A = accumulate_t<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const T* x_row = p.x + row * p.width;
+    const T* x_row = (p.residual ? p.sum : p.x) + row * p.width;  // a thread reads what it has written itself
     A x[kVec];
     A sum = 0;
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
-      load_wide<kVec>(x, x_row + column);
+      load_input(x, p, row * p.width + column);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) sum += x[k];
     }
@@ -339,7 +351,7 @@ void launch_backward(const LayernormBackward<T>& p, Stream stream) {
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.out, p.x, p.weight, p.bias))
+  if (packs<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
     launch_forward<T, kPack<T>>(p, stream);
   else
     launch_forward<T, 1>(p, stream);

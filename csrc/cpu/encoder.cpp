@@ -1,0 +1,170 @@
+#include "../encoder.h"
+
+#include <algorithm>
+#include <string>
+
+#include "simd.h"
+
+namespace gptkernels::cpu {
+namespace {
+
+// ---- tokens ---------------------------------------------------------------------------------------------------------
+
+template <typename Token>
+bool outside(Token token, int64_t vocabulary) {
+  return token < 0 || token >= vocabulary;
+}
+
+// The first token that is outside the vocabulary, as a sentence. One thread reads the tokens: they are C times fewer
+// than what follows, and the first is the first whatever the number of threads.
+template <typename P>
+Status check_tokens(const P& p, bool has_positions) {
+  const int64_t n = p.batch * p.length;
+  int64_t bad = 0;
+  vectorised([&] {
+    for (int64_t i = 0; i < n; ++i) bad += outside(p.tokens[i], p.vocabulary);
+  });
+  if (bad == 0) return {};
+  const auto* token = std::find_if(p.tokens, p.tokens + n, [&](auto t) { return outside(t, p.vocabulary); });
+  const int64_t i = token - p.tokens;
+  const std::string position = has_positions
+                                   ? "(" + std::to_string(i / p.length) + ", " + std::to_string(i % p.length) + ")"
+                                   : std::to_string(i);
+  return {"token " + std::to_string(*token) + " at position " + position + " is outside the vocabulary of " +
+          std::to_string(p.vocabulary)};
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+template <typename T, typename Token>
+void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  T* out = p.out + row * p.width;
+  const T* wte = p.wte + p.tokens[row] * p.width;
+  if (p.wpe == nullptr) {
+    std::copy_n(wte, p.width, out);
+    return;
+  }
+  const T* wpe = p.wpe + row % p.length * p.width;
+#pragma omp simd
+  for (int64_t i = 0; i < p.width; ++i) store(out[i], A(wte[i]) + A(wpe[i]));
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+// out = row(0) + ... + row(count - 1), in runs of rows that are summed by themselves: a sum's rounding error grows with
+// the length of a run and with the number of runs, not with their product.
+template <typename T, typename Row>
+void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
+  using A = accumulate_t<T>;
+  constexpr int64_t kRun = 32;
+  constexpr int64_t kTile = 256;  // columns: both sums stay in the L1 cache
+  for (int64_t column = 0; column < width; column += kTile) {
+    const int64_t columns = std::min(kTile, width - column);
+    A total[kTile] = {};
+    for (int64_t begin = 0; begin < count; begin += kRun) {
+      A sum[kTile] = {};
+      for (int64_t r = begin; r < std::min(begin + kRun, count); ++r) {
+        const T* values = row(r) + column;
+#pragma omp simd
+        for (int64_t i = 0; i < columns; ++i) sum[i] += A(values[i]);
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < columns; ++i) total[i] += sum[i];
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < columns; ++i) store(out[column + i], total[i]);
+  }
+}
+
+// The positions in order of their tokens, by a counting sort: those of token v are order[starts[v] .. starts[v + 1]),
+// ascending, so that a row's sum has one order whatever thread adds it.
+struct Sorted {
+  int64_t* starts;  // (V + 2); the last is scratch
+  int64_t* order;   // (B * T)
+};
+
+template <typename T, typename Token>
+Sorted sort_positions(const EncoderBackward<T, Token>& p) {
+  const int64_t n = p.batch * p.length;
+  int64_t* starts = static_cast<int64_t*>(p.workspace);
+  int64_t* order = starts + p.vocabulary + 2;
+  std::fill_n(starts, p.vocabulary + 2, int64_t(0));
+  for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
+  for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
+  for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;  // which moves every start to its place
+  return {starts, order};
+}
+
+template <typename T, typename Token>
+void backward_token(const EncoderBackward<T, Token>& p, const Sorted& sorted, int64_t token) {
+  const int64_t* order = sorted.order + sorted.starts[token];
+  const int64_t count = sorted.starts[token + 1] - sorted.starts[token];
+  sum_rows(p.dwte + token * p.width, count, p.width, [&](int64_t r) { return p.dout + order[r] * p.width; });
+}
+
+template <typename T, typename Token>
+void backward_position(const EncoderBackward<T, Token>& p, int64_t t) {
+  const int64_t count = t < p.length ? p.batch : 0;
+  sum_rows(p.dwpe + t * p.width, count, p.width, [&](int64_t b) { return p.dout + (b * p.length + t) * p.width; });
+}
+
+}  // namespace
+
+template <typename T, typename Token>
+Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
+  if (Status status = check_tokens(p, p.wpe != nullptr); !status.ok()) return status;
+  parallel_for(stream, p.batch * p.length, p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t row = begin; row < end; ++row) forward_row(p, row);
+    });
+  });
+  return {};
+}
+
+template <typename T, typename Token>
+int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t) {
+  return (vocabulary + 2 + batch * length) * int64_t(sizeof(int64_t));
+}
+
+template <typename T, typename Token>
+Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
+  if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
+  const Sorted sorted = sort_positions(p);
+  // Frequent tokens are neighbours in most vocabularies, so the work is shared out by positions: a token belongs to
+  // the thread whose share its first position is in. Rows of no token are zeroed apart.
+  parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
+    for (int64_t v = begin; v < end; ++v)
+      if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
+  });
+  parallel_for(stream, p.batch * p.length, p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t token = p.tokens[sorted.order[i]];
+        if (sorted.starts[token] == i) backward_token(p, sorted, token);
+      }
+    });
+  });
+  if (p.dwpe)
+    parallel_for(stream, p.positions, p.width * (p.batch + 1), [&](int64_t begin, int64_t end) {
+      vectorised([&] {
+        for (int64_t t = begin; t < end; ++t) backward_position(p, t);
+      });
+    });
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T, Token)                                                     \
+  template Status encoder_forward<T, Token>(const EncoderForward<T, Token>&, Stream);        \
+  template int64_t encoder_backward_workspace<T, Token>(int64_t, int64_t, int64_t, int64_t); \
+  template Status encoder_backward<T, Token>(const EncoderBackward<T, Token>&, Stream);
+GPTKERNELS_INSTANTIATE(double, int32_t)
+GPTKERNELS_INSTANTIATE(float, int32_t)
+GPTKERNELS_INSTANTIATE(bfloat16, int32_t)
+GPTKERNELS_INSTANTIATE(float16, int32_t)
+GPTKERNELS_INSTANTIATE(double, int64_t)
+GPTKERNELS_INSTANTIATE(float, int64_t)
+GPTKERNELS_INSTANTIATE(bfloat16, int64_t)
+GPTKERNELS_INSTANTIATE(float16, int64_t)
+
+}  // namespace gptkernels::cpu

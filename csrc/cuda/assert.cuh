@@ -1,0 +1,17 @@
+// Assertions about data that only the device sees. NDEBUG does not remove them: they are part of what an op promises.
+#pragma once
+
+#include <cstdio>
+
+namespace gptkernels::cuda {
+
+// Prints a sentence and ends the kernel with cudaErrorAssert, as torch's own device-side assertions do. The kernel's
+// name goes to both, since what is printed may get lost with the context while the assertion's own message does not.
+template <typename... Values>
+__device__ __noinline__ void device_fail(const char* op, const char* what, const char* sentence, Values... values) {
+  printf("gptkernels::%s: ", op);
+  printf(sentence, values...);
+  __assert_fail(what, "gptkernels", 0, op);
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,98 @@
+"""Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]; and an embedding without positions."""
+
+import torch
+
+from gptkernels.ops._register import autograd, below_autograd, fake, ops
+
+
+def _fake(tokens, wte, wpe):
+    return wte.new_empty((*tokens.shape, wte.shape[-1]))
+
+
+def _fake_backward(dout, tokens, vocab_size, max_positions):
+    width = dout.shape[-1]
+    return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
+
+
+def _fake_embedding(tokens, weight):
+    return weight.new_empty((*tokens.shape, weight.shape[-1]))
+
+
+def _fake_embedding_backward(dout, tokens, vocab_size):
+    return dout.new_empty((vocab_size, dout.shape[-1]))
+
+
+class Encoder(torch.autograd.Function):
+    """tokens (B, T), wte (V, C), wpe (P, C) with P >= T -> (B, T, C)."""
+
+    @staticmethod
+    def forward(ctx, tokens, wte, wpe):
+        """Save the tokens: the gradient does not depend on the weights."""
+        ctx.save_for_backward(tokens)
+        ctx.sizes = wte.shape[0], wpe.shape[0]
+        return below_autograd(ops.encoder, tokens, wte, wpe)
+
+    @staticmethod
+    def backward(ctx, dout):
+        """Sums of dout's rows, over the places where a token stands and over the batch."""
+        (tokens,) = ctx.saved_tensors
+        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes)
+
+
+class EncoderBackward(torch.autograd.Function):
+    """dout (B, T, C) -> dwte (V, C), dwpe (P, C): linear in dout."""
+
+    @staticmethod
+    def forward(ctx, dout, tokens, vocab_size, max_positions):
+        """The kernel."""
+        ctx.save_for_backward(tokens)
+        return below_autograd(ops.encoder_backward, dout, tokens, vocab_size, max_positions)
+
+    @staticmethod
+    def backward(ctx, ddwte, ddwpe):
+        """The adjoint of a sum of rows is the look-up itself."""
+        (tokens,) = ctx.saved_tensors
+        return ops.encoder(tokens, ddwte, ddwpe), None, None, None
+
+
+class Embedding(torch.autograd.Function):
+    """tokens (...), weight (V, C) -> (..., C)."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight):
+        """Save the tokens."""
+        ctx.save_for_backward(tokens)
+        ctx.vocab_size = weight.shape[0]
+        return below_autograd(ops.embedding, tokens, weight)
+
+    @staticmethod
+    def backward(ctx, dout):
+        """Sums of dout's rows over the places where a token stands."""
+        (tokens,) = ctx.saved_tensors
+        return None, ops.embedding_backward(dout, tokens, ctx.vocab_size)
+
+
+class EmbeddingBackward(torch.autograd.Function):
+    """dout (..., C) -> dweight (V, C): linear in dout."""
+
+    @staticmethod
+    def forward(ctx, dout, tokens, vocab_size):
+        """The kernel."""
+        ctx.save_for_backward(tokens)
+        return below_autograd(ops.embedding_backward, dout, tokens, vocab_size)
+
+    @staticmethod
+    def backward(ctx, ddweight):
+        """The look-up itself."""
+        (tokens,) = ctx.saved_tensors
+        return ops.embedding(tokens, ddweight), None, None
+
+
+fake("encoder", _fake)
+fake("encoder_backward", _fake_backward)
+fake("embedding", _fake_embedding)
+fake("embedding_backward", _fake_embedding_backward)
+autograd("encoder", Encoder)
+autograd("encoder_backward", EncoderBackward)
+autograd("embedding", Embedding)
+autograd("embedding_backward", EmbeddingBackward)

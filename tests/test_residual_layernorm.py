@@ -1,0 +1,302 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkernels  # noqa: F401
+from helpers import (
+    all_dtypes,
+    all_rows,
+    all_views,
+    all_widths,
+    as_view,
+    assert_as_exact_as_torch,
+    assert_same_bits,
+    double,
+    raises,
+    randn,
+    tolerance,
+)
+
+ops = torch.ops.gptkernels
+
+
+def ours(x, residual, weight, bias, eps=1e-5):
+    return ops.residual_layernorm(x, residual, weight, bias, eps)[:2]
+
+
+def torchs(x, residual, weight, bias, eps=1e-5):
+    total = x + residual
+    return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
+def exact(x, residual, weight, bias, eps=1e-5):
+    """The formula, in float64."""
+    total = x + residual
+    mean = total.mean(-1, keepdim=True)
+    variance = (total - mean).square().mean(-1, keepdim=True)
+    out = (total - mean) / torch.sqrt(variance + eps)
+    out = out if weight is None else out * weight
+    return out if bias is None else out + bias, total
+
+
+def inputs(rows, width, dtype, device, weight=True, bias=True):
+    return (
+        randn(rows, width, dtype=dtype, device=device),
+        randn(rows, width, dtype=dtype, device=device),
+        randn(width, dtype=dtype, device=device) if weight else None,
+        randn(width, dtype=dtype, device=device) if bias else None,
+    )
+
+
+def gradients(function, args, douts):
+    """Gradients for the arguments that are tensors; a gradient of None leaves that output unused."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in args]
+    used = [(out, dout) for out, dout in zip(function(*leaves), douts, strict=True) if dout is not None]
+    wanted = [t for t in leaves if t is not None]
+    found = iter(torch.autograd.grad([o for o, _ in used], wanted, [d for _, d in used], allow_unused=True))
+    return [None if t is None else next(found) for t in leaves]
+
+
+def check(args, douts):
+    """Both outputs and all gradients against float64 and beside torch."""
+    doubles = [double(t) for t in args]
+    for name, a, b, c in zip(("out", "sum"), ours(*args), torchs(*args), exact(*doubles), strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+    assert torch.equal(ours(*args)[1], args[0] + args[1])
+    found = (
+        gradients(ours, args, douts),
+        gradients(torchs, args, douts),
+        gradients(exact, doubles, [double(t) for t in douts]),
+    )
+    for name, a, b, c in zip(("dx", "dresidual", "dweight", "dbias"), *found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_as_exact_as_torch(a, b, c, name)
+
+
+@all_dtypes
+@all_widths
+@all_rows
+def test_matches_float64(rows, width, dtype, device):
+    douts = [randn(rows, width, dtype=dtype, device=device) for _ in range(2)]
+    check(inputs(rows, width, dtype, device), douts)
+
+
+@pytest.mark.parametrize(("weight", "bias"), [(True, False), (False, True), (False, False)])
+@all_dtypes
+def test_weight_and_bias_may_be_absent(weight, bias, dtype, device):
+    douts = [randn(5, 768, dtype=dtype, device=device) for _ in range(2)]
+    check(inputs(5, 768, dtype, device, weight, bias), douts)
+
+
+@pytest.mark.parametrize("used", ["out", "sum"])
+@all_dtypes
+def test_one_output_may_be_unused(used, dtype, device):
+    dout = randn(5, 33, dtype=dtype, device=device)
+    check(inputs(5, 33, dtype, device), (dout, None) if used == "out" else (None, dout))
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 5000])
+@all_dtypes
+def test_many_rows(rows, dtype, device):
+    douts = [randn(rows, 96, dtype=dtype, device=device) for _ in range(2)]
+    check(inputs(rows, 96, dtype, device), douts)
+
+
+@all_views
+@all_dtypes
+def test_views(view, dtype, device):
+    x, residual, weight, bias = inputs(6, 40, dtype, device)
+    douts = [as_view(randn(6, 40, dtype=dtype, device=device), view) for _ in range(2)]
+    vectors = as_view(weight[None], view)[0], as_view(bias[None], view)[0]
+    check((as_view(x, view), as_view(residual, view), *vectors), douts)
+    check((x, as_view(residual, view), *vectors), douts)
+
+
+def test_the_norm_is_the_layernorm_of_the_sum(device):
+    """To the bit: one kernel serves both ops."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (7, 768, 50257):
+            x, residual, weight, bias = inputs(5, width, dtype, device)
+            out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
+            for a, b in zip((out, mean, rstd), ops.layernorm(x + residual, weight, bias), strict=True):
+                assert torch.equal(a, b)
+            assert mean.dtype == rstd.dtype == torch.float32
+            mask = [True] * 3
+            plain = ops.layernorm_backward(x, total, weight, mean, rstd, mask)
+            for a, b in zip(
+                ops.residual_layernorm_backward(x, None, total, weight, mean, rstd, mask), plain, strict=True
+            ):
+                assert torch.equal(a, b)
+
+
+def test_leading_shapes(device):
+    for shape in [(8,), (2, 8), (2, 3, 8), (2, 0, 8), (1, 2, 1, 2, 8)]:
+        x, residual = (randn(*shape, dtype=torch.float32, device=device) for _ in range(2))
+        out, total, mean, rstd = ops.residual_layernorm(x, residual, None, None)
+        assert out.shape == total.shape == shape
+        assert mean.shape == rstd.shape == shape[:-1]
+        torch.testing.assert_close(out, F.layer_norm(x + residual, (8,)))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@all_dtypes
+def test_infinities_and_nan_stay_in_their_row(value, dtype, device):
+    args = inputs(5, 33, dtype, device)
+    clean, _ = ours(*args)
+    args[1][2, 7] = value
+    out, total = ours(*args)
+    assert out[2].isnan().all()
+    torch.testing.assert_close(total, args[0] + args[1], rtol=0, atol=0, equal_nan=True)
+    keep = [0, 1, 3, 4]
+    assert torch.equal(out[keep], clean[keep])
+
+
+@all_dtypes
+def test_extremes(dtype, device):
+    tiny = torch.finfo(dtype).smallest_normal / 4
+    for scale in (tiny, torch.finfo(dtype).max ** 0.45):
+        x, residual = ((torch.randn(5, 127) * scale).to(dtype).to(device) for _ in range(2))
+        doubles = double(x), double(residual)
+        for a, b, c in zip(
+            ours(x, residual, None, None),
+            torchs(x, residual, None, None),
+            exact(*doubles, None, None),
+            strict=True,
+        ):
+            assert_as_exact_as_torch(a, b, c)
+
+
+@all_dtypes
+def test_deterministic(dtype, device):
+    x, residual, weight, bias = inputs(1000, 96, dtype, device)
+    out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
+    assert_same_bits(lambda: ops.residual_layernorm(x, residual, weight, bias))
+    assert_same_bits(lambda: ops.residual_layernorm_backward(out, x, total, weight, mean, rstd, [True] * 3))
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_only_the_gradients_that_are_wanted(wanted, device):
+    args = inputs(5, 33, torch.float32, device)
+    leaves = [t.requires_grad_(i == wanted) for i, t in enumerate(args)]
+    out, total = ours(*leaves)
+    (out.sum() + total.square().sum()).backward()
+    douts = torch.ones_like(out), 2 * total.detach()
+    expected = gradients(torchs, args, douts)
+    for i, (leaf, grad) in enumerate(zip(leaves, expected, strict=True)):
+        assert (leaf.grad is not None) == (i == wanted)
+        if i == wanted:
+            torch.testing.assert_close(leaf.grad, grad)
+
+
+def test_x_and_residual_may_be_the_same(device):
+    x, _, weight, bias = inputs(5, 33, torch.float64, device)
+    x.requires_grad_()
+    out, total = ours(x, x, weight, bias)
+    (dx,) = torch.autograd.grad(out.square().sum() + total.sum(), x)
+    out, total = torchs(x, x, weight, bias)
+    torch.testing.assert_close(dx, torch.autograd.grad(out.square().sum() + total.sum(), x)[0])
+
+
+def test_gradcheck(device):
+    for rows, width in [(3, 7), (1, 1), (2, 17)]:
+        args = [t.requires_grad_() for t in inputs(rows, width, torch.float64, device)]
+        assert torch.autograd.gradcheck(ours, args)
+        assert torch.autograd.gradgradcheck(ours, args)
+    x, residual = args[:2]
+    assert torch.autograd.gradgradcheck(lambda *args: ours(*args, None, None)[0], (x, residual))
+    assert torch.autograd.gradgradcheck(lambda *args: ours(*args, None, None)[1] ** 2, (x, residual))
+
+
+@all_dtypes
+def test_opcheck(dtype, device):
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(4, 7, dtype, device))
+    torch.library.opcheck(ops.residual_layernorm, (x, residual, weight, bias))
+    torch.library.opcheck(ops.residual_layernorm, (x, residual, None, None, 1e-3))
+    _, total, mean, rstd = ops.residual_layernorm(*(t.detach() for t in (x, residual, weight, bias)))
+    total.requires_grad_()
+    dout, dsum = (randn(4, 7, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(ops.residual_layernorm_backward, (dout, dsum, total, weight, mean, rstd, [True] * 3))
+    mask = [True, False, False]
+    torch.library.opcheck(ops.residual_layernorm_backward, (dout, None, total, weight, mean, rstd, mask))
+
+
+def test_compile(device):
+    args = [t.requires_grad_() for t in inputs(5, 33, torch.float32, device)]
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(*args), ours(*args), strict=True):
+        assert torch.equal(a, b)
+    douts = [randn(5, 33, dtype=torch.float32, device=device) for _ in range(2)]
+    for a, b in zip(gradients(compiled, args, douts), gradients(ours, args, douts), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_follows_layer_norm(device):
+    args = inputs(5, 33, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        for x, residual, weight, bias in [args, (*(t.bfloat16() for t in args[:2]), *args[2:])]:
+            out, total = ours(x, residual, weight, bias)
+            expected, expected_total = torchs(x, residual, weight, bias)
+            assert out.dtype == total.dtype == torch.float32
+            torch.testing.assert_close(out, expected.float(), rtol=1e-2, atol=2e-2)
+            torch.testing.assert_close(total, expected_total.float(), rtol=1e-2, atol=2e-2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(0, 40), width=st.integers(8, 700), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_any_shape(device, rows, width, dtype):
+    torch.manual_seed(rows + width)  # a failing example must fail again
+    args = inputs(rows, width, dtype, device)
+    douts = [randn(rows, width, dtype=dtype, device=device) for _ in range(2)]
+    for a, b in zip(ours(*args), torchs(*args), strict=True):
+        torch.testing.assert_close(a, b)
+    expected = gradients(exact, [double(t) for t in args], [double(t) for t in douts])
+    for a, b in zip(gradients(ours, args, douts), expected, strict=True):
+        torch.testing.assert_close(a, b.to(dtype), **tolerance(dtype))
+
+
+def test_bad_input(device):
+    x, residual, weight, bias = inputs(5, 8, torch.float32, device)
+    with raises("residual_layernorm", "x", "at least 1 dimension"):
+        ops.residual_layernorm(x.sum(), x.sum(), None, None)
+    with raises("residual_layernorm", "x must be float64", "int64"):
+        ops.residual_layernorm(x.long(), residual, None, None)
+    with raises("residual_layernorm", r"residual must have shape \(5, 8\)", r"\(1, 8\)"):
+        ops.residual_layernorm(x, residual[:1], None, None)
+    with raises("residual_layernorm", "residual must have the dtype of x", "float32", "bfloat16"):
+        ops.residual_layernorm(x, residual.bfloat16(), None, None)
+    with raises("residual_layernorm", r"weight must have shape \(8\)", r"\(7\)"):
+        ops.residual_layernorm(x, residual, weight[:7], bias)
+    with raises("residual_layernorm", r"bias must have shape \(8\)", r"\(1, 8\)"):
+        ops.residual_layernorm(x, residual, weight, bias[None])
+    _, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
+    with raises("residual_layernorm_backward", "dout must have shape", r"\(4, 8\)"):
+        ops.residual_layernorm_backward(x[:4], None, total, weight, mean, rstd, [True] * 3)
+    with raises("residual_layernorm_backward", "dsum must have shape", r"\(4, 8\)"):
+        ops.residual_layernorm_backward(x, x[:4], total, weight, mean, rstd, [True] * 3)
+    with raises("residual_layernorm_backward", "rstd must be float32", "float64"):
+        ops.residual_layernorm_backward(x, x, total, weight, mean, rstd.double(), [True] * 3)
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    x, residual, weight, bias = inputs(5, 8, torch.float32, device)
+    with raises("residual_layernorm", "residual is on cpu", "x is on cuda"):
+        ops.residual_layernorm(x, residual.cpu(), weight, bias)
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    rows, width = 2**31 // 768 + 5, 768
+    x = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
+    out, total, mean, rstd = ops.residual_layernorm(x, x, None, None)
+    dx = ops.residual_layernorm_backward(x, x, total, None, mean, rstd, [True, False, False])[0]
+    for part in (slice(0, 5), slice(rows - 5, rows)):
+        args = (x[part], x[part], None, None)
+        for a, b, c in zip((out[part], total[part]), torchs(*args), exact(*(double(t) for t in args)), strict=True):
+            assert_as_exact_as_torch(a, b, c)
+        expected = gradients(torchs, args, (x[part], x[part]))[0]
+        torch.testing.assert_close(dx[part], expected, rtol=2e-2, atol=2e-2)
