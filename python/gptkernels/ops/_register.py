@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from gptkernels import _library
 
@@ -152,3 +153,11 @@ if _library.without_cuda_because:
     for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         if _name.startswith("gptkernels::"):
             refuse_cuda(_name.removeprefix("gptkernels::"), _library.without_cuda_because)
+
+
+# ---- flops -----------------------------------------------------------------------------------------------------------
+
+
+def flops(name: str, formula: Callable[..., int]) -> None:
+    """Teach ``torch.utils.flop_counter`` the op: ``formula`` takes its arguments with shapes for the tensors."""
+    register_flop_formula(getattr(ops, name))(formula)

@@ -1,0 +1,24 @@
+// Sums over the rows of a matrix: the gradient of a bias that was added to every row.
+#pragma once
+
+#include "device.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+template <typename T>
+struct ColumnSum {
+  T* out;           // (C)
+  const T* x;       // (N, C)
+  void* workspace;  // column_sum_workspace<T>(rows, width) bytes
+  int64_t rows;     // N
+  int64_t width;    // C
+};
+
+// The bytes of scratch: partial sums over groups of rows.
+template <typename T>
+int64_t column_sum_workspace(int64_t rows, int64_t width);
+
+template <typename T>
+Status column_sum(const ColumnSum<T>& p, Stream stream);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,57 @@
+#include "matmul.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+void check_operands(const char* op, const Tensor& x, const Tensor& weight) {
+  check_dim_at_least(op, "x", x, 1);
+  check_floating(op, "x", x);
+  check_like(op, "weight", weight, "x", x);
+  if (weight.dim() != 2 || weight.size(1) != width_of(x))
+    fail(op, "weight must have shape (out_features, ", width_of(x), "), got ", describe(shape_of(weight)));
+}
+
+Shape out_shape(const Tensor& x, const Tensor& weight) {
+  Shape shape = shape_of(x);
+  shape.back() = weight.size(0);
+  return shape;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  constexpr const char* op = "linear";
+  check_operands(op, x, weight);
+  check_like(op, "bias", bias, "x", x);
+  check_shape(op, "bias", bias, {weight.size(0)});
+
+  const Launcher launcher(op, x);
+  Tensor out = allocate(out_shape(x, weight), x);
+  matmul(launcher, matrix(out), matrix(x), matrix(weight).transposed(), {.bias = dense(bias)});
+  return out;
+}
+
+// dx = dout @ weight, dweight = dout^T @ x, dbias = sums over dout's rows, in the same pass as dweight where BLAS can.
+std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const Tensor& x, const Tensor& weight,
+                                                      const std::vector<bool>& output_mask) {
+  constexpr const char* op = "linear_backward";
+  check_operands(op, x, weight);
+  check_like(op, "dout", dout, "x", x);
+  check_shape(op, "dout", dout, out_shape(x, weight));
+
+  const Launcher launcher(op, x);
+  Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
+  Tensor dweight = allocate_if(output_mask[1], shape_of(weight), x);
+  Tensor dbias = allocate_if(output_mask[2], {weight.size(0)}, x);
+  const Matrix dout_rows = matrix(dense(dout));
+  if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));
+  weight_gradient(launcher, where(output_mask[1], dweight), where(output_mask[2], dbias), dout_rows, matrix(x));
+  return {dx, dweight, dbias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("linear", TORCH_BOX(&linear_op));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,63 @@
+// Matrix products for both devices: torch's BLAS on the CPU, cuBLAS on CUDA, and what is fused to a product or else
+// done by our own kernels right after it: a bias, GELU, their gradients.
+#pragma once
+
+#include <algorithm>
+
+#include "op.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+// A matrix in a tensor's memory, or `batches` of them: element (i, j) of the first is at offset + i * row_stride +
+// j * column_stride, and one of the two strides is 1. So a transposed matrix is the same memory with strides swapped.
+struct Matrix {
+  Tensor tensor;
+  int64_t rows;
+  int64_t columns;
+  int64_t row_stride;
+  int64_t column_stride;
+  int64_t offset = 0;
+  int64_t batches = 1;
+  int64_t batch_stride = 0;
+
+  Matrix transposed() const {
+    return {tensor, columns, rows, column_stride, row_stride, offset, batches, batch_stride};
+  }
+};
+
+// A tensor's last dimension as columns, all others as rows. A BLAS takes rows or columns that lie apart, so such
+// 2-dimensional views (a slice of columns, a transpose) are not copied; other layouts are.
+inline Matrix matrix(const Tensor& t) {
+  if (t.dim() == 2) {
+    const auto rows = t.size(0), columns = t.size(1), down = t.stride(0), right = t.stride(1);
+    if (right == 1 && down >= std::max<int64_t>(columns, 1)) return {t, rows, columns, down, right};
+    if (down == 1 && right >= std::max<int64_t>(rows, 1)) return {t, rows, columns, down, right};
+  }
+  return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
+}
+
+// What is done with a product besides storing it. At most the pairs {bias, pre_gelu} and {dgelu_at, column_sums} go
+// together; these vectors and matrices are dense.
+struct Epilogue {
+  double alpha = 1;                 // the product is multiplied by it; 1 where anything below is given
+  OptionalTensor bias = {};         // (columns): added to every row
+  OptionalTensor pre_gelu = {};     // (rows, columns): takes the product, and out becomes GELU of it
+  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by the derivative of GELU there
+  OptionalTensor column_sums = {};  // (columns): takes the sums over out's rows
+  OptionalTensor a_sums = {};  // (rows): takes the sums over a's columns; a is then the transpose of a dense matrix
+};
+
+// out = alpha * a @ b, and the epilogue.
+void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
+            const Epilogue& epilogue = {});
+
+// The gradients of a weight (M, K) and a bias (M) that made (N, M) from x (N, K), each where it is wanted:
+// dweight = dout^T @ x, dbias = sums over the rows of dout, which is dense. Both take one pass where BLAS can.
+void weight_gradient(const Launcher& launcher, const OptionalTensor& dweight, const OptionalTensor& dbias,
+                     const Matrix& dout, const Matrix& x);
+
+inline OptionalTensor where(bool wanted, const Tensor& t) {
+  return wanted ? OptionalTensor(t) : std::nullopt;
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,77 @@
+"""Linear layer: out = x @ weight^T + bias over the last dimension."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops, present
+
+
+def _fake(x, weight, bias=None):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _fake_backward(dout, x, weight, output_mask):
+    shapes = (x.shape, weight.shape, weight.shape[:1])
+    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+
+
+class Linear(torch.autograd.Function):
+    """x (..., K), weight (M, K), bias (M) -> out (..., M)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        """Save x and weight."""
+        ctx.save_for_backward(x, weight)
+        return below_autograd(ops.linear, x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        """Two products, the bias gradient beside the second."""
+        x, weight = ctx.saved_tensors
+        mask = ctx.needs_input_grad
+        return present(ops.linear_backward(dout, x, weight, mask), mask)
+
+
+def backward_formula(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """dx, dweight and dbias in torch ops."""
+    rows, dout_rows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
+    return dout @ weight, dout_rows.T @ rows, dout_rows.sum(0)
+
+
+class LinearBackward(torch.autograd.Function):
+    """The gradients of linear as differentiable functions of dout, x and weight."""
+
+    @staticmethod
+    def forward(ctx, dout, x, weight, output_mask):
+        """The kernels."""
+        ctx.save_for_backward(dout, x, weight)
+        ctx.output_mask = output_mask
+        ctx.set_materialize_grads(False)
+        return below_autograd(ops.linear_backward, dout, x, weight, output_mask)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """By formula."""
+        needs = ctx.needs_input_grad[:3]
+        return *differentiate(backward_formula, ctx.saved_tensors, needs, present(grads, ctx.output_mask)), None
+
+
+def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
+    """A multiplication and an addition for each of the N*M*K terms."""
+    return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
+    """As many as the forward for each of dx and dweight."""
+    return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
+
+
+fake("linear", _fake)
+fake("linear_backward", _fake_backward)
+autograd("linear", Linear)
+autograd("linear_backward", LinearBackward)
+autocast("linear", cuda="lower", cpu="lower")
+flops("linear", linear_flops)
+flops("linear_backward", linear_backward_flops)
