@@ -3,7 +3,9 @@
 // plain loops; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define GPTKERNELS_X86 1
@@ -114,6 +116,22 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
     total.second += b0 + b1;
   }
   return total;
+}
+
+// The largest fn(i) over [0, n), -inf for n = 0. NaNs are passed over.
+template <typename A, typename Fn>
+inline A maximum(int64_t n, const Fn& fn) {
+  const int64_t q = n / 4;
+  A m0 = -std::numeric_limits<A>::infinity(), m1 = m0, m2 = m0, m3 = m0;
+#pragma omp simd reduction(max : m0, m1, m2, m3)
+  for (int64_t i = 0; i < q; ++i) {
+    m0 = std::max(m0, fn(i));
+    m1 = std::max(m1, fn(i + q));
+    m2 = std::max(m2, fn(i + 2 * q));
+    m3 = std::max(m3, fn(i + 3 * q));
+  }
+  for (int64_t i = 4 * q; i < n; ++i) m0 = std::max(m0, fn(i));
+  return std::max(std::max(m0, m1), std::max(m2, m3));
 }
 
 }  // namespace gptkernels::cpu

@@ -1,0 +1,34 @@
+// Softmax of scaled attention scores under the causal mask: row t of each (T, T) matrix over its columns 0..t, and
+// exact zeros above the diagonal. What the input holds there plays no part.
+#pragma once
+
+#include "device.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+template <typename T>
+struct CausalSoftmaxForward {
+  T* out;           // (matrices, T, T); may be scores
+  const T* scores;  // (matrices, T, T)
+  int64_t matrices;
+  int64_t tokens;  // T
+  double scale;    // of the scores
+};
+
+template <typename T>
+struct CausalSoftmaxBackward {
+  T* dscores;     // (matrices, T, T); may be dout
+  const T* dout;  // (matrices, T, T)
+  const T* out;   // (matrices, T, T)
+  int64_t matrices;
+  int64_t tokens;  // T
+  double scale;
+};
+
+template <typename T>
+Status causal_softmax_forward(const CausalSoftmaxForward<T>& p, Stream stream);
+
+template <typename T>
+Status causal_softmax_backward(const CausalSoftmaxBackward<T>& p, Stream stream);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

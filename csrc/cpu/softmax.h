@@ -1,0 +1,39 @@
+// One row of softmax and of its backward, for softmax and causal_softmax.
+#pragma once
+
+#include <type_traits>
+
+#include "device.h"
+#include "math.h"
+#include "simd.h"
+
+namespace gptkernels::cpu {
+
+// out = softmax(scale * x) over n elements; out may be x. Where T is as wide as the arithmetic, out holds the
+// exponentials between the two walks; a narrower T would round them, and they are computed again.
+template <typename T>
+inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
+  using A = accumulate_t<T>;
+  const A largest = maximum<A>(n, [&](int64_t i) { return A(x[i]) * scale; });
+  const auto exponential = [&](int64_t i) { return exp(A(x[i]) * scale - largest); };
+  if constexpr (std::is_same_v<T, A>) {
+    const A total = sum<A>(n, [&](int64_t i) { return out[i] = exponential(i); });
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) out[i] /= total;
+  } else {
+    const A total = sum<A>(n, exponential);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) store(out[i], exponential(i) / total);
+  }
+}
+
+// dx = scale * out * (dout - sum(dout * out)).
+template <typename T>
+inline void softmax_backward_row(T* dx, const T* dout, const T* out, int64_t n, accumulate_t<T> scale) {
+  using A = accumulate_t<T>;
+  const A dot = sum<A>(n, [&](int64_t i) { return A(dout[i]) * A(out[i]); });
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) store(dx[i], A(out[i]) * (A(dout[i]) - dot) * scale);
+}
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,7 @@
+"""`python -m gptkernels`."""
+
+import sys
+
+from gptkernels.cli import main
+
+sys.exit(main())

@@ -1,0 +1,198 @@
+"""The command line: `gptkernels train|prepare|generate|info`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from typing import Any
+
+from gptkernels.training.config import TrainConfig, flag
+
+USAGE_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    0: done. 1: the training diverged. 2: the command or its input is wrong; stderr says why.
+    128 + N: stopped by signal N; 130 for Ctrl-C.
+    """
+    args = vars(_parser().parse_args(arguments))
+    run: Callable[..., int] = args.pop("run")
+    command, traceback = args.pop("command"), args.pop("traceback")
+    try:
+        return run(**args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (ValueError, OSError, FloatingPointError) as error:
+        if traceback:
+            raise
+        print(f"gptkernels {command}: error: {error}", file=sys.stderr)
+        return FAILURE if isinstance(error, FloatingPointError) else USAGE_ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add_arguments, run, summary in (
+        ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
+        ("prepare", _prepare_arguments, _prepare, "turn text into token files"),
+        ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
+        ("info", _no_arguments, _info, "versions, libraries, devices"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        add_arguments(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    types = typing.get_type_hints(TrainConfig)
+    for option in fields(TrainConfig):
+        _add_option(parser, option, types[option.name])
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=None,
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="continue the run in FOLDER from its checkpoint, bit for bit, with the options it had, but for "
+        "those given anew (without FOLDER: the run in --output, else the latest in runs/)",
+    )
+
+
+def _add_option(parser: argparse.ArgumentParser, option: Field, kind: Any) -> None:
+    """A flag for a field of TrainConfig; left out when not given, so that a resumed run keeps its own."""
+    metadata = option.metadata
+    names = [name for name in (metadata.get("short"), flag(option.name)) if name]
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
+    if kind is bool:
+        parser.add_argument(*names, action="store_true", **keywords)
+        return
+    if option.default not in (None, MISSING):
+        keywords["help"] += f" (default: {option.default})"
+    scalar = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
+    keywords["metavar"] = metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[scalar])
+    if "choices" in metadata:
+        keywords["choices"] = metadata["choices"]
+        keywords["metavar"] = "NAME"
+        keywords["help"] = f"{', '.join(metadata['choices'])}: {keywords['help']}"
+    parser.add_argument(*names, type=scalar, **keywords)
+
+
+def _train(**options: Any) -> int:
+    from gptkernels.train import resume, train
+
+    if "resume" in options:
+        folder = options.pop("resume")
+        result = resume(folder or options.pop("output", None), **options)
+    else:
+        result = train(TrainConfig(**options))
+    return 128 + result.signal if result.signal else 0
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="text files, and folders of them")
+    parser.add_argument(
+        "--output",
+        "-o",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX_train.bin, PREFIX_val.bin and the tokenizer, for 'gptkernels train -i PREFIX'",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes; gpt2; bpe, byte pairs learnt from the text; or a tokenizer file (default: bytes)",
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)")
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of the text for validation (default: 0.05)",
+    )
+
+
+def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
+    from gptkernels.data import prepare
+
+    written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction)
+    print(f"{written['train']}: {written['train_tokens']:,} tokens")
+    print(f"{written['val']}: {written['val_tokens']:,} tokens")
+    print(f"{written['tokenizer']}: a vocabulary of {written['vocab_size']:,}")
+    return 0
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run's folder or checkpoint, or a model (.bin, .safetensors)",
+    )
+    parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
+    parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="logits are divided by it; 0: always the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=40,
+        metavar="N",
+        help="draw from the N likeliest; 0: from all (default: 40)",
+    )
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the draws (default: 1337)")
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the one beside the checkpoint)"
+    )
+    parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
+
+
+def _generate(
+    checkpoint: str,
+    prompt: str,
+    interactive: bool,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    tokenizer: str | None,
+    device: str,
+) -> int:
+    from gptkernels.generate import Sampling, Writer
+
+    writer = Writer(checkpoint, tokenizer, device, seed)
+    sampling = Sampling(max_new_tokens, temperature, top_k or None)
+    if interactive:
+        writer.converse(sampling)
+    else:
+        writer.print(prompt, sampling)
+    return 0
+
+
+def _info() -> int:
+    import gptkernels
+
+    for name, value in gptkernels.info().items():
+        print(f"{name}: {value}")
+    return 0

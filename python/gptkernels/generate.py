@@ -1,0 +1,135 @@
+"""Text from a trained model: `gptkernels generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptkernels.data import Tokenizer, load_tokenizer, stream_text, tokenizer_for_prefix
+from gptkernels.models import GPT2
+from gptkernels.training.processes import pick_device
+from gptkernels.training.progress import printable
+from gptkernels.training.runs import CHECKPOINT
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: at most `max_new_tokens`, of the `top_k` likeliest (None: of all).
+
+    Logits are divided by `temperature`; at 0 the likeliest token is taken.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = 40
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+class Writer:
+    """A model and its tokenizer, ready to continue texts.
+
+    Args:
+        checkpoint: the folder of a run, a training checkpoint, or a model (`.bin`, `.safetensors`).
+        tokenizer: a name or file for `load_tokenizer`; None is the one beside the checkpoint, or else the one
+            that the size of the vocabulary tells: bytes for 256, GPT-2's for 50257.
+        device: "auto" is CUDA where there is one.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a file is damaged, or there is no tokenizer, or it is of another vocabulary.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, tokenizer: str | None = None, device: str = "auto", seed: int = 0
+    ) -> None:
+        path = Path(checkpoint)
+        if path.is_dir():
+            path = path / CHECKPOINT
+        self.device = pick_device(device)
+        self.model = GPT2.from_checkpoint(path, self.device).eval()
+        self.tokenizer = _find_tokenizer(path, tokenizer, self.model.config.vocab_size)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+
+    def write(self, prompt: str = "", sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[str]:
+        """Yield the continuation of `prompt`, piece by piece, to the end-of-text token or `max_new_tokens`.
+
+        An empty prompt is the beginning of a document.
+
+        Raises:
+            ValueError: an option is out of its range.
+        """
+        _check(sampling)
+        eot = self.tokenizer.eot
+        tokens = self.tokenizer.encode(prompt) or [0 if eot is None else eot]
+        stream = self.model.stream(
+            torch.tensor([tokens], device=self.device),
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            self._generator,
+        )
+        return stream_text(self.tokenizer, _until(eot, stream))
+
+    def print(self, prompt: str, sampling: Sampling) -> None:
+        """Print the prompt and its continuation as it comes."""
+        sys.stdout.write(prompt)
+        for text in self.write(prompt, sampling):
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+    def converse(self, sampling: Sampling) -> None:
+        """Continue every line that is typed, until end of file; Ctrl-C ends a continuation."""
+        while (prompt := _ask()) is not None:
+            try:
+                self.print(prompt, sampling)
+            except KeyboardInterrupt:
+                print()
+
+
+def _check(sampling: Sampling) -> None:
+    if sampling.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens is {sampling.max_new_tokens}, must be at least 0")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"--temperature is {sampling.temperature}, must be finite and at least 0")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise ValueError(f"--top-k is {sampling.top_k}, must be at least 1")
+
+
+def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
+    for tokens in stream:
+        token = int(tokens)
+        if token == eot:
+            return
+        yield token
+
+
+def _ask() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
+    if name is not None:
+        tokenizer = load_tokenizer(name)
+    elif any(checkpoint.parent.glob(f"{checkpoint.stem}_tokenizer.*")):
+        tokenizer = tokenizer_for_prefix(checkpoint.with_suffix(""))
+    elif vocab_size in (256, 50257):
+        tokenizer = load_tokenizer("bytes" if vocab_size == 256 else "gpt2")
+    else:
+        raise ValueError(f"{checkpoint}: no tokenizer beside it for its vocabulary of {vocab_size}: name one")
+    if tokenizer.vocab_size != vocab_size:
+        raise ValueError(
+            f"{checkpoint}: the model has a vocabulary of {vocab_size}, the tokenizer {tokenizer.vocab_size}"
+        )
+    return tokenizer

@@ -1,0 +1,1 @@
+"""The parts of the trainer: options, schedule, logs, plot, progress, processes, signals."""

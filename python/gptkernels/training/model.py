@@ -1,0 +1,62 @@
+"""The model that is trained, and its parameters as the optimizer takes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gptkernels.checkpoint import TrainingState, load_model
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.training.config import PRESETS, TrainConfig
+
+
+def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
+    """The model of a resumed run, of `--init-from`, or a new one; on the CPU, in the dtype of the options.
+
+    Raises:
+        ValueError: the file of `--init-from` is damaged, its model has another size than the options say, or
+            the model is too small for the sequences or the vocabulary.
+    """
+    sizes: dict[str, Any] = {"n_layer": config.layers, "n_head": config.heads, "n_embd": config.channels}
+    weights = None
+    if saved is not None:
+        sizes, weights = saved.config, saved.model
+    elif config.init_from is not None:
+        wanted = sizes
+        sizes, weights = load_model(config.init_from)
+        _check_same_size(config.init_from, sizes, wanted)
+    else:
+        positions = PRESETS[config.model].positions or config.sequence_length
+        sizes |= {"block_size": positions, "vocab_size": vocab_size}
+    _check_fits(sizes, config.sequence_length, vocab_size)
+    model = GPT2(GPT2Config(**sizes))
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+
+
+def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    sizes = [" ".join(f"{name} {sizes[name]}" for name in wanted) for sizes in (found, wanted)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--init-from {path} has {sizes[0]}, the options say {sizes[1]}: --model, --layers, --heads and "
+            "--channels must agree with it"
+        )
+
+
+def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) -> None:
+    if sequence_length > sizes["block_size"]:
+        raise ValueError(f"--sequence-length is {sequence_length}, the model has {sizes['block_size']} positions")
+    if vocab_size > sizes["vocab_size"]:
+        raise ValueError(f"the data has {vocab_size} different tokens, the model {sizes['vocab_size']}")
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimizer: the matrices (embeddings too) with weight decay, biases and norms without."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,103 @@
+"""The processes that `torchrun` starts: who this one is, and averages over all of them.
+
+Without torchrun there is one process and everything here does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+from torch import Tensor, distributed
+
+Value = TypeVar("Value")
+
+
+class Processes:
+    """This process among those of the run.
+
+    Args:
+        device: "auto", or a torch device; "cuda" and "auto" become this process's own GPU.
+
+    Attributes:
+        rank: 0..world_size-1.
+        world_size: how many processes there are.
+        device: where this one computes.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+
+    def __init__(self, device: str = "auto") -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1 and not distributed.is_initialized():
+            distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes and prints."""
+        return self.rank == 0
+
+    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace every gradient by its mean over the processes: one all-reduce for each dtype."""
+        if self.world_size == 1:
+            return
+        buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                buckets[parameter.grad.dtype].append(parameter.grad)
+        for gradients in buckets.values():
+            flat = self.average(torch.cat([gradient.flatten() for gradient in gradients]))
+            pieces = flat.split([gradient.numel() for gradient in gradients])
+            torch._foreach_copy_(
+                gradients, [piece.view_as(grad) for piece, grad in zip(pieces, gradients, strict=True)]
+            )
+
+    def average(self, values: Tensor) -> Tensor:
+        """The mean of `values` over the processes, in place."""
+        if self.world_size > 1:
+            distributed.all_reduce(values)
+            values /= self.world_size
+        return values
+
+    def from_main(self, value: Value) -> Value:
+        """What the main process has as `value`, in every process."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self.world_size > 1 and distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, "cuda" the GPU numbered `local_rank`.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}, takes cpu, cuda, cuda:1, ... or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}: there are kernels for cpu and cuda only")
+    if device.type == "cpu":
+        return device
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is 'cuda:{index}', this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)

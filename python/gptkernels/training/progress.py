@@ -1,0 +1,107 @@
+"""What a run shows while it goes: a bar on a terminal, plain lines elsewhere, nothing in other processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Protocol
+
+from gptkernels.training.logs import TrainingStep
+
+SECONDS_BETWEEN_LINES = 2.0
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for control characters, which a terminal might obey."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+class Progress(Protocol):
+    """Shows text and steps."""
+
+    def say(self, text: str) -> None:
+        """Print a text."""
+
+    def step(self, record: TrainingStep) -> None:
+        """Show that a step is done."""
+
+    def close(self) -> None:
+        """Take the bar away."""
+
+
+class Silence:
+    """Shows nothing."""
+
+    def say(self, text: str) -> None:
+        """Print nothing."""
+
+    def step(self, record: TrainingStep) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines:
+    """Plain lines: the first and last steps, and between them one every two seconds at most."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._total = total_steps
+        self._last = -SECONDS_BETWEEN_LINES
+
+    def say(self, text: str) -> None:
+        """Print a text."""
+        print(text, flush=True)
+
+    def step(self, record: TrainingStep) -> None:
+        """Print a line, unless the last one was a moment ago."""
+        now, done = time.monotonic(), record.step + 1
+        if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        print(
+            f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}, "
+            f"norm {record.gradient_norm:.3f}, lr {record.learning_rate:.2e}, "
+            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s",
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Bar:
+    """A progress bar of `rich`, with loss, tokens/s, ms/step and the time left; texts scroll above it."""
+
+    def __init__(self, total_steps: int, first_step: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step, numbers="")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Print a text above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, record: TrainingStep) -> None:
+        """Move the bar."""
+        numbers = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
+        self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
+    """The Progress for this process and what its output goes to."""
+    if not is_main:
+        return Silence()
+    return Bar(total_steps, first_step) if sys.stdout.isatty() else Lines(total_steps)

@@ -1,0 +1,129 @@
+"""Text from a checkpoint: reproducible, streamed, and refused with a sentence where it cannot be."""
+
+import io
+import re
+import sys
+
+import pytest
+import torch
+
+from gptkernels.checkpoint import save_model
+from gptkernels.cli import main
+from gptkernels.data import load_tokenizer
+from gptkernels.generate import Sampling, Writer
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.training.progress import printable
+
+
+def make_model(**sizes):
+    given = {"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 16} | sizes
+    torch.manual_seed(0)
+    return GPT2(GPT2Config(**given))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """An untrained model of bytes, as llm.c's file."""
+    model = make_model()
+    save_model(tmp_path / "model.bin", model.state_dict(), model.config)
+    return tmp_path / "model.bin"
+
+
+def write(checkpoint, device, seed=0, prompt="ab", **sampling):
+    writer = Writer(checkpoint, device=str(device), seed=seed)
+    return "".join(writer.write(prompt, Sampling(**{"max_new_tokens": 20} | sampling)))
+
+
+def test_a_seed_gives_the_same_text_again(checkpoint, device):
+    assert write(checkpoint, device, seed=3) == write(checkpoint, device, seed=3)
+    assert write(checkpoint, device, seed=3) != write(checkpoint, device, seed=4)
+
+
+def test_temperature_zero_and_top_1_take_the_likeliest_token_whatever_the_seed(checkpoint, device):
+    greedy = write(checkpoint, device, seed=1, temperature=0.0)
+    assert greedy == write(checkpoint, device, seed=2, temperature=0.0)
+    assert greedy == write(checkpoint, device, seed=2, top_k=1)
+
+
+def test_an_empty_prompt_begins_a_document(checkpoint, device):
+    assert write(checkpoint, device, prompt="") == write(checkpoint, device, prompt="\0")
+
+
+class Script:
+    """A model that says the same bytes whatever it is given."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def stream(self, tokens, max_new_tokens, temperature, top_k, generator):
+        yield from (torch.tensor([byte]) for byte in self.data[:max_new_tokens])
+
+
+def scripted(checkpoint, data):
+    writer = Writer(checkpoint, device="cpu")
+    writer.model = Script(data)
+    return writer
+
+
+def test_characters_are_streamed_whole(checkpoint):
+    pieces = list(scripted(checkpoint, "añ€".encode()).write())
+    assert pieces == ["a", "ñ", "€"]
+
+
+def test_bytes_that_are_no_text_become_replacement_characters(checkpoint):
+    assert "".join(scripted(checkpoint, b"a\xffb\xe2\x82").write()) == "a\ufffdb\ufffd"
+
+
+def test_the_end_of_text_token_ends_the_text(checkpoint):
+    assert "".join(scripted(checkpoint, b"over\0and out").write()) == "over"
+
+
+def test_interactive_answers_every_line(checkpoint, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    scripted(checkpoint, b"!").converse(Sampling())
+    assert re.findall(r"> (\w+!)\n", capsys.readouterr().out) == ["one!", "two!"]
+
+
+def test_safetensors_with_a_tokenizer_beside_it(tmp_path, device):
+    model = make_model(vocab_size=300)
+    save_model(tmp_path / "m.safetensors", model.state_dict(), model.config)
+    with pytest.raises(ValueError, match="no tokenizer beside it for its vocabulary of 300"):
+        Writer(tmp_path / "m.safetensors", device=str(device))
+    load_tokenizer("bytes").save(tmp_path / "m")
+    with pytest.raises(ValueError, match="a vocabulary of 300, the tokenizer 256"):
+        Writer(tmp_path / "m.safetensors", device=str(device))
+
+
+def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, device, capsys):
+    command = [
+        "generate",
+        str(checkpoint),
+        "--prompt",
+        "ab",
+        "--max-new-tokens",
+        "20",
+        "--device",
+        str(device),
+    ]
+    assert main([*command, "--seed", "3"]) == 0
+    assert capsys.readouterr().out == f"ab{printable(write(checkpoint, device, seed=3))}\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--temperature", "-1"], "--temperature is -1.0, must be finite and at least 0"),
+        (["--top-k", "-2"], "--top-k is -2, must be at least 1"),
+        (["--max-new-tokens", "-1"], "--max-new-tokens is -1, must be at least 0"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--tokenizer", "nothing.bin"], "no tokenizer 'nothing.bin'"),
+    ],
+)
+def test_bad_options_get_a_sentence(checkpoint, flags, message, capsys):
+    assert main(["generate", str(checkpoint), *flags]) == 2
+    assert f"gptkernels generate: error: {message}" in capsys.readouterr().err
+
+
+def test_a_missing_checkpoint_gets_a_sentence(tmp_path, capsys):
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "checkpoint.safetensors" in capsys.readouterr().err
