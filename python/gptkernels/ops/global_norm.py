@@ -1,0 +1,48 @@
+"""The Euclidean norm of a list of tensors, as gradient clipping needs it: sqrt(sum of x^2 over all of them)."""
+
+import torch
+
+from gptkernels.ops._register import _registrations, below_autograd, fake, ops
+
+
+def _fake(tensors):
+    return tensors[0].new_empty((), dtype=torch.float32)
+
+
+class GlobalNorm(torch.autograd.Function):
+    """Tensors of any shapes and floating dtypes -> 0-dim float32."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        """Save the tensors and their norm."""
+        norm = below_autograd(ops.global_norm, tensors)
+        ctx.save_for_backward(norm, *tensors)
+        return norm
+
+    @staticmethod
+    def backward(ctx, dnorm):
+        """dx = dnorm * x / norm, in torch ops; 0 where all x are 0, which is the subgradient torch takes."""
+        norm, *tensors = ctx.saved_tensors
+        factor = torch.where(norm == 0, 0.0, dnorm / norm)
+        return tuple(
+            (t * factor.to(torch.promote_types(t.dtype, torch.float32))).to(t.dtype) if needed else None
+            for t, needed in zip(tensors, ctx.needs_input_grad, strict=True)
+        )
+
+
+def _autograd(tensors):
+    if not torch.is_grad_enabled():
+        return below_autograd(ops.global_norm, tensors)
+    return GlobalNorm.apply(*tensors)
+
+
+def _without_kernel(tensors):
+    """The norm of an empty list, which the dispatcher knows no device for; and devices that have no kernel."""
+    if tensors:
+        raise RuntimeError(f"gptkernels::global_norm: tensors[0] is on {tensors[0].device}, which has no kernel")
+    return torch.zeros(())
+
+
+fake("global_norm", _fake)
+_registrations.impl("global_norm", _autograd, "Autograd")
+_registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

@@ -1,0 +1,170 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkernels  # noqa: F401
+from helpers import (
+    DTYPES,
+    WIDTHS,
+    all_dtypes,
+    all_rows,
+    all_views,
+    all_widths,
+    as_view,
+    assert_same_bits,
+    raises,
+    randn,
+)
+
+ops = torch.ops.gptkernels
+
+
+def exact(tensors):
+    """The formula, in float64."""
+    return sum((t.detach().double().square().sum() for t in tensors), torch.zeros((), dtype=torch.float64)).sqrt()
+
+
+def check(tensors):
+    """Half a unit in float32's last place is all that is lost."""
+    norm = ops.global_norm(tensors)
+    assert norm.shape == ()
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double().cpu(), exact(t.cpu() for t in tensors), rtol=2**-24 * 1.001, atol=2**-150)
+
+
+@all_dtypes
+@all_widths
+@all_rows
+def test_matches_float64(rows, width, dtype, device):
+    check([randn(rows, width, dtype=dtype, device=device)])
+
+
+def test_mixed_dtypes_and_sizes(device):
+    check([randn(i % 3, width, dtype=DTYPES[i % 4], device=device) for i, width in enumerate(WIDTHS)])
+    check([randn(width, dtype=DTYPES[i % 4], device=device) for i, width in enumerate(WIDTHS * 3)])
+
+
+@pytest.mark.parametrize("count", [1, 191, 192, 193, 400])
+def test_more_tensors_than_one_launch_takes(count, device):
+    check([randn(1 + i % 5, dtype=torch.float32, device=device) for i in range(count)])
+
+
+@pytest.mark.parametrize("size", [32767, 32768, 32769, 100_003])
+@all_dtypes
+def test_more_elements_than_a_chunk_holds(size, dtype, device):
+    check([randn(size, dtype=dtype, device=device) for _ in range(2)])
+
+
+def test_nothing_to_sum(device):
+    assert ops.global_norm([]) == 0
+    assert ops.global_norm([]).dtype == torch.float32
+    for shape in [(0,), (3, 0)]:
+        assert ops.global_norm([torch.zeros(shape, device=device)]) == 0
+        assert ops.global_norm([torch.zeros(shape, device=device), torch.full((4,), 2.0, device=device)]) == 4
+
+
+@all_views
+@all_dtypes
+def test_views(view, dtype, device):
+    check([as_view(randn(6, 40, dtype=dtype, device=device), view), randn(3, dtype=dtype, device=device)])
+
+
+@all_dtypes
+def test_extremes(dtype, device):
+    """Squares that overflow float32, or vanish in it, do not."""
+    info = torch.finfo(dtype)
+    largest = min(info.max, torch.finfo(torch.float32).max)
+    check([torch.full((10,), largest / 8, dtype=dtype, device=device)])
+    check([torch.full((10,), max(info.smallest_normal, 1e-37) / 4, dtype=dtype, device=device)])
+    check([torch.full((1,), largest, dtype=dtype, device=device), torch.ones(7, dtype=dtype, device=device)])
+    if dtype in (torch.float32, torch.bfloat16):
+        assert ops.global_norm([torch.full((10,), largest, dtype=dtype, device=device)]) == torch.inf  # the norm itself
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@all_dtypes
+def test_what_is_not_finite_shows(value, dtype, device):
+    tensors = [randn(100, dtype=dtype, device=device) for _ in range(5)]
+    tensors[3][40] = value
+    norm = ops.global_norm(tensors)
+    assert norm.isnan() if value != value else norm == torch.inf
+
+
+def test_deterministic(device):
+    tensors = [randn(50_000 + i, dtype=DTYPES[i % 4], device=device) for i in range(20)]
+    assert_same_bits(lambda: ops.global_norm(tensors))
+
+
+def test_gradients(device):
+    """The norm is float32, so torch's formula is the measure and not a difference quotient."""
+    tensors = [randn(3, 5, dtype=torch.float64, device=device), randn(7, dtype=torch.float64, device=device)]
+    for leaves in (tensors, [t.float() for t in tensors]):
+        leaves = [t.requires_grad_() for t in leaves]
+        expected = torch.autograd.grad(torch.cat([t.flatten() for t in leaves]).norm() ** 3, leaves, create_graph=True)
+        found = torch.autograd.grad(ops.global_norm(leaves) ** 3, leaves, create_graph=True)
+        second = torch.autograd.grad([g.square().sum() for g in found], leaves)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        for a, b in zip(second, torch.autograd.grad([g.square().sum() for g in expected], leaves), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_of_some_tensors_and_at_zero(device):
+    a, b = torch.zeros(3, device=device, requires_grad=True), torch.zeros(4, device=device)
+    ops.global_norm([a, b]).backward()
+    assert torch.equal(a.grad, torch.zeros(3, device=device))
+    assert b.grad is None
+
+
+@all_dtypes
+def test_opcheck(dtype, device):
+    tensors = [randn(3, 5, dtype=dtype, device=device), randn(7, dtype=torch.float32, device=device)]
+    torch.library.opcheck(ops.global_norm, (tensors,))
+    torch.library.opcheck(ops.global_norm, ([t.requires_grad_() for t in tensors],))
+
+
+def test_compile(device):
+    tensors = [randn(3, 5, dtype=torch.float32, device=device, requires_grad=True) for _ in range(3)]
+
+    def clip(*tensors):
+        return (tensors[0] / ops.global_norm(tensors)).sum()
+
+    compiled = torch.compile(clip, fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        torch.autograd.grad(compiled(*tensors), tensors), torch.autograd.grad(clip(*tensors), tensors), strict=True
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=12),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_list(device, shapes, dtype):
+    torch.manual_seed(sum(map(sum, shapes)))  # a failing example must fail again
+    check([randn(*shape, dtype=dtype if i % 2 else torch.float32, device=device) for i, shape in enumerate(shapes)])
+
+
+def test_bad_input(device):
+    x = torch.ones(3, device=device)
+    with raises("global_norm", r"tensors\[1\] must be float64", "int64"):
+        ops.global_norm([x, x.long()])
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    x = torch.ones(3, device=device)
+    with raises("global_norm", r"tensors\[1\] is on cpu", r"tensors\[0\] is on cuda"):
+        ops.global_norm([x, x.cpu()])
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    x = torch.full((2**31 + 5,), 0.5, dtype=torch.bfloat16, device=device)
+    x[-1] = 2.0**16
+    torch.testing.assert_close(
+        ops.global_norm([x]).double().item(), ((2**31 + 4) * 0.25 + 2.0**32) ** 0.5, rtol=2**-23, atol=0
+    )
