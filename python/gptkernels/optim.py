@@ -129,7 +129,7 @@ class AdamW(torch.optim.AdamW):
         grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
         grad_scale, found_inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
         torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # a skipped step doesn't count
-        lr = group["lr"]
+        lr = _learning_rate(group["lr"], device)
         beta1, beta2 = group["betas"]
         ops.adamw_(
             parameters,
@@ -137,7 +137,7 @@ class AdamW(torch.optim.AdamW):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             steps,
-            lr=lr.view(()) if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float64),
+            lr=lr,
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
@@ -169,6 +169,13 @@ def _check_options(options: dict[str, Any]) -> None:
             raise ValueError(f"AdamW: {name}=True is not supported: gptkernels has no kernel for it")
     if any(isinstance(beta, Tensor) for beta in options["betas"]):
         raise ValueError("AdamW: betas must be floats, got a tensor")
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
+    """On the CPU in float64, which the launch reads; or on the parameters' device in float32, which the kernel reads."""
+    if not isinstance(lr, Tensor):
+        return torch.tensor(lr, dtype=torch.float64)
+    return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
 
 
 def _alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
