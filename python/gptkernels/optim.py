@@ -172,7 +172,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """On the CPU in float64, which the launch reads; or on the parameters' device in float32, which the kernel reads."""
+    """In float64 on the CPU, where the launch reads it; in float32 on the device, where the kernel does."""
     if not isinstance(lr, Tensor):
         return torch.tensor(lr, dtype=torch.float64)
     return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
