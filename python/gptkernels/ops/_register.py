@@ -137,6 +137,44 @@ def _autocast_kernel(op: Callable[..., Any], device_type: str, key: str, policy:
     return kernel
 
 
+# ---- ops that write into their arguments -----------------------------------------------------------------------------
+
+
+def mutates(name: str) -> None:
+    """Count up the versions of the tensors that the op writes into, as torch's own in-place ops do.
+
+    By them autograd finds out that a tensor it has saved is no longer what it was. Which arguments are written into is
+    the schema's to say.
+    """
+    op = getattr(ops, name).default
+    written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        for i, argument in written:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            tensors = [value] if isinstance(value, Tensor) else value or []
+            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        return out
+
+    _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def without_derivative(name: str) -> None:
+    """Refuse the op where autograd would have to differentiate it: where gradients are recorded of its arguments."""
+    op = getattr(ops, name).default
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                for t in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(t, Tensor) and t.requires_grad:
+                        raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
+        return below_autograd(op, *args, **kwargs)
+
+    _registrations.impl(name, kernel, "Autograd")
+
+
 # ---- no CUDA library -------------------------------------------------------------------------------------------------
 
 

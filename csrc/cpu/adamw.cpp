@@ -1,0 +1,65 @@
+#include "../adamw.h"
+
+#include "simd.h"
+
+namespace gptkernels::cpu {
+namespace {
+
+// `param` is where the update is computed: the parameter itself, or its master.
+template <typename A, typename P, typename Gradient, typename State, typename Round>
+void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
+                  int64_t begin, int64_t end, const Round& round) {
+  const AdamwFactors<A> f = factors;
+#pragma omp simd
+  for (int64_t i = begin; i < end; ++i) {
+    A p = A(param[i]);
+    A m = A(exp_avg[i]);
+    A v = A(exp_avg_sq[i]);
+    adamw_update(f, A(grad[i]), p, m, v);
+    store(param[i], p);
+    store(exp_avg[i], m);
+    store(exp_avg_sq[i], v);
+    round(i, p);
+  }
+}
+
+template <typename T, typename Gradient, typename State>
+void update_tensor(const Adamw<T, Gradient, State>& p, int64_t t, Stream stream) {
+  using A = accumulate_t<T>;
+  const auto factors =
+      adamw_factors<A>(p.options, p.lr ? *p.lr : p.options.lr, *p.steps[t], p.grad_scale ? *p.grad_scale : 1);
+  constexpr int64_t kArrays = 4;
+  parallel_for(stream, p.sizes[t], kArrays, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      T* param = p.params[t];
+      if (p.masters)
+        update_range(factors, p.masters[t], p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end,
+                     [&](int64_t i, A value) { store(param[i], value); });
+      else
+        update_range(factors, param, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, [](int64_t, A) {});
+    });
+  });
+}
+
+}  // namespace
+
+template <typename T, typename Gradient, typename State>
+Status adamw(const Adamw<T, Gradient, State>& p, Stream stream) {
+  if (p.found_inf && *p.found_inf != 0) return {};
+  for (int64_t t = 0; t < p.count; ++t) update_tensor(p, t, stream);
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T, Gradient, State) \
+  template Status adamw<T, Gradient, State>(const Adamw<T, Gradient, State>&, Stream);
+#define GPTKERNELS_INSTANTIATE_WITH_FLOAT(T) \
+  GPTKERNELS_INSTANTIATE(T, T, T)            \
+  GPTKERNELS_INSTANTIATE(T, T, float)        \
+  GPTKERNELS_INSTANTIATE(T, float, T)        \
+  GPTKERNELS_INSTANTIATE(T, float, float)
+GPTKERNELS_INSTANTIATE(float, float, float)
+GPTKERNELS_INSTANTIATE_WITH_FLOAT(double)
+GPTKERNELS_INSTANTIATE_WITH_FLOAT(bfloat16)
+GPTKERNELS_INSTANTIATE_WITH_FLOAT(float16)
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,457 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkernels  # noqa: F401
+from helpers import DTYPES, all_dtypes, all_widths, as_view, assert_as_exact_as_torch, assert_same_bits, raises, randn
+
+ops = torch.ops.gptkernels
+
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+low_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+class Lists:
+    """The tensors of some parameters, as the op takes them."""
+
+    def __init__(self, params, state_dtype=None, masters=False):
+        self.params = params
+        self.exp_avgs = [torch.zeros_like(p, dtype=state_dtype) for p in params]
+        self.exp_avg_sqs = [torch.zeros_like(p, dtype=state_dtype) for p in params]
+        self.steps = [torch.zeros((), device=p.device) for p in params]
+        self.masters = [p.float() for p in params] if masters else None
+
+    def step(self, grads, lr=1e-2, **options):
+        for step in self.steps:
+            step += 1
+        ops.adamw_(
+            self.params,
+            grads,
+            self.exp_avgs,
+            self.exp_avg_sqs,
+            self.steps,
+            lr=lr if isinstance(lr, torch.Tensor) else torch.tensor(lr, dtype=torch.float64),
+            master_params=self.masters,
+            **{**OPTIONS, **options},
+        )
+
+    def all(self):
+        return [*self.params, *self.exp_avgs, *self.exp_avg_sqs, *(self.masters or [])]
+
+
+def torch_steps(params, gradients, lr=1e-2, beta1=0.9, beta2=0.95, **options):
+    """torch.optim.AdamW's parameters and moments, one tensor after the other, by its plainest path."""
+    leaves = [p.clone().requires_grad_() for p in params]
+    options = {"eps": 1e-8, "weight_decay": 0.1, **options}
+    optimizer = torch.optim.AdamW(leaves, lr=lr, betas=(beta1, beta2), foreach=False, fused=False, **options)
+    for grads in gradients:
+        for leaf, grad in zip(leaves, grads, strict=True):
+            leaf.grad = grad.to(leaf.dtype)
+        optimizer.step()
+    state = [optimizer.state[leaf] for leaf in leaves]
+    return [t.detach() for t in leaves], [s["exp_avg"] for s in state], [s["exp_avg_sq"] for s in state]
+
+
+def make(shapes, dtype, device, steps=20, grad_dtype=None):
+    params = [randn(*shape, dtype=dtype, device=device) for shape in shapes]
+    gradients = [[randn(*s, dtype=grad_dtype or dtype, device=device) for s in shapes] for _ in range(steps)]
+    return params, gradients
+
+
+def run(params, gradients, state_dtype=None, masters=False, **options):
+    lists = Lists([p.clone() for p in params], state_dtype, masters)
+    for grads in gradients:
+        lists.step(grads, **options)
+    return lists
+
+
+def same(a, b):
+    """Float64 results of the same formula: a few roundings apart, in 20 steps."""
+    torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
+
+
+SHAPES = [(5, 7), (3,), (0,), (), (40, 33), (1,)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.0},
+        {"maximize": True},
+        {"beta1": 0.0},
+        {"beta2": 0.999, "eps": 1e-4, "lr": 0.3},
+        {"beta1": 0.0, "beta2": 0.0},
+    ],
+    ids=str,
+)
+def test_twenty_steps_as_torch_in_float64(options, device):
+    params, gradients = make(SHAPES, torch.float64, device)
+    lists = run(params, gradients, **options)
+    for ours, torchs in zip(
+        (lists.params, lists.exp_avgs, lists.exp_avg_sqs), torch_steps(params, gradients, **options), strict=True
+    ):
+        for a, b in zip(ours, torchs, strict=True):
+            same(a, b)
+
+
+def check(params, gradients):
+    eps = 1e-3 if params[0].dtype == torch.float16 else 1e-8  # torch rounds it to float16, where 1e-8 is 0
+    lists = run(params, gradients, eps=eps)
+    plain = torch_steps(params, gradients, eps=eps)
+    exact = torch_steps([p.double() for p in params], [[g.double() for g in grads] for grads in gradients], eps=eps)
+    ours = lists.params, lists.exp_avgs, lists.exp_avg_sqs
+    for name, found, torchs, truth in zip(("param", "exp_avg", "exp_avg_sq"), ours, plain, exact, strict=True):
+        for a, b, c in zip(found, torchs, truth, strict=True):
+            assert_as_exact_as_torch(a, b.to(a.dtype), c, name)
+
+
+@all_dtypes
+@all_widths
+def test_matches_float64(width, dtype, device):
+    check(*make([(width,), (5, width)], dtype, device, steps=3))
+
+
+@all_dtypes
+def test_twenty_steps_are_as_exact_as_torch(dtype, device):
+    check(*make(SHAPES, dtype, device))
+
+
+@pytest.mark.parametrize("beta2", [0.999, 0.99999])
+def test_the_first_step_has_the_size_of_lr(beta2, device):
+    """1 - beta2^t from float32 betas would be off by a per cent."""
+    lists = run([torch.zeros(9, device=device)], [[torch.full((9,), 1e-2, device=device)]], beta2=beta2, lr=1e-3)
+    torch.testing.assert_close(lists.params[0], torch.full((9,), -1e-3, device=device), rtol=2e-6, atol=0)
+
+
+# ---- dtypes, layouts, lists ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=["own grads", "float32 grads"])
+@all_dtypes
+def test_float32_gradients_and_states(dtype, grad_dtype, state_dtype, device):
+    """One step of every combination, against float64."""
+    params, gradients = make([(5, 40), (7,)], dtype, device, steps=1, grad_dtype=grad_dtype)
+    lists = run(params, gradients, state_dtype=state_dtype)
+    exact = torch_steps([p.double() for p in params], [[g.double() for g in gradients[0]]])
+    for found, truth in zip((lists.params, lists.exp_avgs, lists.exp_avg_sqs), exact, strict=True):
+        for a, b in zip(found, truth, strict=True):
+            eps = torch.finfo(a.dtype).eps + (dtype != torch.float64) * 2**-22
+            torch.testing.assert_close(a.double(), b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
+
+
+@low_dtypes
+def test_master_parameters(dtype, device):
+    """The master takes float32's steps, the parameter is its rounding."""
+    params, gradients = make([(40, 33), (7,)], dtype, device)
+    lists = run(params, gradients, state_dtype=torch.float32, masters=True)
+    for found, truth in zip(
+        (lists.masters, lists.exp_avgs, lists.exp_avg_sqs),
+        torch_steps([p.float() for p in params], gradients),
+        strict=True,
+    ):
+        for a, b in zip(found, truth, strict=True):
+            torch.testing.assert_close(a, b)
+    for param, master in zip(lists.params, lists.masters, strict=True):
+        assert torch.equal(param, master.to(dtype))
+
+
+def test_lists_of_mixed_dtypes(device):
+    params = [randn(20 + i, dtype=DTYPES[i % 4], device=device) for i in range(9)]
+    gradients = [[torch.randn_like(p) for p in params] for _ in range(3)]
+    together = run(params, gradients)
+    for i, param in enumerate(params):
+        alone = run([param], [[grads[i]] for grads in gradients])
+        assert torch.equal(together.params[i], alone.params[0])
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+def test_more_tensors_than_one_launch_takes(count, device):
+    params, gradients = make([(1 + i % 7,) for i in range(count)], torch.float64, device, steps=2)
+    for a, b in zip(run(params, gradients).params, torch_steps(params, gradients)[0], strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("size", [32767, 32768, 32769, 100_003])
+@all_dtypes
+def test_more_elements_than_a_chunk_holds(size, dtype, device):
+    check(*make([(size,), (3,)], dtype, device, steps=2))
+
+
+def test_every_tensor_has_its_own_step(device):
+    params, gradients = make([(5,), (6,)], torch.float64, device, steps=3)
+    lists = Lists([p.clone() for p in params])
+    lists.steps[1] += 7
+    for grads in gradients:
+        lists.step(grads)
+    same(lists.params[0], torch_steps(params, gradients)[0][0])
+    assert not torch.allclose(lists.params[1], torch_steps(params, gradients)[0][1], rtol=1e-3)
+
+
+@pytest.mark.parametrize("view", ["transposed", "sliced", "expanded"])
+@all_dtypes
+def test_gradients_in_any_layout(view, dtype, device):
+    params, gradients = make([(6, 40)], dtype, device, steps=2)
+    views = [[as_view(grad, view) for grad in grads] for grads in gradients]
+    plain = [[grad.contiguous() for grad in grads] for grads in views]
+    assert torch.equal(run(params, views).params[0], run(params, plain).params[0])
+
+
+@all_dtypes
+def test_misaligned(dtype, device):
+    params, gradients = make([(1000,)], dtype, device, steps=2)
+    plain = run(params, gradients)
+    lists = Lists([as_view(params[0], "misaligned")])
+    lists.exp_avgs = [as_view(t, "misaligned") for t in lists.exp_avgs]
+    for grads in gradients:
+        lists.step([as_view(grads[0], "misaligned")])
+    assert torch.equal(lists.params[0], plain.params[0])
+    assert torch.equal(lists.exp_avgs[0], plain.exp_avgs[0])
+
+
+def test_nothing_to_do(device):
+    Lists([]).step([])
+    Lists([torch.zeros(0, 3, device=device)]).step([torch.zeros(0, 3, device=device)])
+
+
+# ---- learning rate, gradient scaler ----------------------------------------------------------------------------------
+
+
+def test_lr_on_either_device(device):
+    params, gradients = make([(5, 7)], torch.float32, device)
+    first = run(params, gradients, lr=torch.tensor(0.25))
+    for lr in (torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.25, device=device), torch.tensor([0.25])):
+        assert torch.equal(run(params, gradients, lr=lr).params[0], first.params[0])
+
+
+def test_grad_scale_divides(device):
+    params, gradients = make([(5, 7), (33,)], torch.float32, device)
+    plain = run(params, gradients)
+    scaled = [[grad * 4096 for grad in grads] for grads in gradients]
+    kept = [grad.clone() for grad in scaled[0]]
+    lists = run(params, scaled, grad_scale=torch.tensor(4096.0, device=device))
+    for a, b in zip(lists.all(), plain.all(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(scaled[0], kept, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_found_inf_changes_nothing(device):
+    params, gradients = make([(5, 7), (33,)], torch.float32, device, steps=3)
+    lists = run(params, gradients)
+    before = [t.clone() for t in lists.all()]
+    gradients[0][0][2, 3] = torch.inf
+    lists.step(gradients[0], found_inf=torch.tensor(1.0, device=device))
+    for a, b in zip(lists.all(), before, strict=True):
+        assert torch.equal(a, b)
+    lists.step(gradients[1], found_inf=torch.tensor(0.0, device=device))
+    assert not torch.equal(lists.params[0], before[0])
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@all_dtypes
+def test_what_is_not_finite_stays_in_its_place(value, dtype, device):
+    params, gradients = make([(100,)], dtype, device, steps=1)
+    clean = run(params, gradients).params[0]
+    gradients[0][0][40] = value
+    param = run(params, gradients).params[0]
+    assert param[40].isnan()
+    keep = torch.arange(100) != 40
+    assert torch.equal(param[keep], clean[keep])
+
+
+def test_extremes(device):
+    tiny = torch.finfo(torch.float32).smallest_normal / 4
+    for scale in (tiny, 1e15):
+        params, gradients = make([(127,)], torch.float32, device, steps=2)
+        gradients = [[grad * scale for grad in grads] for grads in gradients]
+        lists = run(params, gradients)
+        expected = torch_steps(params, gradients)
+        for ours, torchs in zip((lists.params, lists.exp_avgs, lists.exp_avg_sqs), expected, strict=True):
+            torch.testing.assert_close(ours, torchs)
+
+
+# ---- what torch asks of an op ----------------------------------------------------------------------------------------
+
+
+@all_dtypes
+def test_deterministic(dtype, device):
+    params, gradients = make([(300, 70), (5,)], dtype, device, steps=2)
+    assert_same_bits(lambda: run(params, gradients).all())
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_opcheck(masters, device):
+    params, (grads,) = make([(5, 7), (3,)], torch.bfloat16, device, steps=1)
+    lists = Lists(params, torch.float32, masters)
+    lr = torch.tensor(1e-3, device=device)
+    args = (lists.params, grads, lists.exp_avgs, lists.exp_avg_sqs, [s + 1 for s in lists.steps])
+    options = {**OPTIONS, "grad_scale": torch.tensor(2.0, device=device), "maximize": True}
+    torch.library.opcheck(ops.adamw_, args, {"lr": lr, "master_params": lists.masters, **options})
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_versions_count_what_is_written(masters, device):
+    params, (grads,) = make([(5, 7), (3,)], torch.bfloat16, device, steps=1)
+    lists = Lists([p.requires_grad_() for p in params], torch.float32, masters)
+    written = lists.all()
+    before = [t._version for t in written], [t._version for t in grads]
+    with torch.no_grad():
+        lists.step(grads)
+    assert [t._version for t in written] == [v + 1 for v in before[0]]
+    assert [t._version for t in grads] == before[1]
+
+
+def test_a_saved_parameter_that_was_stepped_is_found_out(device):
+    param = torch.ones(3, device=device, requires_grad=True)
+    loss = (param * param).sum()
+    with torch.no_grad():
+        Lists([param]).step([torch.ones(3, device=device)])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_parameters_that_require_grad_need_no_grad(device):
+    param = torch.ones(3, device=device, requires_grad=True)
+    with raises("adamw_ has no derivative", "no_grad"):
+        Lists([param]).step([torch.ones(3, device=device)])
+    assert torch.equal(param, torch.ones(3, device=device))
+    with torch.inference_mode():
+        Lists([torch.ones(3, device=device)]).step([torch.ones(3, device=device)])
+
+
+def test_compile(device):
+    params, gradients = make([(5, 7), (33,)], torch.float32, device, steps=2)
+
+    def step(lists, grads):
+        lists.step(grads, lr=torch.tensor(1e-2))
+
+    expected = run(params, gradients, lr=torch.tensor(1e-2))
+    lists = Lists([p.clone() for p in params])
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for grads in gradients:
+        compiled(lists, grads)
+    for a, b in zip(lists.all(), expected.all(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_cuda_graph_replays_with_another_lr(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    params, gradients = make([(5, 7), (3000,)], torch.float32, device, steps=1)
+    lists = Lists([p.clone() for p in params])
+    lr = torch.tensor(0.0, device=device)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        lists.step(gradients[0], lr=lr)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lists.step(gradients[0], lr=lr)
+    expected = Lists([p.clone() for p in params])
+    expected.step(gradients[0], lr=0.0)
+    for value in (0.5, 0.25):
+        lr.fill_(value)
+        graph.replay()
+        expected.step(gradients[0], lr=value)
+    for a, b in zip(lists.all(), expected.all(), strict=True):
+        assert torch.equal(a, b)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 300)), min_size=1, max_size=8),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_list(device, shapes, dtype):
+    torch.manual_seed(sum(map(sum, shapes)))  # a failing example must fail again
+    check(*make(shapes, dtype, device, steps=2))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_lists(device):
+    def step(index=None, list_name=None, value=None, masters=False, dtype=torch.bfloat16, **options):
+        params, (grads,) = make([(5, 8), (3, 4)], dtype, device, steps=1)
+        lists = Lists(params, masters=masters)
+        lists.grads = grads
+        if list_name:
+            found = getattr(lists, list_name)
+            found[index : index + 1] = [] if value is None else [value(found[index])]
+        lists.step(lists.grads, **options)
+
+    step()
+    for name in ("grads", "exp_avgs", "exp_avg_sqs", "steps"):
+        with raises("adamw_", f"{name} must have as many tensors as params", r"\(2\), got 1"):
+            step(0, name)
+    with raises("adamw_", "master_params must have as many tensors as params"):
+        step(0, "masters", masters=True)
+    with raises("adamw_", r"params\[1\] must be float64", "int64"):
+        step(1, "params", torch.Tensor.long)
+    with raises("adamw_", r"params\[1\].*must be contiguous", r"\(4, 3\) with strides \(1, 4\)"):
+        step(1, "params", torch.Tensor.t)
+    with raises("adamw_", r"exp_avgs\[1\] must have shape \(3, 4\)", r"\(4, 3\)"):
+        step(1, "exp_avgs", torch.Tensor.t)
+    with raises("adamw_", r"exp_avgs\[0\].*must be contiguous"):
+        step(0, "exp_avgs", lambda t: as_view(t, "transposed"))
+    with raises("adamw_", r"grads\[1\] must have shape \(3, 4\)", r"\(2, 4\)"):
+        step(1, "grads", lambda t: t[:2])
+    with raises("adamw_", r"grads\[1\] must be bfloat16 as params\[1\] or float32", "float64"):
+        step(1, "grads", torch.Tensor.double)
+    with raises("adamw_", r"exp_avgs\[0\] must be bfloat16", "float16"):
+        step(0, "exp_avgs", torch.Tensor.half)
+    with raises("adamw_", r"exp_avg_sqs\[0\] must have the dtype of exp_avgs\[0\] \(bfloat16\)", "float32"):
+        step(0, "exp_avg_sqs", torch.Tensor.float)
+    with raises("adamw_", r"steps\[1\] must be one float32 on", "int64"):
+        step(1, "steps", torch.Tensor.long)
+    with raises("adamw_", r"steps\[1\] must be one float32 on", r"shape \(2\)"):
+        step(1, "steps", lambda t: t.repeat(2))
+    with raises("adamw_", r"master_params\[1\] must be float32", "float64"):
+        step(1, "masters", torch.Tensor.double, masters=True)
+    with raises("adamw_", "master_params belong to bfloat16 and float16", "float32"):
+        step(masters=True, dtype=torch.float32)
+
+
+def test_bad_options(device):
+    def step(**options):
+        Lists([torch.ones(3, device=device)]).step([torch.ones(3, device=device)], **options)
+
+    for name in ("beta1", "beta2"):
+        for value in (1.0, -0.1):
+            with raises("adamw_", rf"{name} must be in \[0, 1\)", f"got {value:g}"):
+                step(**{name: value})
+    with raises("adamw_", "eps must be at least 0"):
+        step(eps=-1.0)
+    with raises("adamw_", "lr must have one element", r"\(2\)"):
+        step(lr=torch.ones(2))
+    with raises("adamw_", "lr must be float32", "int64"):
+        step(lr=torch.tensor(1))
+    with raises("adamw_", "grad_scale must be float32", "float64"):
+        step(grad_scale=torch.ones((), dtype=torch.float64, device=device))
+    with raises("adamw_", "found_inf must have one element", r"\(2\)"):
+        step(found_inf=torch.zeros(2, device=device))
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    x = torch.ones(3, device=device)
+    with raises("adamw_", r"grads\[0\] is on cpu", r"params\[0\] is on cuda"):
+        Lists([x]).step([x.cpu()])
+    with raises("adamw_", r"params\[1\] is on cpu", r"params\[0\] is on cuda"):
+        Lists([x, x.cpu()]).step([x, x.cpu()])
+    with raises("adamw_", "grad_scale is on cpu"):
+        Lists([x]).step([x], grad_scale=torch.tensor(1.0))
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    size = 2**31 + 5
+    lists = Lists([torch.zeros(size, dtype=torch.bfloat16, device=device)])
+    grad = torch.ones(size, dtype=torch.bfloat16, device=device)
+    grad[-3:] = -1
+    lists.step([grad], lr=0.5)
+    assert (lists.params[0][:-3] == -0.5).all()
+    assert (lists.params[0][-3:] == 0.5).all()
