@@ -1,6 +1,7 @@
 #include "matmul.h"
 
 #include "../csrc/column_sum.h"
+#include "../csrc/gelu.h"
 
 #ifdef GPTKERNELS_CUDA
 #include "../csrc/cuda/matmul.h"
@@ -23,7 +24,40 @@ void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x) {
   });
 }
 
-#ifndef GPTKERNELS_CUDA
+#ifdef GPTKERNELS_CUDA
+
+// torch's handle for the current device and stream. torch gives it a workspace and, from torch.backends.cuda.matmul,
+// the math mode that says whether float32 products may use TF32: no other way to ask for that flag is in the stable
+// ABI.
+cublasHandle_t cublas() {
+  void* handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  return static_cast<cublasHandle_t>(handle);
+}
+
+// Where the matrix starts, null when it is empty.
+template <typename T>
+T* start(const Matrix& m) {
+  T* base = pointer<T>(m.tensor);
+  return base ? base + m.offset : nullptr;
+}
+
+template <typename T>
+T* start(const OptionalTensor& t) {
+  return t ? pointer<T>(*t) : nullptr;
+}
+
+// A BLAS knows rows that lie `ld` apart, or columns that do. Where there is one row (or column) only, its stride says
+// nothing, and BLAS still wants an ld that a second one would need.
+bool is_transposed(const Matrix& m) {
+  return m.column_stride != 1;
+}
+
+int64_t leading_dimension(const Matrix& m) {
+  return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
+}
+
+#else
 
 // The matrix, or batch of them, as a tensor of its own over the same memory.
 Tensor strided(const Matrix& m) {
@@ -53,15 +87,72 @@ AOTITorchError product_plus_bias(const Matrix& out, const Matrix& a, const Matri
   return aoti_torch_cpu_addmm_out(o.get(), bias.get(), x.get(), y.get(), 1, 1);
 }
 
+void gelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
+  dispatch_floating(x, [&]<typename T>() {
+    launcher.check(gelu_forward<T>(
+        {.out = pointer<T>(out), .x = pointer<T>(x), .size = x.numel(), .form = GeluForm::kTanh}, launcher.stream()));
+  });
+}
+
+// In place: out becomes out * GELU'(x).
+void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
+  dispatch_floating(x, [&]<typename T>() {
+    launcher.check(gelu_backward<T>({.dx = pointer<T>(out),
+                                     .dout = pointer<T>(out),
+                                     .x = pointer<T>(x),
+                                     .size = x.numel(),
+                                     .form = GeluForm::kTanh},
+                                    launcher.stream()));
+  });
+}
+
 #endif
 
 }  // namespace
 
-#ifndef GPTKERNELS_CUDA
+#ifdef GPTKERNELS_CUDA
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  STABLE_TORCH_ERROR_CODE_CHECK(epilogue.bias ? product_plus_bias(out, a, b, *epilogue.bias)
-                                              : product(out, a, b, epilogue.alpha));
+  const cublasHandle_t handle = cublas();
+  dispatch_floating(out.tensor, [&]<typename T>() {
+    const Matmul<T> p = {.out = start<T>(out),
+                         .a = start<T>(a),
+                         .b = start<T>(b),
+                         .rows = out.rows,
+                         .columns = out.columns,
+                         .inner = a.columns,
+                         .out_ld = leading_dimension(out),
+                         .a_ld = leading_dimension(a),
+                         .b_ld = leading_dimension(b),
+                         .a_transposed = is_transposed(a),
+                         .b_transposed = is_transposed(b),
+                         .batches = out.batches,
+                         .out_stride = out.batch_stride,
+                         .a_stride = a.batch_stride,
+                         .b_stride = b.batch_stride,
+                         .alpha = epilogue.alpha,
+                         .bias = start<T>(epilogue.bias),
+                         .pre_gelu = start<T>(epilogue.pre_gelu),
+                         .dgelu_at = start<T>(epilogue.dgelu_at),
+                         .column_sums = start<T>(epilogue.column_sums),
+                         .a_sums = start<T>(epilogue.a_sums)};
+    const MatmulPlan plan = matmul_plan(p, handle);
+    const Tensor scratch = workspace(plan.workspace, out.tensor);
+    const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
+    launcher.check(status.cuda);
+    if (status.cublas != CUBLAS_STATUS_SUCCESS)
+      fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
+  });
+}
+
+#else
+
+void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  const Matrix first = epilogue.pre_gelu ? matrix(*epilogue.pre_gelu) : out;
+  STABLE_TORCH_ERROR_CODE_CHECK(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias)
+                                              : product(first, a, b, epilogue.alpha));
+  if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
+  if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
   if (epilogue.column_sums) column_sums(launcher, *epilogue.column_sums, out);
   if (epilogue.a_sums) column_sums(launcher, *epilogue.a_sums, a.transposed());
 }

@@ -241,6 +241,7 @@ class Launcher {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
     stream_ = static_cast<Stream>(stream);
   }
+  const char* op() const { return op_; }
   Stream stream() const { return stream_; }
   void check(Status status) const {
     if (status != cudaSuccess) fail(op_, "CUDA error: ", cudaGetErrorString(status));
@@ -258,6 +259,7 @@ class Launcher {
 class Launcher {
  public:
   Launcher(const char* op, const Tensor&) : op_(op) {}
+  const char* op() const { return op_; }
   Stream stream() const {
     return {[](int64_t begin, int64_t end, int64_t grain, Stream::Body body, void* context) {
       STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));

@@ -1,0 +1,102 @@
+#include "../column_sum.h"
+#include "launch.cuh"
+#include "packed.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+// Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, a pack a thread, and every gridDim.y-th run
+// of rows, and writes one row of partial sums; a second kernel adds those in order, so equal inputs give equal bits.
+constexpr int kRows = 8;  // rows in flight a block: threadIdx.y
+
+template <typename T, int kVec>
+__global__ void column_sum_partial_kernel(const ColumnSum<T> p) {
+  using A = accumulate_t<T>;
+  __shared__ A sums[kRows][kVec][kWarp];
+  const int64_t column = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kVec;
+  A sum[kVec] = {};
+  if (column < p.width) {
+    const int64_t stride = int64_t(gridDim.y) * kRows;
+    for (int64_t row = int64_t(blockIdx.y) * kRows + threadIdx.y; row < p.rows; row += stride) {
+      A x[kVec];
+      load_wide<kVec>(x, p.x + row * p.width + column);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) sum[k] += x[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) sums[threadIdx.y][k][threadIdx.x] = sum[k];
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= p.width) return;
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * p.width;  // (gridDim.y, C)
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) {
+    for (int row = 1; row < kRows; ++row) sum[k] += sums[row][k][threadIdx.x];
+    partial[column + k] = sum[k];
+  }
+}
+
+template <typename T>
+__global__ void column_sum_kernel(const ColumnSum<T> p, int64_t partials) {
+  using A = accumulate_t<T>;
+  __shared__ A sums[kRows][kWarp];
+  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+  const A* partial = static_cast<const A*>(p.workspace);
+  A sum = 0;
+  if (column < p.width)
+    for (int64_t row = threadIdx.y; row < partials; row += kRows) sum += partial[row * p.width + column];
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= p.width) return;
+  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
+  p.out[column] = narrow<T>(sum);
+}
+
+// Enough runs of rows for a few blocks a multiprocessor, each of at least four steps.
+template <int kVec>
+dim3 partial_grid(int64_t rows, int64_t width) {
+  constexpr int kBlocksPerMultiprocessor = 8;
+  constexpr int64_t kMaxRuns = 1024;
+  const int64_t strips = ceil_div(width, kWarp * kVec);
+  const int64_t filling = ceil_div(kBlocksPerMultiprocessor * multiprocessors(), strips);
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, 4 * kRows), 1, std::min(filling, kMaxRuns));
+  return {grid_size(strips), static_cast<unsigned>(runs)};
+}
+
+template <typename T, int kVec>
+void launch(const ColumnSum<T>& p, Stream stream) {
+  const dim3 block(kWarp, kRows);
+  const dim3 grid = partial_grid<kVec>(p.rows, p.width);
+  column_sum_partial_kernel<T, kVec><<<grid, block, 0, stream>>>(p);
+  column_sum_kernel<T><<<grid_size(ceil_div(p.width, kWarp)), block, 0, stream>>>(p, grid.y);
+}
+
+}  // namespace
+
+// The larger of the packed and the unpacked shape's need, since the pointers' alignment is not known yet.
+template <typename T>
+int64_t column_sum_workspace(int64_t rows, int64_t width) {
+  if (width == 0) return 0;
+  const int64_t partials = std::max(partial_grid<kPack<T>>(rows, width).y, partial_grid<1>(rows, width).y);
+  return partials * width * int64_t(sizeof(accumulate_t<T>));
+}
+
+template <typename T>
+Status column_sum(const ColumnSum<T>& p, Stream stream) {
+  if (p.width == 0) return cudaSuccess;
+  if (packs<T>(p.width, p.x))
+    launch<T, kPack<T>>(p, stream);
+  else
+    launch<T, 1>(p, stream);
+  return cudaGetLastError();
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                             \
+  template int64_t column_sum_workspace<T>(int64_t, int64_t); \
+  template Status column_sum<T>(const ColumnSum<T>&, Stream);
+GPTKERNELS_INSTANTIATE(double)
+GPTKERNELS_INSTANTIATE(float)
+GPTKERNELS_INSTANTIATE(bfloat16)
+GPTKERNELS_INSTANTIATE(float16)
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,352 @@
+#include <compare>
+#include <map>
+#include <mutex>
+
+#include "../column_sum.h"
+#include "../gelu.h"
+#include "launch.cuh"
+#include "matmul.h"
+#include "packed.cuh"
+
+// cuBLAS sees a row-major matrix as its transpose, column-major. So out = a @ b is asked for as out^T = b^T @ a^T:
+// cuBLAS's first operand (its A) is our b, its second (its B) our a, its rows are our columns. An operand of ours that
+// is transposed in memory is transposed for it too.
+
+namespace gptkernels::cuda {
+namespace {
+
+// The first failure of a sequence of calls.
+struct First {
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
+  void operator()(cublasStatus_t next) {
+    if (status == CUBLAS_STATUS_SUCCESS) status = next;
+  }
+};
+
+template <typename T>
+constexpr cudaDataType_t kDataType = CUDA_R_32F;
+template <>
+constexpr cudaDataType_t kDataType<double> = CUDA_R_64F;
+template <>
+constexpr cudaDataType_t kDataType<bfloat16> = CUDA_R_16BF;
+template <>
+constexpr cudaDataType_t kDataType<float16> = CUDA_R_16F;
+
+constexpr cublasOperation_t operation(bool transposed) {
+  return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+}
+
+// Whether float32 products may use TF32 is the handle's math mode. torch sets it from torch.backends.cuda.matmul each
+// time it gives out its handle.
+cublasMath_t math_mode(cublasHandle_t handle) {
+  cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+  cublasGetMathMode(handle, &mode);
+  return mode;
+}
+
+template <typename T>
+cublasComputeType_t compute_type(cublasHandle_t handle) {
+  if (std::is_same_v<T, double>) return CUBLAS_COMPUTE_64F;
+  const bool tf32 = std::is_same_v<T, float> && (math_mode(handle) & 0x3) == CUBLAS_TF32_TENSOR_OP_MATH;
+  return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A plain product.
+
+// When cuBLAS splits the sums over blocks, their parts may not be rounded to bfloat16 or float16 before they are added.
+class WideSums {
+ public:
+  explicit WideSums(cublasHandle_t handle) : handle_(handle), before_(math_mode(handle)) {
+    cublasSetMathMode(handle, static_cast<cublasMath_t>(before_ | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+  }
+  ~WideSums() { cublasSetMathMode(handle_, before_); }
+  WideSums(const WideSums&) = delete;
+  WideSums& operator=(const WideSums&) = delete;
+
+ private:
+  cublasHandle_t handle_;
+  cublasMath_t before_;
+};
+
+template <typename T>
+MatmulStatus zero(const Matmul<T>& p, Stream stream) {
+  for (int64_t batch = 0; batch < p.batches; ++batch) {
+    const cudaError_t error =
+        cudaMemset2DAsync(p.out + batch * p.out_stride, p.out_ld * sizeof(T), 0, p.columns * sizeof(T), p.rows, stream);
+    if (error != cudaSuccess) return {.cuda = error};
+  }
+  return {};
+}
+
+template <typename T>
+MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  if (p.rows == 0 || p.columns == 0 || p.batches == 0) return {};
+  if (p.inner == 0) return zero(p, stream);
+  using A = accumulate_t<T>;
+  const A alpha = static_cast<A>(p.alpha);
+  const A beta = 0;
+  constexpr cudaDataType_t type = kDataType<T>;
+  const WideSums wide(handle);
+  return {.cublas = cublasGemmStridedBatchedEx_64(
+              handle, operation(p.b_transposed), operation(p.a_transposed), p.columns, p.rows, p.inner, &alpha, p.b,
+              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, p.out, type, p.out_ld, p.out_stride,
+              p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A product with an epilogue of cuBLASLt's.
+
+template <typename T>
+cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
+  if (p.a_sums) return CUBLASLT_EPILOGUE_BGRADB;  // our a is cuBLAS's B
+  if (p.dgelu_at) return p.column_sums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+  if (p.pre_gelu) return p.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+template <typename T>
+const void* epilogue_vector(const Matmul<T>& p) {
+  if (p.a_sums) return p.a_sums;
+  return p.dgelu_at ? p.column_sums : p.bias;
+}
+
+template <typename T>
+const void* epilogue_matrix(const Matmul<T>& p) {
+  return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
+}
+
+// The largest power of two, 256 at most, that divides the address: a faster algorithm may need 16.
+uint32_t alignment(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
+  return static_cast<uint32_t>(address & -address);
+}
+
+// cuBLASLt says of GELU's matrix that its leading dimension must be divisible by 8, and nothing of how exact its tanh
+// is: float32 is left to our kernel, unless the product itself is only TF32.
+template <typename T>
+bool may_fuse(const Matmul<T>& p, cublasComputeType_t compute) {
+  if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
+  const void* gelu = epilogue_matrix(p);
+  if (gelu == nullptr) return true;
+  return p.columns % 8 == 0 && alignment(gelu) >= 16 && (sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32);
+}
+
+// What cublasLtMatmul is called with. The descriptors live on the stack: filling them in is a few dozen stores, and
+// only what the heuristic answers is worth keeping.
+template <typename T>
+struct LtProblem {
+  cublasLtMatmulDescOpaque_t operation;
+  cublasLtMatrixLayoutOpaque_t a;
+  cublasLtMatrixLayoutOpaque_t b;
+  cublasLtMatrixLayoutOpaque_t out;
+  First first;
+
+  LtProblem(const Matmul<T>& p, cublasComputeType_t compute) {
+    constexpr cudaDataType_t type = kDataType<T>;
+    first(cublasLtMatmulDescInit(&operation, compute, kDataType<accumulate_t<T>>));
+    set(CUBLASLT_MATMUL_DESC_TRANSA, cuda::operation(p.b_transposed));
+    set(CUBLASLT_MATMUL_DESC_TRANSB, cuda::operation(p.a_transposed));
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
+    if (const void* vector = epilogue_vector(p)) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, vector);
+    if (const void* matrix = epilogue_matrix(p)) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, matrix);
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns);
+    }
+    const auto layout = [&](auto& to, bool transposed, int64_t rows, int64_t columns, int64_t ld) {
+      first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
+    };
+    layout(a, p.b_transposed, p.inner, p.columns, p.b_ld);
+    layout(b, p.a_transposed, p.rows, p.inner, p.a_ld);
+    layout(out, false, p.rows, p.columns, p.out_ld);
+  }
+
+  template <typename V>
+  void set(cublasLtMatmulDescAttributes_t attribute, V value) {
+    first(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
+  }
+};
+
+// All that the heuristic's answer may depend on.
+struct PlanKey {
+  int device;
+  cudaDataType_t type;
+  cublasComputeType_t compute;
+  cublasLtEpilogue_t epilogue;
+  int64_t rows, columns, inner, out_ld, a_ld, b_ld;
+  bool a_transposed, b_transposed;
+  uint32_t out_alignment, a_alignment, b_alignment, vector_alignment, matrix_alignment;
+
+  auto operator<=>(const PlanKey&) const = default;
+};
+
+template <typename T>
+PlanKey plan_key(const Matmul<T>& p, cublasComputeType_t compute) {
+  int device = 0;
+  cudaGetDevice(&device);
+  return {.device = device,
+          .type = kDataType<T>,
+          .compute = compute,
+          .epilogue = epilogue(p),
+          .rows = p.rows,
+          .columns = p.columns,
+          .inner = p.inner,
+          .out_ld = p.out_ld,
+          .a_ld = p.a_ld,
+          .b_ld = p.b_ld,
+          .a_transposed = p.a_transposed,
+          .b_transposed = p.b_transposed,
+          .out_alignment = alignment(p.out),
+          .a_alignment = alignment(p.a),
+          .b_alignment = alignment(p.b),
+          .vector_alignment = alignment(epilogue_vector(p)),
+          .matrix_alignment = alignment(epilogue_matrix(p))};
+}
+
+// The heuristic's first choice; not fused when it has none. Parts of split sums are kept in the compute type.
+template <typename T>
+MatmulPlan ask_heuristic(const Matmul<T>& p, const PlanKey& key, cublasLtHandle_t handle) {
+  constexpr uint64_t kMaxWorkspace = 32 << 20;  // what NVIDIA advises for Hopper
+  LtProblem<T> problem(p, key.compute);
+  First& first = problem.first;
+  cublasLtMatmulPreferenceOpaque_t preference;
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    first(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+  };
+  first(cublasLtMatmulPreferenceInit(&preference));
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspace);
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
+  cublasLtMatmulHeuristicResult_t found = {};
+  int count = 0;
+  first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                       &preference, 1, &found, &count));
+  if (first.status != CUBLAS_STATUS_SUCCESS || count == 0 || found.state != CUBLAS_STATUS_SUCCESS) return {};
+  return {.fused = true, .algorithm = found.algo, .workspace = static_cast<int64_t>(found.workspaceSize)};
+}
+
+template <typename T>
+MatmulPlan fused_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle_t handle) {
+  static std::mutex mutex;
+  static std::map<PlanKey, MatmulPlan> plans;
+  const PlanKey key = plan_key(p, compute);
+  const std::lock_guard lock(mutex);
+  auto known = plans.find(key);
+  // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
+  if (known == plans.end())
+    known = plans.emplace(key, ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle))).first;
+  return known->second;
+}
+
+template <typename T>
+MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle,
+                           Stream stream) {
+  LtProblem<T> problem(p, compute_type<T>(handle));
+  const accumulate_t<T> alpha = 1;
+  const accumulate_t<T> beta = 0;
+  problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
+                               p.a, &problem.b, &beta, p.out, &problem.out, p.out, &problem.out, &plan.algorithm,
+                               workspace, plan.workspace, stream));
+  return {.cublas = problem.first.status};
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A product, then our own kernels.
+
+// Adds the bias to every row: reads and writes out once. A thread keeps its pack of the bias and walks down the rows.
+template <typename T, int kVec>
+__global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
+  using A = accumulate_t<T>;
+  const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec;
+  if (column >= columns) return;
+  A b[kVec];
+  load_wide<kVec>(b, bias + column);
+  const int64_t stride = int64_t(gridDim.y) * blockDim.y;
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride) {
+    A x[kVec];
+    load_wide<kVec>(x, out + row * ld + column);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) x[k] += b[k];
+    store_narrow<kVec>(out + row * ld + column, x);
+  }
+}
+
+template <typename T, int kVec>
+void launch_bias(const Matmul<T>& p, Stream stream) {
+  constexpr int kRows = 8;
+  constexpr int64_t kMaxRuns = 4096;
+  const int64_t runs = std::clamp<int64_t>(ceil_div(p.rows, 4 * kRows), 1, kMaxRuns);
+  const dim3 grid(grid_size(ceil_div(p.columns, kWarp * kVec)), static_cast<unsigned>(runs));
+  matmul_bias_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p.out, p.bias, p.rows, p.columns, p.out_ld);
+}
+
+template <typename T>
+cudaError_t add_bias(const Matmul<T>& p, Stream stream) {
+  if (p.rows == 0 || p.columns == 0) return cudaSuccess;
+  if (packs<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
+    launch_bias<T, kPack<T>>(p, stream);
+  else
+    launch_bias<T, 1>(p, stream);
+  return cudaGetLastError();
+}
+
+template <typename T>
+cudaError_t own_epilogue(const Matmul<T>& p, void* workspace, Stream stream) {
+  const int64_t size = p.rows * p.columns;
+  cudaError_t error = cudaSuccess;
+  if (p.dgelu_at && size)
+    error =
+        gelu_backward<T>({.dx = p.out, .dout = p.out, .x = p.dgelu_at, .size = size, .form = GeluForm::kTanh}, stream);
+  if (error == cudaSuccess && p.column_sums)
+    error = column_sum<T>(
+        {.out = p.column_sums, .x = p.out, .workspace = workspace, .rows = p.rows, .width = p.columns}, stream);
+  if (error == cudaSuccess && p.a_sums)
+    error =
+        column_sum<T>({.out = p.a_sums, .x = p.a, .workspace = workspace, .rows = p.inner, .width = p.rows}, stream);
+  return error;
+}
+
+template <typename T>
+MatmulStatus separate(const Matmul<T>& p, void* workspace, cublasHandle_t handle, Stream stream) {
+  Matmul<T> plain = p;
+  if (p.pre_gelu) plain.out = p.pre_gelu;
+  MatmulStatus status = product(plain, handle, stream);
+  if (status.cublas != CUBLAS_STATUS_SUCCESS || status.cuda != cudaSuccess) return status;
+  if (p.bias) status.cuda = add_bias(plain, stream);
+  if (status.cuda == cudaSuccess && p.pre_gelu)
+    status.cuda =
+        gelu_forward<T>({.out = p.out, .x = p.pre_gelu, .size = p.rows * p.columns, .form = GeluForm::kTanh}, stream);
+  if (status.cuda == cudaSuccess) status.cuda = own_epilogue(p, workspace, stream);
+  return status;
+}
+
+}  // namespace
+
+template <typename T>
+MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
+  const cublasComputeType_t compute = compute_type<T>(handle);
+  MatmulPlan plan = may_fuse(p, compute) ? fused_plan(p, compute, handle) : MatmulPlan{};
+  if (plan.fused) return plan;
+  if (p.column_sums) plan.workspace = column_sum_workspace<T>(p.rows, p.columns);
+  if (p.a_sums) plan.workspace = column_sum_workspace<T>(p.inner, p.rows);
+  return plan;
+}
+
+template <typename T>
+MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
+  return plan.fused ? fused_product(p, plan, workspace, handle, stream) : separate(p, workspace, handle, stream);
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                       \
+  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t); \
+  template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
+GPTKERNELS_INSTANTIATE(double)
+GPTKERNELS_INSTANTIATE(float)
+GPTKERNELS_INSTANTIATE(bfloat16)
+GPTKERNELS_INSTANTIATE(float16)
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,59 @@
+// Matrix products by cuBLAS and cuBLASLt on row-major matrices, and what is fused to them. Host code may include it.
+#pragma once
+
+#include <cublasLt.h>
+#include <cublas_v2.h>
+
+#include "device.h"
+
+namespace gptkernels::cuda {
+
+// out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
+// the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
+// j * ld + i. Of the pointers below `alpha`, each null or not, at most the pairs {bias, pre_gelu} and
+// {dgelu_at, column_sums} go together, with alpha 1, one batch, and out dense.
+template <typename T>
+struct Matmul {
+  T* out;
+  const T* a;
+  const T* b;
+  int64_t rows;
+  int64_t columns;
+  int64_t inner;
+  int64_t out_ld;
+  int64_t a_ld;
+  int64_t b_ld;
+  bool a_transposed;
+  bool b_transposed;
+  int64_t batches;
+  int64_t out_stride;  // from batch to batch
+  int64_t a_stride;
+  int64_t b_stride;
+  double alpha;
+  const T* bias;      // (columns): added to every row
+  T* pre_gelu;        // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
+  const T* dgelu_at;  // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  T* column_sums;     // (columns): takes the sums over out's rows
+  T* a_sums;          // (rows): takes the sums over a's columns; a is transposed, with a_ld == rows
+};
+
+// How a product is done: what cuBLASLt's heuristic answered for its shape, asked once a process and remembered.
+struct MatmulPlan {
+  bool fused;  // by one cublasLtMatmul; else by a plain product, then our kernels
+  cublasLtMatmulAlgo_t algorithm;
+  int64_t workspace;  // bytes of scratch
+};
+
+struct MatmulStatus {
+  cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
+  cudaError_t cuda = cudaSuccess;
+};
+
+template <typename T>
+MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
+
+// The handle's own stream must be `stream`.
+template <typename T>
+MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream);
+
+}  // namespace gptkernels::cuda
