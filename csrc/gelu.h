@@ -1,4 +1,5 @@
-// GELU, x times the normal distribution function of x, or its tanh approximation; over dense data of any shape.
+// GELU, x times the normal distribution function of x, or its tanh approximation; over dense data of any shape. An
+// output may be one of the inputs.
 #pragma once
 
 #include "device.h"

@@ -15,7 +15,7 @@ template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;
   const A largest = maximum<A>(n, [&](int64_t i) { return A(x[i]) * scale; });
-  const auto exponential = [&](int64_t i) { return exp(A(x[i]) * scale - largest); };
+  const auto exponential = [&](int64_t i) { return exp_nonpositive(A(x[i]) * scale - largest); };
   if constexpr (std::is_same_v<T, A>) {
     const A total = sum<A>(n, [&](int64_t i) { return out[i] = exponential(i); });
 #pragma omp simd

@@ -25,7 +25,7 @@ class Gelu(torch.autograd.Function):
         """Save x alone: the derivative is cheaper to compute again than to read."""
         ctx.save_for_backward(x)
         ctx.approximate = approximate
-        return below_autograd(ops.gelu, x, approximate=approximate)
+        return below_autograd(ops.gelu.default, x, approximate=approximate)
 
     @staticmethod
     def backward(ctx, dout):
@@ -55,7 +55,7 @@ class GeluBackward(torch.autograd.Function):
         """The kernel."""
         ctx.save_for_backward(dout, x)
         ctx.approximate = approximate
-        return below_autograd(ops.gelu_backward, dout, x, approximate=approximate)
+        return below_autograd(ops.gelu_backward.default, dout, x, approximate=approximate)
 
     @staticmethod
     def backward(ctx, ddx):
