@@ -144,7 +144,7 @@ def test_one_launch_for_a_group_and_dtype(device):
         optimizer.step()
     assert calls.names.count("gptkernels::adamw_") == 3
     # What else runs counts the steps, and makes the learning rate a tensor.
-    others = {name for name in calls.names if name != "gptkernels::adamw_"}
+    others = {name for name in calls.names if not name.startswith(("gptkernels::", "profiler::"))}
     assert others <= {"aten::_foreach_add_.Scalar", "aten::lift_fresh", "aten::detach"}
 
 
