@@ -55,12 +55,16 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // A plain product.
 
 // When cuBLAS splits the sums over blocks, their parts may not be rounded to bfloat16 or float16 before they are added.
+// The handle is torch's: it gets its mode back.
+template <typename T>
 class WideSums {
  public:
   explicit WideSums(cublasHandle_t handle) : handle_(handle), before_(math_mode(handle)) {
-    cublasSetMathMode(handle, static_cast<cublasMath_t>(before_ | CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+    if (sizeof(T) == 2) cublasSetMathMode(handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
   }
-  ~WideSums() { cublasSetMathMode(handle_, before_); }
+  ~WideSums() {
+    if (sizeof(T) == 2) cublasSetMathMode(handle_, before_);
+  }
   WideSums(const WideSums&) = delete;
   WideSums& operator=(const WideSums&) = delete;
 
@@ -87,7 +91,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
   const A alpha = static_cast<A>(p.alpha);
   const A beta = 0;
   constexpr cudaDataType_t type = kDataType<T>;
-  const WideSums wide(handle);
+  const WideSums<T> wide(handle);
   return {.cublas = cublasGemmStridedBatchedEx_64(
               handle, operation(p.b_transposed), operation(p.a_transposed), p.columns, p.rows, p.inner, &alpha, p.b,
               type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, p.out, type, p.out_ld, p.out_stride,
