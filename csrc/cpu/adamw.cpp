@@ -1,5 +1,6 @@
 #include "../adamw.h"
 
+#include "multi_tensor.h"
 #include "simd.h"
 
 namespace gptkernels::cpu {
@@ -24,20 +25,17 @@ void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad
 }
 
 template <typename T, typename Gradient, typename State>
-void update_tensor(const Adamw<T, Gradient, State>& p, int64_t t, Stream stream) {
+void update_chunk(const Adamw<T, Gradient, State>& p, int64_t t, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const auto factors =
       adamw_factors<A>(p.options, p.lr ? *p.lr : p.options.lr, *p.steps[t], p.grad_scale ? *p.grad_scale : 1);
-  constexpr int64_t kArrays = 4;
-  parallel_for(stream, p.sizes[t], kArrays, [&](int64_t begin, int64_t end) {
-    vectorised([&] {
-      T* param = p.params[t];
-      if (p.masters)
-        update_range(factors, p.masters[t], p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end,
-                     [&](int64_t i, A value) { store(param[i], value); });
-      else
-        update_range(factors, param, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, [](int64_t, A) {});
-    });
+  T* param = p.params[t];
+  vectorised([&] {
+    if (p.masters)
+      update_range(factors, p.masters[t], p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end,
+                   [&](int64_t i, A value) { store(param[i], value); });
+    else
+      update_range(factors, param, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, [](int64_t, A) {});
   });
 }
 
@@ -46,7 +44,8 @@ void update_tensor(const Adamw<T, Gradient, State>& p, int64_t t, Stream stream)
 template <typename T, typename Gradient, typename State>
 Status adamw(const Adamw<T, Gradient, State>& p, Stream stream) {
   if (p.found_inf && *p.found_inf != 0) return {};
-  for (int64_t t = 0; t < p.count; ++t) update_tensor(p, t, stream);
+  parallel_for_chunks(stream, p.count, p.sizes,
+                      [&](int64_t, int64_t t, int64_t begin, int64_t end) { update_chunk(p, t, begin, end); });
   return {};
 }
 

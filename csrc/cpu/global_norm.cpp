@@ -1,14 +1,12 @@
 #include "../global_norm.h"
 
-#include <algorithm>
 #include <cmath>
 
+#include "multi_tensor.h"
 #include "simd.h"
 
 namespace gptkernels::cpu {
 namespace {
-
-constexpr int64_t kChunk = 32768;
 
 template <typename T>
 double chunk_squares(const T* x, int64_t size) {
@@ -21,22 +19,14 @@ double chunk_squares(const T* x, int64_t size) {
 }  // namespace
 
 int64_t global_norm_partials(int64_t size) {
-  return (size + kChunk - 1) / kChunk;
+  return list_chunks(size);
 }
 
 template <typename T>
 Status global_norm_squares(const GlobalNormSquares<T>& p, Stream stream) {
-  double* partials = p.partials;
-  for (int64_t t = 0; t < p.count; ++t) {
-    const int64_t chunks = global_norm_partials(p.sizes[t]);
-    parallel_for(stream, chunks, kChunk, [&](int64_t begin, int64_t end) {
-      vectorised([&] {
-        for (int64_t c = begin; c < end; ++c)
-          partials[c] = chunk_squares(p.tensors[t] + c * kChunk, std::min(kChunk, p.sizes[t] - c * kChunk));
-      });
-    });
-    partials += chunks;
-  }
+  parallel_for_chunks(stream, p.count, p.sizes, [&](int64_t chunk, int64_t t, int64_t begin, int64_t end) {
+    vectorised([&] { p.partials[chunk] = chunk_squares(p.tensors[t] + begin, end - begin); });
+  });
   return {};
 }
 

@@ -68,27 +68,43 @@ void vectorised(const Body& body) {
 
 #endif
 
-// Sums of fn(i) over [0, n). One running vector would wait for the adder's latency at every step: four quarters of the
-// range are summed side by side, in an order that depends on n and the instruction set alone. Long ranges are summed in
-// blocks: the rounding error of a running sum grows with the length of a block and the number of blocks, not with n.
+// Sums and maxima are taken over kLanes side by side: element i belongs to lane i % kLanes. That is four vectors of
+// AVX2, so that no addition waits for the one before; the range is walked once from end to end, as memory likes it; and
+// the order of the additions depends on n alone, not on the instruction set.
+constexpr int kLanes = 32;
+
+// step(lane, i) for all i of [begin, end).
+template <typename Step>
+inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
+  for (; begin + kLanes <= end; begin += kLanes) {
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) step(lane, begin + lane);
+  }
+  const int rest = static_cast<int>(end - begin);
+#pragma omp simd
+  for (int lane = 0; lane < rest; ++lane) step(lane, begin + lane);
+}
+
+// Adds the lanes in pairs, then the pairs in pairs.
+template <typename A>
+inline A add_lanes(A (&lanes)[kLanes]) {
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+// Long ranges are summed in blocks: the rounding error of a running sum grows with the length of a block and the number
+// of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
+// The sum of fn(i) over [0, n).
 template <typename A, typename Fn>
 inline A sum(int64_t n, const Fn& fn) {
   A total = 0;
   for (int64_t begin = 0; begin < n; begin += kSumBlock) {
-    const int64_t end = begin + kSumBlock < n ? begin + kSumBlock : n;
-    const int64_t q = (end - begin) / 4;
-    A s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-    for (int64_t i = begin; i < begin + q; ++i) {
-      s0 += fn(i);
-      s1 += fn(i + q);
-      s2 += fn(i + 2 * q);
-      s3 += fn(i + 3 * q);
-    }
-    for (int64_t i = begin + 4 * q; i < end; ++i) s0 += fn(i);
-    total += (s0 + s1) + (s2 + s3);
+    A lanes[kLanes] = {};
+    for_each_lane(begin, std::min(begin + kSumBlock, n), [&](int lane, int64_t i) { lanes[lane] += fn(i); });
+    total += add_lanes(lanes);
   }
   return total;
 }
@@ -103,17 +119,12 @@ template <typename A, typename Fn>
 inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   Sums<A> total{0, 0};
   for (int64_t begin = 0; begin < n; begin += kSumBlock) {
-    const int64_t end = begin + kSumBlock < n ? begin + kSumBlock : n;
-    const int64_t h = (end - begin) / 2;
-    A a0 = 0, a1 = 0, b0 = 0, b1 = 0;
-#pragma omp simd reduction(+ : a0, a1, b0, b1)
-    for (int64_t i = begin; i < begin + h; ++i) {
-      fn(i, a0, b0);
-      fn(i + h, a1, b1);
-    }
-    if ((end - begin) % 2) fn(end - 1, a0, b0);
-    total.first += a0 + a1;
-    total.second += b0 + b1;
+    A first[kLanes] = {};
+    A second[kLanes] = {};
+    for_each_lane(begin, std::min(begin + kSumBlock, n),
+                  [&](int lane, int64_t i) { fn(i, first[lane], second[lane]); });
+    total.first += add_lanes(first);
+    total.second += add_lanes(second);
   }
   return total;
 }
@@ -121,17 +132,10 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
 // The largest fn(i) over [0, n), -inf for n = 0. NaNs are passed over.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
-  const int64_t q = n / 4;
-  A m0 = -std::numeric_limits<A>::infinity(), m1 = m0, m2 = m0, m3 = m0;
-#pragma omp simd reduction(max : m0, m1, m2, m3)
-  for (int64_t i = 0; i < q; ++i) {
-    m0 = std::max(m0, fn(i));
-    m1 = std::max(m1, fn(i + q));
-    m2 = std::max(m2, fn(i + 2 * q));
-    m3 = std::max(m3, fn(i + 3 * q));
-  }
-  for (int64_t i = 4 * q; i < n; ++i) m0 = std::max(m0, fn(i));
-  return std::max(std::max(m0, m1), std::max(m2, m3));
+  A lanes[kLanes];
+  std::fill_n(lanes, kLanes, -std::numeric_limits<A>::infinity());
+  for_each_lane(0, n, [&](int lane, int64_t i) { lanes[lane] = std::max(lanes[lane], fn(i)); });
+  return *std::max_element(lanes, lanes + kLanes);
 }
 
 }  // namespace gptkernels::cpu

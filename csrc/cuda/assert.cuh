@@ -3,6 +3,10 @@
 
 #include <cstdio>
 
+// What assert() calls; <cassert> hides it in a release build.
+extern "C" __host__ __device__ void __assert_fail(const char* assertion, const char* file, unsigned line,
+                                                  const char* function) noexcept;
+
 namespace gptkernels::cuda {
 
 // Prints a sentence and ends the kernel with cudaErrorAssert, as torch's own device-side assertions do. The kernel's

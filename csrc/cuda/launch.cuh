@@ -78,4 +78,24 @@ void with_items(int items, const Fn& fn) {
   fn(Items<1>{});
 }
 
+// The dynamic shared memory that a block of this kernel may ask for on the current device, beside what the kernel
+// declares itself. The first call on a device raises the kernel's own limit to that, from CUDA's 48 KB.
+template <auto kKernel>
+int64_t max_dynamic_shared_memory() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];
+  int device = 0;
+  cudaGetDevice(&device);
+  int bytes = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (bytes == 0) {
+    cudaFuncAttributes kernel = {};
+    cudaFuncGetAttributes(&kernel, kKernel);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    bytes -= static_cast<int>(kernel.sharedSizeBytes);
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (device < kMaxDevices) known[device].store(bytes, std::memory_order_relaxed);
+  }
+  return bytes;
+}
+
 }  // namespace gptkernels::cuda

@@ -27,11 +27,14 @@ class Attention(torch.autograd.Function):
         ctx.save_for_backward(qkv, probabilities)
         ctx.num_heads, ctx.scale = num_heads, scale
         ctx.mark_non_differentiable(probabilities)
+        ctx.set_materialize_grads(False)  # no zeros of the probabilities' size
         return out, probabilities
 
     @staticmethod
     def backward(ctx, dout, _dprobabilities):
         """Four products and the softmax's gradient."""
+        if dout is None:
+            return None, None, None
         qkv, probabilities = ctx.saved_tensors
         return ops.attention_backward(dout, qkv, probabilities, ctx.num_heads, ctx.scale), None, None
 

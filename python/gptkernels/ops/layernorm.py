@@ -30,11 +30,14 @@ class LayerNorm(torch.autograd.Function):
         out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # no zeros for the statistics
         return out, mean, rstd
 
     @staticmethod
     def backward(ctx, dout, _dmean, _drstd):
         """One kernel for all the gradients that are wanted."""
+        if dout is None:
+            return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
         return *present(ops.layernorm_backward(dout, x, weight, mean, rstd, mask), mask), None

@@ -1,0 +1,120 @@
+#include "../fused_classifier.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <type_traits>
+
+#include "math.h"
+#include "simd.h"
+
+namespace gptkernels::cpu {
+namespace {
+
+template <typename T>
+int64_t target_of(const FusedClassifierForward<T>& p, int64_t row) {
+  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row]
+                             : static_cast<const int32_t*>(p.targets)[row];
+}
+
+template <typename T>
+Status check_targets(const FusedClassifierForward<T>& p) {
+  for (int64_t row = 0; row < p.rows; ++row) {
+    const int64_t target = target_of(p, row);
+    if (target != p.ignore_index && (target < 0 || target >= p.vocab_size))
+      return {"target " + std::to_string(target) + " at row " + std::to_string(row) + " is outside the vocabulary of " +
+              std::to_string(p.vocab_size)};
+  }
+  return {};
+}
+
+// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
+// gradient consist of, and that its sum, a little more than 1, would have rounded away.
+//
+// Where T is as wide as the arithmetic, dlogits holds the exponentials between the two walks; a narrower T would round
+// them, and they are computed again.
+template <typename T>
+void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  const T* x = p.logits + row * p.width;
+  T* dlogits = p.dlogits + row * p.width;
+  const int64_t target = target_of(p, row);
+  if (target == p.ignore_index) {
+    p.losses[row] = 0;
+    std::fill_n(dlogits, p.width, T(0));
+    return;
+  }
+
+  const A largest = maximum<A>(p.vocab_size, [&](int64_t i) { return A(x[i]); });
+  const A at_target = A(x[target]) - largest;
+  const auto exponential = [&](int64_t i) { return exp(A(x[i]) - largest); };
+  const auto sum_of_others = [&](const auto& fn) {
+    return sum<A>(target, fn) +
+           sum<A>(p.vocab_size - target - 1, [&, after = target + 1](int64_t i) { return fn(after + i); });
+  };
+  A rest;
+  if constexpr (std::is_same_v<T, A>)
+    rest = sum_of_others([&](int64_t i) { return dlogits[i] = exponential(i); });
+  else
+    rest = sum_of_others(exponential);
+
+  const A total = exp(at_target) + rest;
+  const A dloss = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
+  const A scale = dloss / total;
+  if constexpr (std::is_same_v<T, A>) {
+#pragma omp simd
+    for (int64_t i = 0; i < p.vocab_size; ++i) dlogits[i] *= scale;
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < p.vocab_size; ++i) store(dlogits[i], exponential(i) * scale);
+  }
+  store(dlogits[target], -(rest / total) * dloss);
+  std::fill(dlogits + p.vocab_size, dlogits + p.width, T(0));
+  p.losses[row] = at_target == A(0) ? std::log1p(rest) : std::log(total) - at_target;
+}
+
+template <typename T>
+void backward_row(const FusedClassifierBackward<T>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  const T* dlogits = p.dlogits + row * p.width;
+  T* scaled = p.scaled + row * p.width;
+  const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
+#pragma omp simd
+  for (int64_t i = 0; i < p.width; ++i) {
+    const A d = A(dlogits[i]);
+    store(scaled[i], d == A(0) ? A(0) : d * dloss);
+  }
+}
+
+}  // namespace
+
+template <typename T>
+Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream) {
+  if (Status status = check_targets(p); !status.ok()) return status;
+  parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t row = begin; row < end; ++row) forward_row(p, row);
+    });
+  });
+  return {};
+}
+
+template <typename T>
+Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream) {
+  parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t row = begin; row < end; ++row) backward_row(p, row);
+    });
+  });
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                        \
+  template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
+  template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
+GPTKERNELS_INSTANTIATE(double)
+GPTKERNELS_INSTANTIATE(float)
+GPTKERNELS_INSTANTIATE(bfloat16)
+GPTKERNELS_INSTANTIATE(float16)
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,42 @@
+// One parallel loop over many tensors: most of a model's are too small to wake threads for each of them.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device.h"
+
+namespace gptkernels::cpu {
+
+// Every tensor is cut in chunks of this many elements, whatever the number of threads.
+constexpr int64_t kListChunk = 32768;
+
+inline int64_t list_chunks(int64_t size) {
+  return (size + kListChunk - 1) / kListChunk;
+}
+
+// fn(chunk, tensor, begin, end) for every chunk, counted through over the list, with its range of the tensor's
+// elements.
+template <typename Fn>
+void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
+  int64_t chunks = 0;
+  int64_t elements = 0;
+  for (int64_t t = 0; t < count; ++t) {
+    chunks += list_chunks(sizes[t]);
+    elements += sizes[t];
+  }
+  if (chunks == 0) return;
+  parallel_for(stream, chunks, elements / chunks, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;  // the tensor's first chunk
+    for (int64_t t = 0; t < count && first < end; ++t) {
+      const int64_t next = first + list_chunks(sizes[t]);
+      for (int64_t chunk = std::max(begin, first); chunk < std::min(end, next); ++chunk) {
+        const int64_t start = (chunk - first) * kListChunk;
+        fn(chunk, t, start, std::min(start + kListChunk, sizes[t]));
+      }
+      first = next;
+    }
+  });
+}
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,46 @@
+// Softmax, cross-entropy and its gradient in one go. With p = softmax(logits) over the first V columns of a row,
+//   losses = -log p[target],   dlogits = (p - onehot(target)) * dlosses;
+// both are 0 on a row whose target is ignore_index, and dlogits is 0 in the padded columns V..Vp, which take no part.
+//
+// A target outside the vocabulary is never used as an index. The CPU's launcher answers with an error before it writes;
+// on CUDA, where the host does not see the targets, a device-side assertion says it and ends the kernel.
+#pragma once
+
+#include "device.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+template <typename T>
+struct FusedClassifierForward {
+  accumulate_t<T>* losses;  // (N)
+  T* dlogits;               // (N, Vp); may be `logits` itself
+  const T* logits;          // (N, Vp)
+  const void* targets;      // (N) int64 or int32
+  bool targets_are_int64;
+  const accumulate_t<T>* dlosses;  // (N), or one for all rows, or null: ones
+  bool dlosses_per_row;
+  int64_t rows;        // N
+  int64_t width;       // Vp
+  int64_t vocab_size;  // V, from 1 to Vp
+  int64_t ignore_index;
+};
+
+// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 also where dlosses is infinite or NaN, as
+// torch's does on ignored rows when the mean over no rows at all is taken.
+template <typename T>
+struct FusedClassifierBackward {
+  T* scaled;                       // (N, Vp)
+  const T* dlogits;                // (N, Vp)
+  const accumulate_t<T>* dlosses;  // (N), or one for all rows
+  bool dlosses_per_row;
+  int64_t rows;   // N
+  int64_t width;  // Vp
+};
+
+template <typename T>
+Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream);
+
+template <typename T>
+Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,113 @@
+#include "../csrc/fused_classifier.h"
+
+#include "op.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+// Checks what both variants take and answers with V.
+int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
+              const OptionalTensor& dlosses) {
+  check_dim_at_least(op, "logits", logits, 1);
+  check_floating(op, "logits", logits);
+  check_index(op, "targets", targets);
+  check_same_device(op, "targets", targets, "logits", logits);
+  check_shape(op, "targets", targets, leading_shape(logits));
+  const int64_t width = width_of(logits);
+  if (width == 0) fail(op, "logits must have at least 1 column, got shape ", describe(shape_of(logits)));
+  if (vocab_size != -1 && (vocab_size < 1 || vocab_size > width))
+    fail(op, "vocab_size must be from 1 to ", width, " (the columns of logits), or -1 for all of them, got ",
+         vocab_size);
+  if (dlosses) {
+    check_same_device(op, "dlosses", *dlosses, "logits", logits);
+    check_dtype(op, "dlosses", *dlosses, accumulate_dtype(logits));
+    if (dlosses->dim() != 0) check_shape(op, "dlosses", *dlosses, leading_shape(logits));
+  }
+  return vocab_size == -1 ? width : vocab_size;
+}
+
+// In-place writes to elements that share memory would overtake each other.
+void check_no_overlap(const char* op, const char* name, const Tensor& t) {
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) > 1 && t.stride(i) == 0)
+      fail(op, name, " is written in place, but several of its elements share memory (dimension ", i, " is expanded)");
+}
+
+// Writes dlogits, which may be the logits themselves, and returns the losses.
+Tensor forward(const char* op, const Tensor& dlogits, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
+               int64_t ignore_index, const OptionalTensor& dlosses) {
+  const Launcher launcher(op, logits);
+  const Tensor targets_dense = dense(targets);
+  const OptionalTensor dlosses_dense = dense(dlosses);
+  Tensor losses = allocate(leading_shape(logits), accumulate_dtype(logits), logits);
+  dispatch_floating(logits, [&]<typename T>() {
+    launcher.check(fused_classifier_forward<T>({.losses = pointer<accumulate_t<T>>(losses),
+                                                .dlogits = pointer<T>(dlogits),
+                                                .logits = pointer<T>(logits),
+                                                .targets = pointer<void>(targets_dense),
+                                                .targets_are_int64 = targets.scalar_type() == ScalarType::Long,
+                                                .dlosses = pointer<accumulate_t<T>>(dlosses_dense),
+                                                .dlosses_per_row = dlosses && dlosses->dim() != 0,
+                                                .rows = rows_of(logits),
+                                                .width = width_of(logits),
+                                                .vocab_size = vocab_size,
+                                                .ignore_index = ignore_index},
+                                               launcher.stream()));
+  });
+  return losses;
+}
+
+std::tuple<Tensor, Tensor> fused_classifier_op(const Tensor& logits, const Tensor& targets, int64_t vocab_size,
+                                               int64_t ignore_index, const OptionalTensor& dlosses) {
+  constexpr const char* op = "fused_classifier";
+  const int64_t vocabulary = check(op, logits, targets, vocab_size, dlosses);
+  Tensor dlogits = allocate(shape_of(logits), logits);
+  Tensor losses = forward(op, dlogits, dense(logits), targets, vocabulary, ignore_index, dlosses);
+  return {losses, dlogits};
+}
+
+// Logits that do not lie dense in memory make the way through a dense copy.
+Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
+                                   const OptionalTensor& dlosses) {
+  constexpr const char* op = "fused_classifier_";
+  const int64_t vocabulary = check(op, logits, targets, vocab_size, dlosses);
+  check_no_overlap(op, "logits", logits);
+  const Tensor logits_dense = dense(logits);
+  Tensor losses = forward(op, logits_dense, logits_dense, targets, vocabulary, ignore_index, dlosses);
+  if (!logits.is_contiguous()) torch::stable::copy_(logits, logits_dense);
+  return losses;
+}
+
+Tensor fused_classifier_backward_op(const Tensor& dlosses, const Tensor& dlogits) {
+  constexpr const char* op = "fused_classifier_backward";
+  check_dim_at_least(op, "dlogits", dlogits, 1);
+  check_floating(op, "dlogits", dlogits);
+  check_same_device(op, "dlosses", dlosses, "dlogits", dlogits);
+  check_dtype(op, "dlosses", dlosses, accumulate_dtype(dlogits));
+  if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
+
+  const Launcher launcher(op, dlogits);
+  const Tensor dlosses_dense = dense(dlosses);
+  const Tensor dlogits_dense = dense(dlogits);
+  Tensor scaled = allocate(shape_of(dlogits), dlogits);
+  dispatch_floating(dlogits, [&]<typename T>() {
+    launcher.check(fused_classifier_backward<T>({.scaled = pointer<T>(scaled),
+                                                 .dlogits = pointer<T>(dlogits_dense),
+                                                 .dlosses = pointer<accumulate_t<T>>(dlosses_dense),
+                                                 .dlosses_per_row = dlosses.dim() != 0,
+                                                 .rows = rows_of(dlogits),
+                                                 .width = width_of(dlogits)},
+                                                launcher.stream()));
+  });
+  return scaled;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("fused_classifier", TORCH_BOX(&fused_classifier_op));
+  m.impl("fused_classifier_", TORCH_BOX(&fused_classifier_inplace_op));
+  m.impl("fused_classifier_backward", TORCH_BOX(&fused_classifier_backward_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

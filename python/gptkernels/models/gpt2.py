@@ -1,0 +1,377 @@
+"""GPT-2 (Radford et al., 2019), every part of its training step a kernel of this package.
+
+Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
+and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gptkernels import functional, nn
+from gptkernels.ops._register import ops
+
+PRESETS = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 355M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+}
+PADDING = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """A GPT-2's shape.
+
+    Args:
+        block_size: the longest sequence.
+        vocab_size: V.
+        padded_vocab_size: Vp, the rows of the embedding, as matrix products like them; V rounded up to 128 when None.
+        n_layer: L.
+        n_head: NH, which divides n_embd.
+        n_embd: C.
+        bias: whether linear layers and norms have one.
+        dropout: 0; there is no dropout kernel.
+
+    Raises:
+        ValueError: a size below 1, one that does not fit another, or dropout.
+    """
+
+    block_size: int = 1024
+    vocab_size: int = 50257
+    padded_vocab_size: int | None = None
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    bias: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.padded_vocab_size is None:
+            object.__setattr__(self, "padded_vocab_size", math.ceil(self.vocab_size / PADDING) * PADDING)
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPT2Config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.rows < self.vocab_size:
+            raise ValueError(
+                f"GPT2Config: padded_vocab_size must be at least vocab_size {self.vocab_size}, got {self.rows}"
+            )
+        if self.n_embd % self.n_head:
+            raise ValueError(f"GPT2Config: n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if self.dropout:
+            raise ValueError(f"GPT2Config: dropout must be 0, got {self.dropout}: gptkernels has no kernel for it")
+
+    @property
+    def rows(self) -> int:
+        """Vp, which is never None once the configuration is made."""
+        return self.padded_vocab_size or self.vocab_size
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "GPT2Config":
+        """One of OpenAI's four: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
+
+        Args:
+            name: which.
+            changes: fields to set otherwise.
+
+        Raises:
+            ValueError: there is no preset of that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"GPT2Config: no preset {name!r}; there are {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
+
+
+class Block(torch.nn.Module):
+    """A layer. Its additions to the residual stream are fused with the norms that follow them.
+
+    So that every addition has a norm beside it, a layer takes its input already normalised, and ends with the norm of
+    the next layer (or the final one).
+    """
+
+    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        C, bias = config.n_embd, config.bias
+        self.ln_1 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
+        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype)
+        self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
+        self.mlp = nn.MLP(C, bias, device, dtype)
+
+    def forward(
+        self, normed: Tensor, stream: Tensor, next_norm: nn.LayerNorm, cache: nn.KeyValueCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """``ln_1(stream)`` and ``stream`` (B, T, C) -> the same two after this layer, by ``next_norm``."""
+        normed, stream = _add_and_norm(self.attn(normed, cache), stream, self.ln_2)
+        return _add_and_norm(self.mlp(normed), stream, next_norm)
+
+
+def _add_and_norm(x: Tensor, stream: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """``norm(x + stream)`` and ``x + stream``."""
+    return functional.residual_layer_norm(x, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+
+
+class Transformer(torch.nn.Module):
+    """All of GPT-2 but its head."""
+
+    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        C = config.n_embd
+        self.wte = nn.Embedding(config.rows, C, device=device, dtype=dtype)
+        self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
+        self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
+        self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
+
+    def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
+        """Tokens (B, T) -> the final norm's output (B, T, C).
+
+        With caches, one a layer, the tokens are those that follow what is in them.
+        """
+        positions = self.wpe.weight if caches is None else self.wpe.weight[caches[0].length :]
+        stream = ops.encoder(tokens, self.wte.weight, positions)
+        layers = cast("list[Block]", list(self.h))
+        next_norms = [*(layer.ln_1 for layer in layers[1:]), self.ln_f]
+        normed = layers[0].ln_1(stream)
+        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+            normed, stream = layer(normed, stream, next_norm, None if caches is None else caches[i])
+        return normed
+
+
+class GPT2(torch.nn.Module):
+    """GPT-2 with a language-model head that is tied to the token embedding.
+
+    The embedding has Vp rows, of which the last Vp - V are 0 and take part in nothing. A state dict with any number
+    of rows from V on can be loaded, with or without ``lm_head.weight``.
+
+    Args:
+        config: the model's shape.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.transformer = Transformer(config, device, dtype)
+        self.lm_head = nn.Linear(config.n_embd, config.rows, bias=False, device=device, dtype=dtype)
+        self.lm_head.weight = self.transformer.wte.weight
+        self.register_load_state_dict_pre_hook(_fit_vocabulary)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """GPT-2's: N(0, 0.02), the two projections into the residual stream N(0, 0.02 / sqrt(2L)), biases 0."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, residual_std if name.endswith("c_proj.weight") else 0.02)
+            else:
+                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        self.lm_head.weight[self.config.vocab_size :].zero_()
+
+    # ---- the forward pass --------------------------------------------------------------------------------------------
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Logits of every position, and their mean cross-entropy with ``targets``.
+
+        Args:
+            tokens: (B, T), int64 or int32, T at most ``block_size``.
+            targets: (B, T), int64 or int32, -100 where there is none; None for no loss.
+            return_logits: False, with targets, computes the loss without ever holding all the logits.
+
+        Returns:
+            logits (B, T, V), a view of the padded (B, T, Vp), or None; loss, 0-dim float32 (float64 for float64), or
+            None.
+
+        Raises:
+            ValueError: tokens is not 2-dimensional or too long, or targets has another shape.
+            TypeError: tokens or targets has another dtype.
+        """
+        self._check(tokens, targets)
+        hidden = self.transformer(tokens)
+        if targets is not None and not return_logits:
+            loss = functional.linear_cross_entropy(
+                hidden, self.lm_head.weight, targets, vocab_size=self.config.vocab_size
+            )
+            return None, loss
+        padded = self.lm_head(hidden)
+        logits = padded[..., : self.config.vocab_size]
+        if targets is None:
+            return logits, None
+        flat = targets.reshape(-1)
+        losses, _ = ops.fused_classifier(padded.view(-1, self.config.rows), flat, self.config.vocab_size)
+        return logits, losses.sum() / (flat != -100).sum()
+
+    def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
+        for name, t in (("tokens", tokens), ("targets", targets)):
+            if t is not None and t.dtype not in (torch.int64, torch.int32):
+                raise TypeError(f"GPT2: {name} must be int64 or int32, got {t.dtype}")
+        if tokens.dim() != 2:
+            raise ValueError(f"GPT2: tokens must have shape (B, T), got {tuple(tokens.shape)}")
+        if tokens.shape[1] > self.config.block_size:
+            raise ValueError(f"GPT2: {tokens.shape[1]} tokens are more than block_size {self.config.block_size}")
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(
+                f"GPT2: targets must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(targets.shape)}"
+            )
+
+    # ---- generation --------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """``tokens`` with ``max_new_tokens`` more: :meth:`stream`, collected.
+
+        Returns:
+            (B, T + max_new_tokens), of tokens' dtype.
+        """
+        new = self.stream(tokens, max_new_tokens, temperature, top_k, generator)
+        return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
+
+    def stream(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """The continuation of ``tokens``, a (B,) tensor a step, as soon as it is known.
+
+        Keys and values of earlier tokens are kept, so that a step costs one token's work. Once there are more than
+        ``block_size`` tokens the oldest are dropped: every position then changes, so that each step runs the whole
+        window again.
+
+        Args:
+            tokens: (B, T), int64 or int32, T at least 1; of more than ``block_size`` the last ones are used.
+            max_new_tokens: how many steps.
+            temperature: what the logits are divided by; 0 always takes the likeliest token.
+            top_k: only the k likeliest tokens are drawn from; None draws from all.
+            generator: makes the draws reproducible; on the model's device. None is torch's own.
+
+        Raises:
+            ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, or top_k is
+                below 1.
+            TypeError: tokens has another dtype.
+        """
+        window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
+        self._check(window)
+        if tokens.shape[1] == 0:
+            raise ValueError("GPT2: generation starts from at least one token, got none")
+        if max_new_tokens < 0:
+            raise ValueError(f"GPT2: max_new_tokens must be at least 0, got {max_new_tokens}")
+        if temperature < 0:
+            raise ValueError(f"GPT2: temperature must be at least 0, got {temperature}")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"GPT2: top_k must be at least 1, got {top_k}")
+        return self._stream(window, max_new_tokens, temperature, top_k, generator)
+
+    @torch.no_grad()
+    def _stream(
+        self,
+        window: Tensor,
+        max_new_tokens: int,
+        temperature: float,
+        top_k: int | None,
+        generator: torch.Generator | None,
+    ) -> Iterator[Tensor]:
+        block_size = self.config.block_size
+        capacity = min(block_size, window.shape[1] + max_new_tokens)
+        caches = [nn.KeyValueCache(capacity) for _ in range(self.config.n_layer)]
+        unseen = window
+        for _ in range(max_new_tokens):
+            if window.shape[1] <= block_size:
+                hidden = self.transformer(unseen, caches)
+            else:
+                window = window[:, -block_size:]
+                hidden = self.transformer(window)
+            logits = self.lm_head(hidden[:, -1])[:, : self.config.vocab_size]
+            unseen = _draw(logits, temperature, top_k, generator).to(window.dtype)
+            window = torch.cat([window, unseen], dim=1)
+            yield unseen[:, 0]
+
+    # ---- on disk, and what it costs ----------------------------------------------------------------------------------
+
+    @classmethod
+    def from_checkpoint(
+        cls, path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
+    ) -> "GPT2":
+        """The model in a ``.safetensors`` or llm.c ``.bin`` file, or in a training state.
+
+        Args:
+            path: the file.
+            device: where to; the CPU when None.
+            dtype: what to convert to; the file's when None.
+
+        Raises:
+            ValueError: the file is damaged or of another kind.
+        """
+        from gptkernels.checkpoint import load_model
+
+        config, state = load_model(path)
+        model = cls(GPT2Config(**config), device=device, dtype=dtype or state["lm_head.weight"].dtype)
+        model.load_state_dict(state)
+        return model
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, whole or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
+
+        Raises:
+            ValueError: the format cannot hold the model.
+        """
+        from gptkernels.checkpoint import save_model
+
+        save_model(path, self.state_dict(), self.config)
+
+    def num_parameters(self) -> int:
+        """How many numbers are learnt; the padding of the vocabulary is not counted."""
+        padding = (self.config.rows - self.config.vocab_size) * self.config.n_embd
+        return sum(parameter.numel() for parameter in self.parameters()) - padding
+
+    def flops_per_token(self, length: int | None = None) -> int:
+        """Floating-point operations of a training step for each token, as PaLM's appendix B counts them.
+
+        Every weight of a matrix product takes part in 6 of them, and each layer's attention in 12 C times the
+        sequence's length (of which the causal mask would save half).
+
+        Args:
+            length: T; ``block_size`` when None.
+        """
+        config = self.config
+        length = config.block_size if length is None else length
+        embeddings = config.block_size * config.n_embd  # wte is the head's matrix too
+        return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
+
+
+def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing."""
+    wte, head = prefix + "transformer.wte.weight", prefix + "lm_head.weight"
+    V, Vp = model.config.vocab_size, model.config.rows
+    if wte in state_dict and head not in state_dict:
+        state_dict[head] = state_dict[wte]
+    for name in (wte, head):
+        weight = state_dict.get(name)
+        if weight is not None and weight.dim() == 2 and weight.shape[0] != Vp and weight.shape[0] >= V:
+            state_dict[name] = torch.cat([weight[:V], weight.new_zeros(Vp - V, weight.shape[1])])
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """(B, V) -> (B, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    return torch.multinomial(functional.softmax(logits, -1), 1, generator=generator)

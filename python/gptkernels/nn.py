@@ -1,0 +1,204 @@
+"""``torch.nn``'s layers on this package's kernels: the same constructors, state_dict keys, reprs and initialisation.
+
+Each class derives from torch's own and only replaces its forward (``MLP`` and ``CausalSelfAttention``, which torch does
+not have, carry nanoGPT's names). An option that no kernel serves raises a ValueError when the layer is made.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptkernels import functional
+
+__all__ = [
+    "GELU",
+    "MLP",
+    "CausalSelfAttention",
+    "CrossEntropyLoss",
+    "Embedding",
+    "KeyValueCache",
+    "LayerNorm",
+    "Linear",
+    "Softmax",
+]
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """:class:`torch.nn.LayerNorm`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., *normalized_shape) -> the same."""
+        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class GELU(torch.nn.GELU):
+    """:class:`torch.nn.GELU`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return functional.gelu(input, self.approximate)
+
+
+class Softmax(torch.nn.Softmax):
+    """:class:`torch.nn.Softmax`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return functional.softmax(input, self.dim, _stacklevel=5)
+
+
+class Linear(torch.nn.Linear):
+    """:class:`torch.nn.Linear`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        return functional.linear(input, self.weight, self.bias)
+
+
+class Embedding(torch.nn.Embedding):
+    """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse."""
+
+    @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        functional.refuse(
+            "Embedding",
+            padding_idx=self.padding_idx,
+            max_norm=self.max_norm,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) of int64 or int32 -> (..., embedding_dim)."""
+        return functional.embedding(
+            input,
+            self.weight,
+            self.padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """:class:`torch.nn.CrossEntropyLoss`, without class weights and label smoothing."""
+
+    @functools.wraps(torch.nn.CrossEntropyLoss.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        functional.refuse("CrossEntropyLoss", weight=self.weight, label_smoothing=self.label_smoothing or None)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Logits (V), (N, V) or (N, V, d1, ...), and classes of that shape without V."""
+        return functional.cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class MLP(torch.nn.Module):
+    """GPT-2's feed-forward layer with the tanh GELU, as one operator.
+
+    Args:
+        n_embd: C; the hidden layer has 4C.
+        bias: whether the two linear layers have one.
+        device: of the parameters.
+        dtype: of the parameters.
+    """
+
+    def __init__(self, n_embd: int, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.c_fc = Linear(n_embd, 4 * n_embd, bias, device, dtype)
+        self.c_proj = Linear(4 * n_embd, n_embd, bias, device, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., C) -> (..., C)."""
+        return functional.mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+
+
+class KeyValueCache:
+    """The keys and values of a layer's earlier tokens, for decoding a token at a time.
+
+    Args:
+        capacity: the most tokens it will hold.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._keys_values = torch.empty(0)  # (2, B, NH, capacity, HS), made when the first tokens come
+
+    def attend(self, qkv: Tensor, num_heads: int) -> Tensor:
+        """Add the tokens of ``qkv`` (B, T, 3C), and attend from them to all so far.
+
+        A whole prompt may be added to an empty cache; after that a token at a time. A single query sees every key:
+        it needs no causal mask, and is two small matrix products (torch's) around the softmax kernel.
+
+        Returns:
+            (B, T, C).
+
+        Raises:
+            ValueError: more tokens than the capacity, or several tokens on top of others.
+        """
+        B, T, C3 = qkv.shape
+        if self.length + T > self.capacity:
+            raise ValueError(f"KeyValueCache: {self.length} + {T} tokens are more than its capacity {self.capacity}")
+        if self.length and T != 1:
+            raise ValueError(f"KeyValueCache: one token at a time after the first call, got {T}")
+        # (3, B, NH, T, HS): heads before tokens, as the matrix products want them.
+        query, *key_value = qkv.view(B, T, 3, num_heads, C3 // 3 // num_heads).permute(2, 0, 3, 1, 4)
+        if not self.length:
+            self._keys_values = qkv.new_empty(2, B, num_heads, self.capacity, query.shape[-1])
+        for i in (0, 1):
+            self._keys_values[i, :, :, self.length : self.length + T] = key_value[i]
+        first = not self.length
+        self.length += T
+        if first:
+            return functional.causal_attention(qkv, num_heads)
+        keys, values = self._keys_values[:, :, :, : self.length]
+        probabilities = functional.softmax((query * query.shape[-1] ** -0.5) @ keys.transpose(-2, -1), -1)
+        return (probabilities @ values).transpose(1, 2).reshape(B, T, C3 // 3)
+
+
+class CausalSelfAttention(torch.nn.Module):
+    """Multi-head causal self-attention.
+
+    Args:
+        n_embd: C.
+        n_head: NH, which divides C.
+        bias: whether the two linear layers have one.
+        device: of the parameters.
+        dtype: of the parameters.
+
+    Raises:
+        ValueError: ``n_head`` does not divide ``n_embd``.
+    """
+
+    def __init__(
+        self, n_embd: int, n_head: int, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if n_embd % n_head:
+            raise ValueError(f"CausalSelfAttention: n_embd must be a multiple of n_head, got {n_embd} and {n_head}")
+        self.n_head = n_head
+        self.c_attn = Linear(n_embd, 3 * n_embd, bias, device, dtype)
+        self.c_proj = Linear(n_embd, n_embd, bias, device, dtype)
+
+    def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        qkv = self.c_attn(x)
+        if cache is None:
+            return self.c_proj(functional.causal_attention(qkv, self.n_head))
+        return self.c_proj(cache.attend(qkv, self.n_head))
+
+    def extra_repr(self) -> str:
+        """What the children don't show."""
+        return f"n_head={self.n_head}"

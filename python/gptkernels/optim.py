@@ -1,0 +1,234 @@
+"""AdamW (Loshchilov & Hutter, 2019) and gradient clipping on this package's kernels."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptkernels.ops._register import ops
+
+__all__ = ["AdamW", "clip_grad_norm_"]
+
+
+class AdamW(torch.optim.AdamW):
+    """:class:`torch.optim.AdamW`: one launch for all parameters of a group, a dtype and a device.
+
+    It takes torch's arguments and param groups, and each loads the other's state dict. The host never waits for the
+    device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
+    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 copy that is updated in its stead
+    (state key ``master_param``); its moments are then float32 too.
+
+    Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
+    back, and skips the step when one is not finite.
+
+    Args:
+        params: parameters, or groups of them with their own options.
+        lr: learning rate, a float or a tensor of one element (on the parameters' device a CUDA graph can replay it).
+        betas: decay of the two moments, floats.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, times lr a step.
+        amsgrad: False; no kernel serves it.
+        maximize: go up instead of down.
+        foreach: without effect.
+        capturable: without effect.
+        differentiable: False; no kernel serves it.
+        fused: without effect.
+        master_weights: keep float32 copies of the float16 and bfloat16 parameters.
+
+    Raises:
+        ValueError: an option out of range, or one that no kernel serves.
+    """
+
+    _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        master_weights: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )
+        self.defaults["master_weights"] = master_weights
+        for group in self.param_groups:
+            group.setdefault("master_weights", master_weights)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; refuses the options that no kernel serves."""
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Complete what torch's AdamW, or an earlier version, saved."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            _check_options(group)
+            group.setdefault("master_weights", self.defaults.get("master_weights", False))
+        for parameter, state in self.state.items():
+            if "step" in state:  # torch keeps it on the CPU unless it is fused or capturable
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which rounds all state to the parameter's dtype; what was float32 here stays float32."""
+        super().load_state_dict(state_dict)
+        saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
+        parameters = (p for group in self.param_groups for p in group["params"])
+        for i, parameter in zip(saved_ids, parameters, strict=True):
+            saved = state_dict["state"].get(i, {})
+            if "master_param" in saved:
+                for name in ("master_param", "exp_avg", "exp_avg_sq"):
+                    self.state[parameter][name] = saved[name].to(parameter.device, torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss again and returns it.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in _alike(group["params"]):
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """One launch: the parameters have one device and dtype."""
+        device = parameters[0].device
+        masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
+        states = [self._state(parameter, masters) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
+        grad_scale, found_inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
+        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # a skipped step doesn't count
+        lr = _learning_rate(group["lr"], device)
+        beta1, beta2 = group["betas"]
+        ops.adamw_(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            steps,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+            maximize=group["maximize"],
+            master_params=[state["master_param"] for state in states] if masters else None,
+        )
+
+    def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
+        """The parameter's state, made when it is first updated."""
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            dtype = torch.float32 if master else parameter.dtype
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
+        if master and "master_param" not in state:
+            state["master_param"] = parameter.detach().float()
+            for name in ("exp_avg", "exp_avg_sq"):  # loaded from a run without masters
+                state[name] = state[name].float()
+        return state
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in ("amsgrad", "differentiable"):
+        if options.get(name):
+            raise ValueError(f"AdamW: {name}=True is not supported: gptkernels has no kernel for it")
+    if any(isinstance(beta, Tensor) for beta in options["betas"]):
+        raise ValueError("AdamW: betas must be floats, got a tensor")
+
+
+def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
+    """In float64 on the CPU, where the launch reads it; in float32 on the device, where the kernel does."""
+    if not isinstance(lr, Tensor):
+        return torch.tensor(lr, dtype=torch.float64)
+    return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
+
+
+def _alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters that have gradients, by device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
+            alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    return iter(alike.values())
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm.
+
+    The norm is a kernel that gives the same bits at every run; the gradients are then scaled, in place, by torch's
+    multi-tensor multiplication. The host waits for the device only for ``error_if_nonfinite``.
+
+    Args:
+        parameters: a parameter or several; those without a gradient are passed over.
+        max_norm: what the gradients' common norm is brought down to.
+        norm_type: 2; no kernel serves another.
+        error_if_nonfinite: raise when the norm is nan or infinite.
+        foreach: without effect.
+
+    Returns:
+        The norm before clipping, 0-dim float32.
+
+    Raises:
+        ValueError: for another ``norm_type``.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+    """
+    if norm_type != 2:
+        raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
+    grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    if not grads:
+        return torch.zeros(())
+    norms = [ops.global_norm(group) for group in by_device.values()]
+    total = norms[0] if len(norms) == 1 else ops.global_norm([norm.to(norms[0].device) for norm in norms])
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for device, group in by_device.items():
+        torch._foreach_mul_(group, scale.to(device))
+    return total

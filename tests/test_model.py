@@ -1,0 +1,483 @@
+import copy
+import dataclasses
+import math
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.nn import KeyValueCache
+from gptkernels.optim import AdamW
+from helpers import tolerance
+from reference_gpt2 import ReferenceGPT2
+
+CONFIG = GPT2Config(block_size=16, vocab_size=65, n_layer=3, n_head=2, n_embd=32)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+
+
+def pair(dtype=torch.float64, device="cpu", config=CONFIG):
+    """Our model and the reference with the same weights, larger than GPT-2's first ones so that every part matters."""
+    torch.manual_seed(3)
+    ours = GPT2(config, device, dtype)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.1)
+    reference = ReferenceGPT2(config).to(device, dtype)
+    reference.load_state_dict(ours.state_dict())
+    return ours, reference
+
+
+def batch(B=2, T=16, device="cpu", config=CONFIG):
+    tokens = torch.randint(config.vocab_size, (B, T + 1))
+    return tokens[:, :-1].clone().to(device), tokens[:, 1:].clone().to(device)
+
+
+def assert_same(ours, theirs, exact, dtype, name):
+    """Close to the reference; in low precision as near to the float64 result as the reference is."""
+    if dtype in (torch.float64, torch.float32):
+        torch.testing.assert_close(ours, theirs, **tolerance(dtype), msg=lambda text: f"{name}: {text}")
+        return
+    error, allowed = ((t.double() - exact).norm() for t in (ours, theirs))
+    assert error <= 1.5 * allowed + torch.finfo(dtype).eps * exact.norm(), f"{name}: {error} beside {allowed}"
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_vocabulary_is_padded():
+    assert GPT2Config().padded_vocab_size == 50304
+    assert GPT2Config(vocab_size=256).padded_vocab_size == 256
+    assert GPT2Config(vocab_size=257, padded_vocab_size=257).padded_vocab_size == 257
+    assert GPT2Config(**dataclasses.asdict(CONFIG)) == CONFIG
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        CONFIG.n_layer = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("gpt2", 124_439_808), ("gpt2-medium", 354_823_168), ("gpt2-large", 774_030_080), ("gpt2-xl", 1_557_611_200)],
+)
+def test_presets(name, parameters):
+    model = GPT2(GPT2Config.preset(name), device="meta")
+    assert model.num_parameters() == parameters
+    assert GPT2Config.preset(name, block_size=8).block_size == 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got 10 and 3"),
+        ({"dropout": 0.1}, "dropout must be 0, got 0.1"),
+        ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
+        ({"vocab_size": -5}, "vocab_size must be at least 1, got -5"),
+        ({"vocab_size": 100, "padded_vocab_size": 99}, "padded_vocab_size must be at least vocab_size 100, got 99"),
+    ],
+)
+def test_bad_configurations(fields, message):
+    with pytest.raises(ValueError, match=message):
+        GPT2Config(**fields)
+    with pytest.raises(ValueError, match="no preset 'gpt3'; there are gpt2,"):
+        GPT2Config.preset("gpt3")
+
+
+def test_flops():
+    """6 for each weight of a matrix product, and the attention."""
+    model = GPT2(CONFIG)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n) - 63 * 32
+    assert model.flops_per_token(10) == 6 * matrices + 12 * 3 * 32 * 10
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+@BIAS
+def test_parameter_names(bias):
+    config = dataclasses.replace(CONFIG, bias=bias)
+    model, reference = GPT2(config), ReferenceGPT2(config)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [p.shape for p in model.parameters()] == [p.shape for p in reference.parameters()]
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert model.transformer.h[0].attn.c_attn.weight.shape == (96, 32)
+
+
+def test_initialisation(device):
+    torch.manual_seed(0)
+    model = GPT2(dataclasses.replace(CONFIG, n_embd=128), device)
+    torch.manual_seed(1)
+    model.reset_parameters()
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        if name == "transformer.wte.weight":
+            assert not values[65:].any()
+            values = values[:65]
+        if name.endswith(".bias"):
+            assert not values.any()
+        elif parameter.dim() == 1:
+            assert values.eq(1).all()
+        else:
+            std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
+            assert values.std().item() == pytest.approx(std, rel=0.05)
+            assert abs(values.mean().item()) < 3 * std / math.sqrt(values.numel()) + 1e-4
+
+
+@pytest.mark.parametrize("rows", [65, 70, 128, 200])
+@pytest.mark.parametrize("head", [True, False])
+def test_loads_any_padding(rows, head):
+    model, _ = pair()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    wte = torch.full((rows, 32), 7.0, dtype=torch.float64)
+    wte[:65] = state["transformer.wte.weight"][:65]
+    state["transformer.wte.weight"] = wte
+    state["lm_head.weight"] = wte
+    if not head:
+        del state["lm_head.weight"]
+    again = GPT2(CONFIG, dtype=torch.float64)
+    before = set(state)
+    again.load_state_dict(state)
+    assert set(state) == before
+    assert again.lm_head.weight is again.transformer.wte.weight
+    assert torch.equal(again.lm_head.weight[:65], wte[:65])
+    assert rows == 128 or not again.lm_head.weight[65:].any()
+    tokens, targets = batch()
+    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])
+
+
+def test_does_not_load_a_smaller_vocabulary():
+    state = GPT2(dataclasses.replace(CONFIG, vocab_size=64, padded_vocab_size=64)).state_dict()
+    with pytest.raises(RuntimeError, match=r"size mismatch for transformer.wte.weight"):
+        GPT2(CONFIG).load_state_dict(state)
+
+
+def test_loads_inside_another_module():
+    outer = torch.nn.ModuleDict({"model": GPT2(CONFIG)})
+    state = outer.state_dict()
+    state["model.transformer.wte.weight"] = state["model.lm_head.weight"][:65]
+    del state["model.lm_head.weight"]
+    outer.load_state_dict(state)
+
+
+def test_copies_and_pickles_stay_tied():
+    model, _ = pair()
+    tokens, _ = batch()
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert again.lm_head.weight is again.transformer.wte.weight
+        assert torch.equal(again(tokens)[0], model(tokens)[0])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_checkpoints(suffix, tmp_path, device):
+    model, _ = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+    path = tmp_path / f"model{suffix}"
+    model.save_checkpoint(path)
+    again = GPT2.from_checkpoint(path, device)
+    assert again.config == model.config
+    assert next(again.parameters()).device == next(model.parameters()).device
+    # The padding is not kept; nothing depends on it.
+    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])
+    assert next(GPT2.from_checkpoint(path, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
+
+
+# ---- beside the reference --------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@BIAS
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_logits_loss_and_gradients(return_logits, bias, dtype, device):
+    ours, reference = pair(dtype, device, dataclasses.replace(CONFIG, bias=bias))
+    exact = copy.deepcopy(reference).double()
+    tokens, targets = batch(device=device)
+    targets[0, 3:6] = -100
+    logits, loss = ours(tokens, targets, return_logits=return_logits)
+    wanted, wanted_loss = reference(tokens, targets)
+    exact_logits, exact_loss = exact(tokens, targets)
+    if return_logits:
+        assert logits.shape == (2, 16, 65)
+        assert_same(logits, wanted, exact_logits, dtype, "logits")
+        assert_same(ours(tokens)[0], wanted, exact_logits, dtype, "logits without targets")
+    else:
+        assert logits is None
+    assert ours(tokens)[1] is None
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_same(loss.to(dtype), wanted_loss, exact_loss, dtype, "loss")
+    for result in (loss, wanted_loss, exact_loss):
+        result.backward()
+    for (name, a), b, c in zip(ours.named_parameters(), reference.parameters(), exact.parameters(), strict=True):
+        assert a.grad.dtype == dtype
+        assert_same(a.grad, b.grad, c.grad, dtype, f"gradient of {name}")
+    assert not ours.lm_head.weight.grad[65:].any()
+
+
+def test_logits_and_loss_are_differentiable_together(device):
+    ours, reference = pair(device=device)
+    tokens, targets = batch(device=device)
+    for model in (ours, reference):
+        logits, loss = model(tokens, targets)
+        (loss + logits.square().mean()).backward()
+    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 0), (0, 4)])
+def test_other_lengths(shape, device):
+    ours, reference = pair(device=device)
+    tokens, _ = batch(*shape, device=device)
+    torch.testing.assert_close(ours(tokens)[0], reference(tokens)[0])
+    torch.testing.assert_close(ours(tokens.int())[0], reference(tokens)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_twenty_steps_of_training(dtype, device):
+    ours, reference = pair(dtype, device)
+    batches = [batch(4, device=device) for _ in range(4)]
+
+    def curve(model, optimizer):
+        losses = []
+        for i in range(20):
+            optimizer.zero_grad()
+            _, loss = model(*batches[i % 4])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    found = curve(ours, AdamW(ours.parameters(), lr=3e-3))
+    wanted = curve(reference, torch.optim.AdamW(reference.parameters(), lr=3e-3))
+    assert found == pytest.approx(wanted, rel=1e-9 if dtype == torch.float64 else 1e-4)
+    assert found[-1] < found[0] - 0.5
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_autocast(return_logits, device):
+    ours, reference = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        _, loss = ours(tokens, targets, return_logits=return_logits)
+        _, wanted = reference(tokens, targets)
+    loss.backward()
+    wanted.backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, wanted.float(), **tolerance(torch.bfloat16))
+    for (name, a), b in zip(ours.named_parameters(), reference.parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        assert (a.grad - b.grad).norm() < 0.05 * b.grad.norm() + 1e-6, name
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_compile(return_logits, device):
+    ours, _ = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+
+    def step(tokens, targets):
+        return ours(tokens, targets, return_logits=return_logits)[1]
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    losses = compiled(tokens, targets), step(tokens, targets)
+    torch.testing.assert_close(*losses)
+    found, wanted = (torch.autograd.grad(loss, list(ours.parameters())) for loss in losses)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# ---- which operators run ---------------------------------------------------------------------------------------------
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().removesuffix(".default")
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self):
+        return {n.removeprefix("gptkernels::"): c for n, c in self.counts.items() if n.startswith("gptkernels::")}
+
+    def others(self):
+        return {n for n in self.counts if not n.startswith("gptkernels::")}
+
+
+BLOCKS = {
+    "encoder": 1,
+    "layernorm": 1,
+    "residual_layernorm": 6,
+    "attention": 3,
+    "mlp": 3,
+    "encoder_backward": 1,
+    "layernorm_backward": 1,
+    "residual_layernorm_backward": 6,
+    "attention_backward": 3,
+    "mlp_backward": 3,
+    "adamw_": 1,
+}
+VIEWS = {
+    "aten::view",
+    "aten::_unsafe_view",
+    "aten::detach",
+    "aten::alias",
+    "aten::slice.Tensor",
+    "aten::expand",
+    "aten::lift_fresh",
+}
+# The mean over the targets that count, and its gradient's seed.
+MEAN = {"aten::ne.Scalar", "aten::sum", "aten::ones_like"}
+# wte's gradient is the sum of the encoder's and the head's; the optimizer counts its steps.
+ACCUMULATION = {"aten::add.Tensor", "aten::add_.Tensor", "aten::_foreach_add_.Scalar"}
+PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_exit._RecordFunction"}
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_a_training_step_runs_on_our_kernels(return_logits, device):
+    """2L + 1 norms, of which 2L add to the residual stream; a linear layer before and after each attention."""
+    ours, _ = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+    optimizer = AdamW(ours.parameters())
+    ours(tokens, targets)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with Calls() as calls:
+        ours(tokens, targets, return_logits=return_logits)[1].backward()
+        optimizer.step()
+    if return_logits:
+        head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
+        others = MEAN | {"aten::div.Tensor"}
+    else:
+        head = {"linear": 7, "linear_backward": 7, "fused_classifier_": 1}
+        others = MEAN | {"aten::_to_copy", "aten::reciprocal", "aten::mul.Tensor"}
+    assert calls.kernels() == BLOCKS | head
+    assert calls.others() <= others | VIEWS | ACCUMULATION | PROFILER
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+@DTYPES
+@pytest.mark.parametrize("prompt", [1, 5, 16, 20])
+def test_cached_generation_is_the_full_forward(prompt, dtype, device):
+    """Also beyond block_size, where the window slides."""
+    ours, _ = pair(dtype, device)
+    tokens = torch.randint(65, (3, prompt), device=device)
+    found = ours.generate(tokens, 22, temperature=0)
+    assert torch.equal(found[:, :prompt], tokens)
+    window = tokens
+    for t in range(prompt, prompt + 22):
+        logits = ours(window[:, -16:])[0][:, -1].float()
+        # The likeliest token, or, in low precision, one whose logit differs by roundings.
+        chosen = logits.gather(1, found[:, t : t + 1])
+        slack = 0 if dtype != torch.bfloat16 else 0.05
+        assert (chosen + slack >= logits.max(-1, keepdim=True).values).all()
+        window = found[:, : t + 1]
+
+
+@DTYPES
+def test_cached_logits(dtype, device):
+    ours, _ = pair(dtype, device)
+    tokens = torch.randint(65, (3, 16), device=device)
+    with torch.no_grad():
+        expected = ours(tokens)[0]
+        caches = [KeyValueCache(16) for _ in range(3)]
+        parts = [ours.transformer(tokens[:, :6], caches)]
+        parts += [ours.transformer(tokens[:, t : t + 1], caches) for t in range(6, 16)]
+        found = ours.lm_head(torch.cat(parts, 1))[..., :65]
+    torch.testing.assert_close(found, expected, **tolerance(dtype))
+
+
+def test_generation_from_a_seed(device):
+    ours, _ = pair(torch.float32, device)
+    tokens = torch.randint(65, (2, 3), device=device, dtype=torch.int32)
+
+    def draw(seed, **options):
+        return ours.generate(tokens, 30, generator=torch.Generator(device).manual_seed(seed), **options)
+
+    assert draw(1).shape == (2, 33)
+    assert draw(1).dtype == torch.int32
+    assert draw(1).max() < 65
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
+    assert not torch.equal(draw(1), draw(1, temperature=3.0))
+    assert torch.equal(draw(1, top_k=1), ours.generate(tokens, 30, temperature=0))
+    assert torch.equal(draw(1, top_k=65), draw(1, top_k=1000))
+    torch.manual_seed(4)
+    once = ours.generate(tokens, 5)
+    torch.manual_seed(4)
+    assert torch.equal(ours.generate(tokens, 5), once)
+
+
+def test_generated_tokens_follow_the_distribution(device):
+    ours, _ = pair(torch.float32, device)
+    tokens = torch.tensor([[3, 1, 4]], device=device)
+    probabilities = (ours(tokens)[0][0, -1] / 0.7).topk(5)
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = ours.generate(tokens.expand(4000, -1), 1, 0.7, 5, generator)[:, -1]
+    expected = torch.zeros(65, device=device).index_put((probabilities.indices,), probabilities.values.softmax(-1))
+    torch.testing.assert_close(drawn.bincount(minlength=65) / 4000, expected, atol=0.03, rtol=0)
+
+
+def test_stream(device):
+    ours, _ = pair(torch.float32, device)
+    tokens = torch.randint(65, (2, 3), device=device)
+    steps = list(ours.stream(tokens, 4, temperature=0))
+    assert [step.shape for step in steps] == [(2,)] * 4
+    assert torch.equal(torch.stack(steps, 1), ours.generate(tokens, 4, temperature=0)[:, 3:])
+    assert not steps[0].requires_grad
+    assert torch.equal(ours.generate(tokens, 0), tokens)
+    assert torch.is_grad_enabled()
+    next(ours.stream(tokens, 4))
+    assert torch.is_grad_enabled()
+
+
+def test_a_cached_step_runs_on_our_kernels(device):
+    """All but the two matrix products of a single query."""
+    ours, _ = pair(torch.float32, device)
+    stream = ours.stream(torch.randint(65, (2, 3), device=device), 4, temperature=0)
+    next(stream)
+    with Calls() as calls:
+        next(stream)
+    expected = {"encoder": 1, "layernorm": 1, "residual_layernorm": 6, "softmax": 3, "mlp": 3, "linear": 7}
+    assert calls.kernels() == expected
+    assert calls.counts["aten::bmm"] == 6
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_tokens(device):
+    ours, _ = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+    with pytest.raises(ValueError, match="17 tokens are more than block_size 16"):
+        ours(torch.zeros(1, 17, dtype=torch.int64, device=device))
+    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\), got \(16,\)"):
+        ours(tokens[0])
+    with pytest.raises(TypeError, match=r"tokens must be int64 or int32, got torch.float32"):
+        ours(tokens.float())
+    with pytest.raises(TypeError, match=r"targets must be int64 or int32, got torch.int16"):
+        ours(tokens, targets.short())
+    with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \(2, 16\), got \(2, 15\)"):
+        ours(tokens, targets[:, :15])
+    if device.type == "cpu":
+        with pytest.raises(RuntimeError, match=r"65|128"):
+            ours(torch.full((1, 4), 128))
+
+
+def test_bad_generation(device):
+    ours, _ = pair(torch.float32, device)
+    tokens, _ = batch(device=device)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -1"):
+        ours.generate(tokens, -1)
+    with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
+        ours.stream(tokens, 3, temperature=-1)  # at once, not at the first token
+    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
+        ours.generate(tokens, 3, top_k=0)
+    with pytest.raises(ValueError, match="at least one token"):
+        ours.generate(tokens[:, :0], 3)
+    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\), got \(16,\)"):
+        ours.generate(tokens[0], 3)

@@ -1,0 +1,178 @@
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptkernels.nn as nn
+from helpers import randn, tolerance
+
+LAYERS = [
+    ("LayerNorm", (8,), {}, (3, 8)),
+    ("LayerNorm", ((4, 8),), {"eps": 1e-3}, (3, 4, 8)),
+    ("LayerNorm", (8,), {"bias": False}, (3, 8)),
+    ("LayerNorm", (8,), {"elementwise_affine": False}, (3, 8)),
+    ("GELU", (), {}, (3, 8)),
+    ("GELU", (), {"approximate": "tanh"}, (3, 8)),
+    ("Softmax", (-1,), {}, (3, 8)),
+    ("Softmax", (), {"dim": 0}, (3, 8)),
+    ("Linear", (8, 5), {}, (2, 3, 8)),
+    ("Linear", (8, 5), {"bias": False, "dtype": torch.float64}, (2, 3, 8)),
+    ("Embedding", (9, 4), {}, "tokens"),
+    ("CrossEntropyLoss", (), {}, "classes"),
+    ("CrossEntropyLoss", (), {"ignore_index": 2, "reduction": "sum"}, "classes"),
+]
+all_layers = pytest.mark.parametrize(("name", "args", "options", "shape"), LAYERS, ids=lambda value: str(value))
+
+
+def pair(name, args, options, device):
+    """Our layer and torch's, each made under the same seed."""
+    made = []
+    for module in (nn, torch.nn):
+        torch.manual_seed(5)
+        made.append(getattr(module, name)(*args, **options).to(device))
+    return made
+
+
+@all_layers
+def test_is_torchs_layer(name, args, options, shape, device):
+    ours, torchs = pair(name, args, options, device)
+    assert isinstance(ours, type(torchs))
+    assert repr(ours) == repr(torchs)
+    assert inspect.signature(type(ours)) == inspect.signature(type(torchs))
+    assert ours.state_dict().keys() == torchs.state_dict().keys()
+    for a, b in zip(ours.state_dict().values(), torchs.state_dict().values(), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@all_layers
+def test_computes_as_torchs_layer(name, args, options, shape, device):
+    ours, torchs = pair(name, args, options, device)
+    dtype = options.get("dtype", torch.float32)
+    if shape == "tokens":
+        inputs = (torch.randint(9, (2, 5), device=device),)
+    else:
+        inputs = (randn(*((6, 7) if shape == "classes" else shape), dtype=dtype, device=device, requires_grad=True),)
+    if shape == "classes":
+        inputs += (torch.arange(6, device=device),)
+    out, expected = ours(*inputs), torchs(*inputs)
+    torch.testing.assert_close(out, expected)
+    dout = randn(*out.shape, dtype=out.dtype, device=device)
+    for module, result in ((ours, out), (torchs, expected)):
+        leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+        module.found = torch.autograd.grad(result, leaves, dout)
+    for a, b in zip(ours.found, torchs.found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@all_layers
+def test_copies_and_pickles(name, args, options, shape, device):
+    ours, _ = pair(name, args, options, device)
+    for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(again) is type(ours)
+        assert repr(again) == repr(ours)
+
+
+def test_loads_torchs_state(device):
+    torchs = torch.nn.Linear(8, 5, device=device)
+    ours = nn.Linear(8, 5, device=device)
+    ours.load_state_dict(torchs.state_dict())
+    x = randn(3, 8, dtype=torch.float32, device=device)
+    torch.testing.assert_close(ours(x), torchs(x))
+
+
+def test_embedding_from_pretrained(device):
+    weight = randn(9, 4, dtype=torch.float32, device=device)
+    layer = nn.Embedding.from_pretrained(weight)
+    assert isinstance(layer, nn.Embedding)
+    assert not layer.weight.requires_grad
+    assert torch.equal(layer(torch.tensor([3, 1], device=device)), weight[[3, 1]])
+
+
+def test_softmax_without_dim_warns(device):
+    with pytest.warns(UserWarning, match="dim") as warned:
+        nn.Softmax()(randn(3, 8, dtype=torch.float32, device=device))
+    assert warned[0].filename == __file__ or "torch" in warned[0].filename
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "name"),
+    [
+        ("Embedding", {"padding_idx": 0}, "padding_idx"),
+        ("Embedding", {"max_norm": 1.0}, "max_norm"),
+        ("Embedding", {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ("Embedding", {"sparse": True}, "sparse"),
+        ("CrossEntropyLoss", {"weight": torch.ones(3)}, "weight"),
+        ("CrossEntropyLoss", {"label_smoothing": 0.1}, "label_smoothing"),
+    ],
+)
+def test_options_that_are_refused(layer, options, name):
+    args = (3, 4) if layer == "Embedding" else ()
+    with pytest.raises(ValueError, match=f"{layer}: the option {name} is not supported"):
+        getattr(nn, layer)(*args, **options)
+
+
+# ---- the layers that torch does not have -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_mlp(bias, device):
+    layer = nn.MLP(8, bias, device=device, dtype=torch.float64)
+    names = ["c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"]
+    assert list(layer.state_dict()) == [n for n in names if bias or not n.endswith("bias")]
+    assert layer.c_fc.weight.shape == (32, 8)
+    x = randn(2, 3, 8, dtype=torch.float64, device=device, requires_grad=True)
+    fc, proj = layer.c_fc, layer.c_proj
+    expected = F.linear(F.gelu(F.linear(x, fc.weight, fc.bias), approximate="tanh"), proj.weight, proj.bias)
+    same_with_gradients(layer(x), expected, (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_causal_self_attention(bias, device):
+    layer = nn.CausalSelfAttention(8, 2, bias, device=device, dtype=torch.float64)
+    names = ["c_attn.weight", "c_attn.bias", "c_proj.weight", "c_proj.bias"]
+    assert list(layer.state_dict()) == [n for n in names if bias or not n.endswith("bias")]
+    assert "n_head=2" in repr(layer)
+    x = randn(3, 5, 8, dtype=torch.float64, device=device, requires_grad=True)
+    qkv = F.linear(x, layer.c_attn.weight, layer.c_attn.bias)
+    q, k, v = qkv.view(3, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(3, 5, 8)
+    expected = F.linear(heads, layer.c_proj.weight, layer.c_proj.bias)
+    same_with_gradients(layer(x), expected, (x, *layer.parameters()))
+    with pytest.raises(ValueError, match="n_embd must be a multiple of n_head, got 8 and 3"):
+        nn.CausalSelfAttention(8, 3)
+
+
+def same_with_gradients(out, expected, leaves):
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (out, expected)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("prompt", [1, 4, 9])
+def test_key_value_cache(prompt, dtype, device):
+    layer = nn.CausalSelfAttention(8, 2, device=device, dtype=dtype)
+    x = randn(3, 9, 8, dtype=dtype, device=device)
+    with torch.no_grad():
+        expected = layer(x)
+        cache = nn.KeyValueCache(9)
+        parts = [layer(x[:, :prompt], cache)]
+        parts += [layer(x[:, t : t + 1], cache) for t in range(prompt, 9)]
+    assert cache.length == 9
+    torch.testing.assert_close(torch.cat(parts, 1), expected, **tolerance(dtype))
+
+
+def test_key_value_cache_bad_input(device):
+    layer = nn.CausalSelfAttention(8, 2, device=device)
+    x = randn(3, 9, 8, dtype=torch.float32, device=device)
+    cache = nn.KeyValueCache(4)
+    with pytest.raises(ValueError, match=r"0 \+ 9 tokens are more than its capacity 4"):
+        layer(x, cache)
+    layer(x[:, :2], cache)
+    with pytest.raises(ValueError, match="one token at a time after the first call, got 2"):
+        layer(x[:, 2:4], cache)

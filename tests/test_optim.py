@@ -1,0 +1,404 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptkernels.optim import AdamW, clip_grad_norm_
+from helpers import all_dtypes, randn, tolerance
+
+SHAPES = [(5, 7), (3,), (), (0, 4), (2, 3, 4), (1000,)]
+
+
+def parameters(dtype=torch.float64, device="cpu", seed=7):
+    torch.manual_seed(seed)
+    return [torch.nn.Parameter(randn(*shape, dtype=dtype, device=device)) for shape in SHAPES]
+
+
+def set_gradients(params, seed, scale=1.0):
+    torch.manual_seed(seed)
+    for p in params:
+        p.grad = randn(*p.shape, dtype=p.dtype, device=p.device, scale=scale)
+
+
+def train(optimizer, steps, first=0):
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for i in range(first, first + steps):
+        set_gradients(params, i)
+        optimizer.step()
+
+
+def assert_same(ours, torchs, **options):
+    for a, b in zip(ours, torchs, strict=True):
+        torch.testing.assert_close(a.detach(), b.detach(), **options)
+
+
+def pair(dtype=torch.float64, device="cpu", **options):
+    """Our optimizer and torch's with equal parameters."""
+    ours, torchs = parameters(dtype, device), parameters(dtype, device)
+    return AdamW(ours, **options), torch.optim.AdamW(torchs, **options), ours, torchs
+
+
+OPTIONS = [
+    {},
+    {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3},
+    {"weight_decay": 0.0},
+    {"maximize": True},
+    {"foreach": True},
+    {"fused": True},
+    {"capturable": False, "foreach": False},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_twenty_steps(options, dtype, device):
+    ours, torchs, our_params, torch_params = pair(dtype, device, **options)
+    train(ours, 20)
+    train(torchs, 20)
+    assert_same(our_params, torch_params)
+    for a, b in zip(our_params, torch_params, strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(ours.state[a][name].cpu(), torchs.state[b][name].cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_low_precision(dtype, device):
+    """torch's fused kernel also computes in float32; its other ones round every intermediate result."""
+    ours, torchs, our_params, torch_params = pair(dtype, device, lr=0.1, fused=True)
+    train(ours, 20)
+    train(torchs, 20)
+    assert_same(our_params, torch_params, **tolerance(dtype))
+    assert all(state["exp_avg"].dtype == dtype for state in ours.state.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights(dtype, device):
+    """Steps far below the parameters' rounding add up, exactly as in float32."""
+    ours = parameters(dtype, device)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    optimizer, reference = AdamW(ours, lr=1e-5, master_weights=True), torch.optim.AdamW(wide, lr=1e-5)
+    for i in range(20):
+        set_gradients(ours, i)
+        for p, w in zip(ours, wide, strict=True):
+            w.grad = p.grad.float()
+        optimizer.step()
+        reference.step()
+    for p, w in zip(ours, wide, strict=True):
+        state = optimizer.state[p]
+        torch.testing.assert_close(state["master_param"], w.detach())
+        torch.testing.assert_close(state["exp_avg"], reference.state[w]["exp_avg"])
+        assert torch.equal(p, state["master_param"].to(dtype))
+
+
+def test_master_weights_leave_wide_parameters_alone(device):
+    optimizer = AdamW(parameters(torch.float32, device), master_weights=True)
+    train(optimizer, 1)
+    assert all("master_param" not in state for state in optimizer.state.values())
+
+
+def test_param_groups(device):
+    ours, torchs = parameters(device=device), parameters(device=device)
+    optimizers = [
+        cls([{"params": p[:2], "weight_decay": 0.5}, {"params": p[2:4], "lr": 0.1}], lr=0.01)
+        for cls, p in ((AdamW, ours), (torch.optim.AdamW, torchs))
+    ]
+    for optimizer, p in zip(optimizers, (ours, torchs), strict=True):
+        optimizer.add_param_group({"params": p[4:], "betas": (0.5, 0.6)})
+        train(optimizer, 5)
+    assert_same(ours, torchs)
+    assert optimizers[0].param_groups[0].keys() - optimizers[1].param_groups[0].keys() == {"master_weights"}
+
+
+def test_parameters_without_gradient(device):
+    ours, torchs, our_params, torch_params = pair(device=device)
+    for optimizer, params in ((ours, our_params), (torchs, torch_params)):
+        set_gradients(params, 0)
+        params[1].grad = None
+        optimizer.step()
+        train(optimizer, 3)
+    assert_same(our_params, torch_params)
+    ours.zero_grad()
+    ours.step()  # nothing to do
+
+
+class Calls(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_one_launch_for_a_group_and_dtype(device):
+    first, second = parameters(torch.float32, device), parameters(torch.bfloat16, device)
+    optimizer = AdamW([{"params": first[:3] + second[:3]}, {"params": first[3:]}])
+    train(optimizer, 1)
+    set_gradients(first + second, 1)
+    with Calls() as calls:
+        optimizer.step()
+    assert calls.names.count("gptkernels::adamw_") == 3
+    # What else runs counts the steps, and makes the learning rate a tensor.
+    others = {name for name in calls.names if not name.startswith(("gptkernels::", "profiler::"))}
+    assert others <= {"aten::_foreach_add_.Scalar", "aten::lift_fresh", "aten::detach"}
+
+
+# ---- learning rates --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_learning_rate_as_a_tensor(shape, where, device):
+    place = device if where == "device" else "cpu"
+    params, reference = parameters(device=device), parameters(device=device)
+    lr = torch.full(shape, 0.25, device=place)
+    ours, torchs = AdamW(params, lr=lr), torch.optim.AdamW(reference, lr=0.25)
+    train(ours, 2)
+    train(torchs, 2)
+    lr.fill_(0.5)
+    torchs.param_groups[0]["lr"] = 0.5
+    train(ours, 2)
+    train(torchs, 2)
+    assert_same(params, reference)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_schedulers(as_tensor, device):
+    def schedule(cls, lr, params):
+        optimizer = cls(params, lr=lr)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [4])
+        for i in range(12):
+            set_gradients(params, i)
+            optimizer.step()
+            scheduler.step()
+        return scheduler.get_last_lr()
+
+    ours, torchs = parameters(device=device), parameters(device=device)
+    lr = torch.tensor(0.1, dtype=torch.float64) if as_tensor else 0.1
+    assert schedule(AdamW, lr, ours) == pytest.approx(schedule(torch.optim.AdamW, 0.1, torchs))
+    assert_same(ours, torchs)
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def saved(optimizer):
+    """The state dict after a trip through a file."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_state_dict_has_torchs_keys(device):
+    ours, torchs, _, _ = pair(device=device)
+    train(ours, 1)
+    train(torchs, 1)
+    a, b = ours.state_dict(), torchs.state_dict()
+    assert a["state"].keys() == b["state"].keys()
+    assert a["state"][0].keys() == b["state"][0].keys()
+    assert a["param_groups"][0].keys() - b["param_groups"][0].keys() == {"master_weights"}
+
+
+@pytest.mark.parametrize("fused", [None, True])
+@pytest.mark.parametrize("direction", ["from torch", "to torch", "to ours"])
+def test_state_dicts_are_exchanged(direction, fused, device):
+    before = torch.optim.AdamW if direction == "from torch" else AdamW
+    after = torch.optim.AdamW if direction == "to torch" else AdamW
+    params, reference = parameters(device=device), parameters(device=device)
+    first = before(params, lr=0.1, weight_decay=0.2, fused=fused)
+    train(first, 5)
+    second = after(params)
+    second.load_state_dict(saved(first))
+    assert second.param_groups[0]["lr"] == 0.1
+    train(second, 5, first=5)
+    whole = torch.optim.AdamW(reference, lr=0.1, weight_decay=0.2)
+    train(whole, 10)
+    assert_same(params, reference)
+
+
+def test_master_weights_are_saved_to_the_bit(device):
+    params, reference = (parameters(torch.bfloat16, device) for _ in range(2))
+    whole = AdamW(reference, lr=1e-4, master_weights=True)
+    train(whole, 6)
+    first = AdamW(params, lr=1e-4, master_weights=True)
+    train(first, 3)
+    second = AdamW(params)
+    second.load_state_dict(saved(first))
+    train(second, 3, first=3)
+    for a, b in zip(params, reference, strict=True):
+        assert torch.equal(a, b)
+        for name, value in whole.state[b].items():
+            assert second.state[a][name].dtype == value.dtype
+            assert torch.equal(second.state[a][name], value)
+
+
+def test_master_weights_after_a_run_of_torchs(device):
+    params = parameters(torch.bfloat16, device)
+    torchs = torch.optim.AdamW(params)
+    train(torchs, 2)
+    ours = AdamW(params, master_weights=True)
+    ours.load_state_dict(torchs.state_dict())
+    train(ours, 2, first=2)
+    state = ours.state[params[0]]
+    assert state["step"] == 4
+    assert all(state[name].dtype == torch.float32 for name in ("master_param", "exp_avg", "exp_avg_sq"))
+
+
+def test_deep_copy(device):
+    ours, _, params, _ = pair(torch.bfloat16, device, lr=0.1)
+    train(ours, 2)
+    again = copy.deepcopy(ours)
+    train(ours, 2, first=2)
+    train(again, 2, first=2)
+    assert_same(again.param_groups[0]["params"], params)
+
+
+def test_closure(device):
+    params = parameters(device=device)
+    optimizer = AdamW(params)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(p.square().sum() for p in params)
+        loss.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    assert first.requires_grad
+    assert optimizer.step(closure) < first
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["scaled", "unscaled first"])
+def test_grad_scaler(unscale, device):
+    def scaled(cls, fused):
+        params = parameters(torch.float32, device)
+        optimizer = cls(params, lr=0.1, fused=fused)
+        scaler = torch.amp.GradScaler(device.type, init_scale=64.0, growth_interval=2)
+        for i in range(8):
+            optimizer.zero_grad()
+            weights = [randn(*p.shape, dtype=p.dtype, device=device) for p in params]
+            loss = sum((p * w).sum() for p, w in zip(params, weights, strict=True))
+            scaler.scale(loss).backward()
+            if i in (0, 3):
+                params[0].grad[0, 0] = float("inf")
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return params, [optimizer.state[p]["step"].item() for p in params], scaler.get_scale()
+
+    torch.manual_seed(1)
+    params, steps, scale = scaled(AdamW, None)
+    torch.manual_seed(1)
+    expected, expected_steps, expected_scale = scaled(torch.optim.AdamW, True)
+    assert_same(params, expected)
+    assert steps == expected_steps == [6.0] * len(params)
+    assert scale == expected_scale
+
+
+def test_gradients_are_not_written_by_the_scaler(device):
+    params = parameters(torch.float32, device)
+    optimizer = AdamW(params)
+    scaler = torch.amp.GradScaler(device.type, init_scale=64.0)
+    scaler.scale(params[0].sum()).backward()
+    scaler.step(optimizer)
+    assert params[0].grad.eq(64).all()
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
+def test_options_that_are_refused(name):
+    params = parameters()
+    with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+        AdamW(params, **{name: True})
+    with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+        AdamW([{"params": params, name: True}])
+    torchs = torch.optim.AdamW(params, **{name: True})
+    with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+        AdamW(params).load_state_dict(torchs.state_dict())
+
+
+def test_bad_options():
+    params = parameters()
+    for options in ({"lr": -1.0}, {"eps": -1.0}, {"betas": (1.0, 0.9)}, {"weight_decay": -1.0}):
+        with pytest.raises(ValueError, match="Invalid"):
+            AdamW(params, **options)
+    with pytest.raises(ValueError, match="betas must be floats"):
+        AdamW(params, betas=(torch.tensor(0.9), torch.tensor(0.9)))
+    with pytest.raises(ValueError, match="1-element"):
+        AdamW(params, lr=torch.ones(2))
+
+
+def test_sparse_gradients_are_refused():
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    torch.nn.functional.embedding(torch.tensor([1]), weight, sparse=True).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse gradients are not supported"):
+        AdamW([weight]).step()
+
+
+# ---- clipping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@all_dtypes
+def test_clip_grad_norm(max_norm, dtype, device):
+    ours, torchs = parameters(dtype, device), parameters(dtype, device)
+    for params in (ours, torchs):
+        set_gradients(params, 0)
+        params[1].grad = None
+    total = clip_grad_norm_(iter(ours), max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(torchs, max_norm)
+    assert total.dim() == 0
+    options = tolerance(torch.float32 if dtype == torch.float64 else dtype)  # the norm is float32
+    torch.testing.assert_close(total.double(), expected.double(), **options)
+    found, wanted = ([p.grad for p in params if p.grad is not None] for params in (ours, torchs))
+    assert_same(found, wanted, **options)
+
+
+def test_clip_grad_norm_mixed_dtypes(device):
+    params = parameters(torch.float32, device) + parameters(torch.bfloat16, device)
+    set_gradients(params, 0)
+    expected = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    torch.testing.assert_close(clip_grad_norm_(params, 1.0).double(), expected, rtol=1e-5, atol=0)
+    clipped = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    torch.testing.assert_close(clipped, torch.ones_like(clipped), rtol=1e-2, atol=0)
+
+
+def test_clip_grad_norm_edges(device):
+    p = torch.nn.Parameter(torch.zeros(3, device=device))
+    assert clip_grad_norm_(p, 1.0) == 0
+    assert clip_grad_norm_([], 1.0) == 0
+    p.grad = torch.tensor([1.0, float("inf"), 2.0], device=device)
+    with pytest.raises(RuntimeError, match="norm is inf"):
+        clip_grad_norm_([p], 1.0, error_if_nonfinite=True)
+    assert clip_grad_norm_(p, 1.0).isinf()
+    with pytest.raises(ValueError, match="norm_type must be 2, got 1"):
+        clip_grad_norm_(p, 1.0, 1.0)
+
+
+def test_nothing_waits_for_the_device(device):
+    if device.type == "cpu":
+        pytest.skip("the CPU is the host")
+    params = parameters(torch.float32, device)
+    optimizer = AdamW(params, lr=0.1)
+    train(optimizer, 1)
+    set_gradients(params, 1)
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        clip_grad_norm_(params, 1.0)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
