@@ -306,7 +306,7 @@ def test_more_than_2_31_elements(device):
     out = ours(x, weight, bias)
     dx, dweight, dbias = ops.linear_backward(out, x, weight, [True] * 3)
     for part in (slice(0, 5), slice(rows - 5, rows)):
-        torch.testing.assert_close(out[part], torchs(x[part], weight, bias))
-        torch.testing.assert_close(dx[part], out[part] @ weight)
+        torch.testing.assert_close(out[part], torchs(x[part], weight, bias), **tolerance(torch.bfloat16))
+        torch.testing.assert_close(dx[part], out[part] @ weight, **tolerance(torch.bfloat16))
     torch.testing.assert_close(dbias.float(), out.float().sum(0), rtol=1e-2, atol=1.0)
     torch.testing.assert_close(dweight, out.T @ x, rtol=2e-2, atol=100.0)
