@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
+#include <type_traits>
 
 #include "math.h"
 #include "simd.h"
@@ -28,50 +28,11 @@ Status check_targets(const FusedClassifierForward<T>& p) {
   return {};
 }
 
-// softmax(x) = exp(x - max) / sum
-template <typename A>
-struct Normaliser {
-  A max;
-  A sum;
-};
-
-// NaN may be passed over here; it comes back in the sum.
-template <typename T>
-accumulate_t<T> max_of(const T* x, int64_t n) {
-  using A = accumulate_t<T>;
-  A max = -std::numeric_limits<A>::infinity();
-#pragma omp simd reduction(max : max)
-  for (int64_t i = 0; i < n; ++i) max = A(x[i]) > max ? A(x[i]) : max;
-  return max;
-}
-
-// One pass over memory: a block of the row, small enough for the L1 cache, is read for its maximum and again for its
-// sum, and the sum so far is rescaled where the maximum has grown. Adding up blocks also keeps the roundings of a long
-// row's sum few.
-template <typename T>
-Normaliser<accumulate_t<T>> normaliser(const T* x, int64_t n) {
-  using A = accumulate_t<T>;
-  constexpr int64_t kBlock = 4096;
-  constexpr A kLowest = -std::numeric_limits<A>::infinity();
-  A max = kLowest;
-  A sum = 0;
-  for (int64_t begin = 0; begin < n; begin += kBlock) {
-    const T* block = x + begin;
-    const int64_t size = std::min(kBlock, n - begin);
-    const A block_max = max_of(block, size);
-    if (block_max > max) {
-      sum *= exp(max - block_max);
-      max = block_max;
-    }
-    const A shift = max == kLowest ? A(0) : max;  // -inf - -inf would be no number
-    A block_sum = 0;
-#pragma omp simd reduction(+ : block_sum)
-    for (int64_t i = 0; i < size; ++i) block_sum += exp(A(block[i]) - shift);
-    sum += block_sum;
-  }
-  return {max, sum};
-}
-
+// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
+// gradient consist of, and that its sum, a little more than 1, would have rounded away.
+//
+// Where T is as wide as the arithmetic, dlogits holds the exponentials between the two walks; a narrower T would round
+// them, and they are computed again.
 template <typename T>
 void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -84,15 +45,32 @@ void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
     return;
   }
 
-  const auto [max, sum] = normaliser(x, p.vocab_size);
-  const A shifted = A(x[target]) - max;
+  const A largest = maximum<A>(p.vocab_size, [&](int64_t i) { return A(x[i]); });
+  const A at_target = A(x[target]) - largest;
+  const auto exponential = [&](int64_t i) { return exp(A(x[i]) - largest); };
+  const auto sum_of_others = [&](const auto& fn) {
+    return sum<A>(target, fn) +
+           sum<A>(p.vocab_size - target - 1, [&, after = target + 1](int64_t i) { return fn(after + i); });
+  };
+  A rest;
+  if constexpr (std::is_same_v<T, A>)
+    rest = sum_of_others([&](int64_t i) { return dlogits[i] = exponential(i); });
+  else
+    rest = sum_of_others(exponential);
+
+  const A total = exp(at_target) + rest;
   const A dloss = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
-  const A scale = dloss / sum;
-  p.losses[row] = std::log(sum) - shifted;
+  const A scale = dloss / total;
+  if constexpr (std::is_same_v<T, A>) {
 #pragma omp simd
-  for (int64_t i = 0; i < p.vocab_size; ++i) store(dlogits[i], exp(A(x[i]) - max) * scale);
-  store(dlogits[target], (exp(shifted) / sum - A(1)) * dloss);
+    for (int64_t i = 0; i < p.vocab_size; ++i) dlogits[i] *= scale;
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < p.vocab_size; ++i) store(dlogits[i], exponential(i) * scale);
+  }
+  store(dlogits[target], -(rest / total) * dloss);
   std::fill(dlogits + p.vocab_size, dlogits + p.width, T(0));
+  p.losses[row] = at_target == A(0) ? std::log1p(rest) : std::log(total) - at_target;
 }
 
 template <typename T>

@@ -14,19 +14,24 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward: reads the logits once, writes dlogits once; 2 * N * Vp * sizeof(T) bytes, and a target and a loss a row.
 //
-// The thread that holds a pack of columns is the only one that reads and writes these, so dlogits may take the place
-// of the logits. Columns V..Vp count as -inf and are written as 0.
+// The thread that holds a pack of columns is the only one that writes these, and but for the target's the only one that
+// reads them, so dlogits may take the place of the logits. Columns V..Vp count as -inf and are written as 0.
+//
+// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
+// gradient consist of, and that its sum, a little more than 1, would have rounded away.
 
 template <typename A>
 constexpr A kLowest = -std::numeric_limits<A>::infinity();
 
+// A pack of logits with -inf for the target and for padding.
 template <typename T, int kVec>
-__device__ void load_logits(accumulate_t<T> (&x)[kVec], const T* logits, int64_t column, int64_t vocab_size) {
+__device__ void load_others(accumulate_t<T> (&x)[kVec], const T* logits, int64_t column, int64_t target,
+                            int64_t vocab_size) {
   load_wide<kVec>(x, logits + column);
-  if (column + kVec <= vocab_size) return;
+  if (column + kVec <= vocab_size && (target < column || target >= column + kVec)) return;
 #pragma unroll
   for (int k = 0; k < kVec; ++k)
-    if (column + k >= vocab_size) x[k] = kLowest<accumulate_t<T>>;
+    if (column + k >= vocab_size || column + k == target) x[k] = kLowest<accumulate_t<T>>;
 }
 
 template <typename T, int kVec>
@@ -64,44 +69,50 @@ __device__ void scale_by(A (&x)[kVec], A factor) {
   for (int k = 0; k < kVec; ++k) x[k] *= factor;
 }
 
-// A row's target, which is read before the row is overwritten and brought in when its softmax is known.
+// A row's target: read before the row is overwritten, brought in when the other columns' sum is known.
 template <typename T, int kVec>
 class Target {
   using A = accumulate_t<T>;
 
  public:
   __device__ Target(const FusedClassifierForward<T>& p, int64_t row, const char* kernel) {
-    target_ =
+    column_ =
         p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row] : static_cast<const int32_t*>(p.targets)[row];
-    const bool outside = target_ < 0 || target_ >= p.vocab_size;
-    ignored_ = outside || target_ == p.ignore_index;
-    if (outside && target_ != p.ignore_index && threadIdx.x == 0)
+    const bool outside = column_ < 0 || column_ >= p.vocab_size;
+    ignored_ = outside || column_ == p.ignore_index;
+    if (outside && column_ != p.ignore_index && threadIdx.x == 0)
       device_fail(kernel, "a target is outside the vocabulary",
-                  "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target_),
+                  "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(column_),
                   static_cast<long long>(row), static_cast<long long>(p.vocab_size));
     if (ignored_) return;
-    mine_ = target_ / kVec % blockDim.x == threadIdx.x;
-    if (mine_) logit_ = widen(p.logits[row * p.width + target_]);
+    logit_ = widen(p.logits[row * p.width + column_]);
     dloss_ = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
+    __syncwarp();  // where the row is one warp's, nothing else keeps its stores behind this load
   }
 
   __device__ bool ignored() const { return ignored_; }
-  __device__ A dloss() const { return dloss_; }
+  __device__ int64_t column() const { return column_; }
 
-  // The thread that has stored the target's column stores it again, less the one.
-  __device__ void finish(const FusedClassifierForward<T>& p, int64_t row, A max, A sum) const {
-    if (!mine_) return;
+  // The largest logit of the row, from that of the other columns.
+  __device__ A largest(A of_others) const { return Max{}(of_others, logit_); }
+
+  // What the other columns' exponentials are multiplied by.
+  __device__ A scale(A max, A rest) const { return dloss_ / (exp(logit_ - max) + rest); }
+
+  // The thread that has stored the target's column stores it again.
+  __device__ void finish(const FusedClassifierForward<T>& p, int64_t row, A max, A rest) const {
+    if (column_ / kVec % blockDim.x != threadIdx.x) return;
     const A shifted = logit_ - max;
-    p.losses[row] = log(sum) - shifted;
-    p.dlogits[row * p.width + target_] = narrow<T>((exp(shifted) / sum - A(1)) * dloss_);
+    const A total = exp(shifted) + rest;
+    p.losses[row] = shifted == A(0) ? log1p(rest) : log(total) - shifted;
+    p.dlogits[row * p.width + column_] = narrow<T>(-(rest / total) * dloss_);
   }
 
  private:
-  int64_t target_;
+  int64_t column_;
   A logit_ = 0;
   A dloss_ = 0;
   bool ignored_;
-  bool mine_ = false;
 };
 
 template <int kVec, typename T>
@@ -136,21 +147,21 @@ __global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kRowArrays>)
     for (int i = 0; i < kItems; ++i) {
       const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
       if (column < p.width) {
-        load_logits<T, kVec>(x[i], p.logits + row * p.width, column, p.vocab_size);
+        load_others<T, kVec>(x[i], p.logits + row * p.width, column, target.column(), p.vocab_size);
         max = max_of(max, x[i]);
       }
     }
-    max = row_reduce<Max>(max, kLowest<A>);
+    max = target.largest(row_reduce<Max>(max, kLowest<A>));
 
-    A sum = 0;
+    A rest = 0;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) sum += exponentials(x[i], max);
+      if (column < p.width) rest += exponentials(x[i], max);
     }
-    sum = row_sum(sum);
+    rest = row_sum(rest);
 
-    const A scale = target.dloss() / sum;
+    const A scale = target.scale(max, rest);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
@@ -159,7 +170,7 @@ __global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kRowArrays>)
         store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x[i]);
       }
     }
-    target.finish(p, row, max, sum);
+    target.finish(p, row, max, rest);
   }
 }
 
@@ -170,7 +181,7 @@ __device__ void copy_to_shared(T* shared, const T* global) {
   if constexpr (kBytes >= 4)
     __pipeline_memcpy_async(shared, global, kBytes);
   else
-    store<kVec>(shared, load<kVec>(global));
+    *shared = *global;
 }
 
 // The row stays in shared memory, a block a row; a thread meets its own packs only, so the block waits for nothing but
@@ -196,26 +207,26 @@ __global__ void __launch_bounds__(1024) fused_classifier_forward_shared_kernel(c
     A x[kVec];
     A max = kLowest<A>;
     for (int64_t column = first; column < p.width; column += step) {
-      load_logits<T, kVec>(x, logits, column, p.vocab_size);
+      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
       max = max_of(max, x);
     }
-    max = row_reduce<Max>(max, kLowest<A>);
+    max = target.largest(row_reduce<Max>(max, kLowest<A>));
 
-    A sum = 0;
+    A rest = 0;
     for (int64_t column = first; column < p.width; column += step) {
-      load_logits<T, kVec>(x, logits, column, p.vocab_size);
-      sum += exponentials(x, max);
+      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
+      rest += exponentials(x, max);
     }
-    sum = row_sum(sum);
+    rest = row_sum(rest);
 
-    const A scale = target.dloss() / sum;
+    const A scale = target.scale(max, rest);
     for (int64_t column = first; column < p.width; column += step) {
-      load_logits<T, kVec>(x, logits, column, p.vocab_size);
+      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
       exponentials(x, max);
       scale_by(x, scale);
       store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
     }
-    target.finish(p, row, max, sum);
+    target.finish(p, row, max, rest);
   }
 }
 
@@ -236,7 +247,7 @@ __global__ void __launch_bounds__(1024) fused_classifier_forward_wide_kernel(con
     A own_max = kLowest<A>;
     A own_sum = 0;
     for (int64_t column = first; column < p.width; column += step) {
-      load_logits<T, kVec>(x, p.logits + row * p.width, column, p.vocab_size);
+      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
       const A pack_max = max_of(kLowest<A>, x);
       if (pack_max > own_max) {
         own_sum *= exp(own_max - pack_max);
@@ -244,17 +255,17 @@ __global__ void __launch_bounds__(1024) fused_classifier_forward_wide_kernel(con
       }
       own_sum += exponentials(x, own_max == kLowest<A> ? A(0) : own_max);  // -inf - -inf would be no number
     }
-    const A max = row_reduce<Max>(own_max, kLowest<A>);
-    const A sum = row_sum(own_sum == A(0) ? A(0) : own_sum * exp(own_max - max));
+    const A max = target.largest(row_reduce<Max>(own_max, kLowest<A>));
+    const A rest = row_sum(own_sum == A(0) ? A(0) : own_sum * exp(own_max - max));
 
-    const A scale = target.dloss() / sum;
+    const A scale = target.scale(max, rest);
     for (int64_t column = first; column < p.width; column += step) {
-      load_logits<T, kVec>(x, p.logits + row * p.width, column, p.vocab_size);
+      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
       exponentials(x, max);
       scale_by(x, scale);
       store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
     }
-    target.finish(p, row, max, sum);
+    target.finish(p, row, max, rest);
   }
 }
 

@@ -199,27 +199,3 @@ if _library.without_cuda_because:
 def flops(name: str, formula: Callable[..., int]) -> None:
     """Teach ``torch.utils.flop_counter`` the op: ``formula`` takes its arguments with shapes for the tensors."""
     register_flop_formula(getattr(ops, name))(formula)
-
-
-# ---- ops that write into an argument ---------------------------------------------------------------------------------
-
-
-def in_place(name: str) -> None:
-    """Count up the versions of the arguments that the op writes to, as torch's in-place ops do.
-
-    So a backward that has saved such an argument says that it was modified, instead of using the wrong values.
-    """
-    op = getattr(ops, name).default
-    arguments = op._schema.arguments
-    written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    places = {a.name: i for i, a in enumerate(arguments)}
-    below = torch._C._after_ADInplaceOrView_keyset
-
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        result = op.redispatch(keyset & below, *args, **kwargs)
-        for i, value in (*enumerate(args), *((places[key], value) for key, value in kwargs.items())):
-            if written[i] and value is not None:
-                torch.autograd.graph.increment_version(value)
-        return result
-
-    _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)

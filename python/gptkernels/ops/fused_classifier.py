@@ -8,7 +8,7 @@ need not be kept: in place they no longer exist.
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autograd, below_autograd, fake, in_place, ops
+from gptkernels.ops._register import autograd, below_autograd, fake, mutates, ops
 from gptkernels.ops.layernorm import accumulate_dtype
 
 
@@ -36,7 +36,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
     wide = accumulate_dtype(dlogits.dtype)
     kept = (targets != ignore_index).unsqueeze(-1)
     columns = targets.long().unsqueeze(-1).where(kept, 0)
-    p = dlogits.to(wide).scatter_add(-1, columns, kept.to(wide))
+    p = dlogits.to(wide) + torch.zeros_like(dlogits, dtype=wide).scatter(-1, columns, kept.to(wide))
     v = v.to(wide)
     return (p * (v - (p * v).sum(-1, keepdim=True))).to(dlogits.dtype)
 
@@ -66,8 +66,8 @@ class FusedClassifier(torch.autograd.Function):
         """Scale dlogits; of dlogits itself, by formula."""
         if ctx.scaled:
             raise RuntimeError(
-                "gptkernels::fused_classifier: autograd can not pass through a call with dlosses, whose dlogits already "
-                "is the gradient, scaled; call it without dlosses, or under torch.no_grad()"
+                "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
+                "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
             )
         dlogits, targets = ctx.saved_tensors
         found = None
@@ -146,4 +146,4 @@ fake("fused_classifier_backward", _fake_backward)
 autograd("fused_classifier", FusedClassifier)
 autograd("fused_classifier_", FusedClassifierInPlace)
 autograd("fused_classifier_backward", FusedClassifierBackward)
-in_place("fused_classifier_")
+mutates("fused_classifier_")

@@ -1,0 +1,559 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkernels  # noqa: F401
+from helpers import (
+    all_dtypes,
+    all_rows,
+    all_views,
+    all_widths,
+    as_view,
+    assert_as_exact_as_torch,
+    assert_same_bits,
+    double,
+    raises,
+    randn,
+    tolerance,
+)
+
+ops = torch.ops.gptkernels
+IGNORED = -100
+
+
+def wide(dtype):
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def torchs(logits, targets, vocab_size=-1, ignore_index=IGNORED):
+    """Torch in the losses' dtype, which for bfloat16 and float16 is stricter than torch in the logits'."""
+    used = logits.to(wide(logits.dtype))[..., : vocab_size if vocab_size != -1 else None].flatten(0, -2)
+    losses = F.cross_entropy(used, targets.flatten().long(), reduction="none", ignore_index=ignore_index)
+    return losses.view(targets.shape)
+
+
+def exact(logits, targets, vocab_size=-1, ignore_index=IGNORED):
+    """The formula, in float64."""
+    used = logits[..., : vocab_size if vocab_size != -1 else None]
+    kept = targets != ignore_index
+    at_target = used.gather(-1, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    return (used.logsumexp(-1) - at_target).where(kept, 0)
+
+
+def exact_confident(logits, targets):
+    """The losses of rows whose target has nearly all of the probability, without the digits that float64 loses."""
+    others = (logits - logits.gather(-1, targets.unsqueeze(-1))).scatter(-1, targets.unsqueeze(-1), float("-inf"))
+    return others.exp().sum(-1).log1p()
+
+
+def inputs(rows, width, dtype, device, vocab_size=-1, scale=1.0):
+    """Logits, targets of which every seventh is ignored, and the losses' gradients."""
+    targets = torch.randint(0, width if vocab_size == -1 else vocab_size, (rows,))
+    targets[6::7] = IGNORED
+    return (
+        randn(rows, width, dtype=dtype, device=device, scale=scale),
+        targets.to(device),
+        randn(rows, dtype=wide(dtype), device=device),
+    )
+
+
+def gradient(function, logits, targets, dlosses, *options):
+    leaf = logits.detach().requires_grad_()
+    return torch.autograd.grad(function(leaf, targets, *options), leaf, dlosses)[0]
+
+
+def ours(logits, targets, *options):
+    return ops.fused_classifier(logits, targets, *options)[0]
+
+
+def in_place(logits, targets, *options):
+    """(losses, dlogits), made in the memory of a copy in the same layout, as aligned or not."""
+    storage = torch.empty_like(
+        torch.as_strided(logits, (logits.untyped_storage().nbytes() // logits.itemsize,), (1,), 0)
+    )
+    copy = storage.as_strided(logits.shape, logits.stride(), logits.storage_offset()).copy_(logits)
+    losses = ops.fused_classifier_(copy, targets, *options)
+    return losses, copy
+
+
+def check(logits, targets, dlosses, *options):
+    """Losses, their gradient by each of its ways, and the in-place variant, against float64 and beside torch."""
+    losses, dlogits = ops.fused_classifier(logits, targets, *options)
+    assert_as_exact_as_torch(
+        losses, torchs(logits, targets, *options), exact(double(logits), targets, *options), "losses"
+    )
+    ones = torch.ones_like(dlosses)
+
+    def assert_gradient(found, dlosses, name):
+        assert_as_exact_as_torch(
+            found,
+            gradient(torchs, logits, targets, dlosses, *options),
+            gradient(exact, double(logits), targets, double(dlosses), *options),
+            name,
+        )
+
+    assert_gradient(dlogits, ones, "dlogits")
+    assert_gradient(gradient(ours, logits, targets, dlosses, *options), dlosses, "gradient")
+    defaults = (-1, IGNORED)[len(options) :]
+    same_losses, scaled = ops.fused_classifier(logits, targets, *options, *defaults, dlosses)
+    assert_gradient(scaled, dlosses, "dlogits scaled by dlosses")
+    assert torch.equal(same_losses.view(torch.uint8), losses.view(torch.uint8))
+    if logits.numel() == 0 or 0 not in logits.stride():
+        for (a, b), dloss in (((losses, dlogits), None), ((losses, scaled), dlosses)):
+            for x, y in zip(in_place(logits, targets, *options, *defaults, dloss), (a, b), strict=True):
+                torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@all_dtypes
+@all_widths
+@all_rows
+def test_matches_float64(rows, width, dtype, device):
+    check(*inputs(rows, width, dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width"), [(1, 8), (5, 8), (7, 8), (8, 8), (9, 24), (250, 257), (50257, 50304), (131070, 131072)]
+)
+@all_dtypes
+def test_padded_columns_take_no_part(vocab_size, width, dtype, device):
+    logits, targets, dlosses = inputs(3, width, dtype, device, vocab_size)
+    targets[0] = vocab_size - 1
+    check(logits, targets, dlosses, vocab_size)
+    expected = ops.fused_classifier(logits, targets, vocab_size)
+    for junk in (float("nan"), float("inf"), 1e4):
+        logits[:, vocab_size:] = junk
+        losses, dlogits = ops.fused_classifier(logits, targets, vocab_size)
+        assert torch.equal(losses, expected[0])
+        assert torch.equal(dlogits, expected[1])
+        assert (dlogits[:, vocab_size:] == 0).all()
+    logits[:, 0] = float("nan")
+    assert (ops.fused_classifier(logits, targets, vocab_size)[1][:, vocab_size:] == 0).all()
+
+
+@pytest.mark.parametrize("width", [4096, 12288, 16384, 32768, 131072])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wherever_a_row_is_kept(width, dtype, device):
+    """On CUDA: registers, shared memory for one, two or more rows a multiprocessor, or nowhere."""
+    check(*inputs(9, width, dtype, device))
+    check(*inputs(2, width + 1, dtype, device))
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 5000])
+@all_dtypes
+def test_many_rows(rows, dtype, device):
+    check(*inputs(rows, 96, dtype, device))
+
+
+@pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 1000])
+def test_ignored_rows(ignore_index, device):
+    """Also where ignore_index is a word of the vocabulary, and whatever the row holds."""
+    logits, targets, dlosses = inputs(40, 33, torch.float32, device)
+    targets = targets.where(targets != IGNORED, ignore_index)
+    check(logits, targets, dlosses, -1, ignore_index)
+    ignored = targets == ignore_index
+    logits[ignored] = float("nan")
+    dlosses[ignored] = float("nan")
+    for dloss in (None, dlosses):
+        losses, dlogits = ops.fused_classifier(logits, targets, -1, ignore_index, dloss)
+        assert (losses[ignored] == 0).all()
+        assert (dlogits[ignored] == 0).all()
+    assert (gradient(ours, logits, targets, dlosses, -1, ignore_index)[ignored] == 0).all()
+
+
+@all_dtypes
+def test_all_rows_ignored(dtype, device):
+    logits, targets, dlosses = inputs(5, 33, dtype, device)
+    targets[:] = IGNORED
+    check(logits, targets, dlosses)
+    # The mean over no rows has an infinite gradient; torch's cross_entropy gives 0 for the logits, and so do we.
+    infinite = torch.full_like(dlosses, float("inf"))
+    assert (gradient(ours, logits, targets, infinite) == 0).all()
+    assert (ops.fused_classifier(logits, targets, -1, IGNORED, infinite)[1] == 0).all()
+
+
+@all_dtypes
+def test_int32_targets(dtype, device):
+    logits, targets, dlosses = inputs(40, 33, dtype, device)
+    check(logits, targets.int(), dlosses)
+
+
+@all_dtypes
+def test_one_dloss_for_all_rows(dtype, device):
+    logits, targets, _ = inputs(40, 33, dtype, device)
+    one = torch.tensor(1 / 40, dtype=wide(dtype), device=device)
+    expected = ops.fused_classifier(logits, targets, -1, IGNORED, one.repeat(40))
+    for dlosses in (one, one.expand(40)):
+        for a, b in zip(ops.fused_classifier(logits, targets, dlosses=dlosses), expected, strict=True):
+            assert torch.equal(a, b)
+    dlogits = ops.fused_classifier(logits, targets)[1]
+    assert torch.equal(
+        ops.fused_classifier_backward(one, dlogits), ops.fused_classifier_backward(one.repeat(40), dlogits)
+    )
+
+
+@all_views
+@all_dtypes
+def test_views(view, dtype, device):
+    logits, targets, dlosses = inputs(6, 40, dtype, device)
+    targets = as_view(targets.unsqueeze(-1), view).squeeze(-1)
+    check(as_view(logits, view), targets, as_view(dlosses.unsqueeze(-1), view).squeeze(-1))
+
+
+def test_in_place_writes_nothing_but_the_view(device):
+    logits, targets, _ = inputs(6, 40, torch.float32, device)
+    whole = torch.full((6, 81), 7.0, device=device)
+    view = whole[:, 1::2]
+    view.copy_(logits)
+    losses = ops.fused_classifier_(view, targets)
+    expected = ops.fused_classifier(logits, targets)
+    assert torch.equal(losses, expected[0])
+    assert torch.equal(view, expected[1])
+    assert (whole[:, ::2] == 7).all()
+
+
+def test_leading_shapes(device):
+    for shape in [(8,), (2, 8), (2, 3, 8), (2, 0, 8), (1, 2, 1, 2, 8)]:
+        logits = randn(*shape, dtype=torch.float32, device=device)
+        targets = torch.randint(0, 8, shape[:-1], device=device)
+        losses, dlogits = ops.fused_classifier(logits, targets)
+        assert losses.shape == shape[:-1]
+        assert dlogits.shape == shape
+        torch.testing.assert_close(losses, exact(logits, targets))
+        dlosses = randn(*shape[:-1], dtype=torch.float32, device=device)
+        scaled = ops.fused_classifier(logits, targets, dlosses=dlosses)[1]
+        torch.testing.assert_close(scaled, dlogits * dlosses.unsqueeze(-1))
+        torch.testing.assert_close(ops.fused_classifier_backward(dlosses, dlogits), scaled)
+        in_place_losses, in_place_dlogits = in_place(logits, targets)
+        assert torch.equal(in_place_losses, losses)
+        assert torch.equal(in_place_dlogits, dlogits)
+
+
+@all_dtypes
+def test_large_logits(dtype, device):
+    """A common offset costs no digits but those that the logits themselves have lost."""
+    logits, targets, dlosses = inputs(5, 768, torch.float64, device, scale=4)
+    check((logits + 1000).to(dtype), targets, dlosses.to(wide(dtype)))
+
+
+@pytest.mark.parametrize("width", [2, 768, 16384, 50304, 131072])
+@all_dtypes
+def test_confident_rows_keep_their_digits(width, dtype, device):
+    """Neither the loss, log(1 + little), nor the target's gradient, p - 1, loses what it consists of."""
+    for winner in (10, 15, 20, 40):
+        logits, targets, _ = inputs(5, width, dtype, device)
+        logits.scatter_(-1, targets.unsqueeze(-1), winner)
+        losses, dlogits = ops.fused_classifier(logits, targets)
+        expected = exact_confident(double(logits), targets)
+        torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=0)
+        if dtype in (torch.float64, torch.float32):
+            at_target = dlogits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).double()
+            torch.testing.assert_close(at_target, (-expected).expm1(), rtol=1e-5, atol=0)
+
+
+@all_dtypes
+def test_extremes(dtype, device):
+    biggest = torch.finfo(dtype).max
+    for scale in (torch.finfo(dtype).smallest_normal / 4, 300.0, biggest / 8, biggest):
+        logits, targets, dlosses = inputs(5, 127, torch.float64, "cpu")
+        logits = (logits.clamp(-1, 1) * scale).to(dtype).to(device)
+        check(logits, targets.to(device), dlosses.to(wide(dtype)).to(device))
+
+
+@pytest.mark.parametrize("width", [33, 9000, 131072])
+@all_dtypes
+def test_masked_logits_have_probability_zero(width, dtype, device):
+    """-inf nearly everywhere: a whole block or thread may see nothing else."""
+    logits, targets, dlosses = inputs(5, width, dtype, device)
+    logits[:, : width - 10] = float("-inf")
+    targets[:] = width - 1
+    check(logits, targets, dlosses)
+    assert (ops.fused_classifier(logits, targets)[1][:, : width - 10] == 0).all()
+    targets[2] = 0  # a masked target: the loss is infinite
+    check(logits, targets, dlosses)
+    assert ops.fused_classifier(logits, targets)[0][2] == float("inf")
+
+
+@pytest.mark.parametrize("width", [33, 9000, 131072])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+@all_dtypes
+def test_no_number_stays_in_its_row(value, width, dtype, device):
+    logits, targets, _ = inputs(5, width, dtype, device)
+    clean = ops.fused_classifier(logits, targets)
+    logits[2, 7] = value
+    if value == float("-inf"):
+        logits[2] = value  # a row of nothing else has no softmax
+    losses, dlogits = ops.fused_classifier(logits, targets)
+    assert losses[2].isnan()
+    assert dlogits[2].isnan().all()
+    keep = [0, 1, 3, 4]
+    assert torch.equal(losses[keep], clean[0][keep])
+    assert torch.equal(dlogits[keep], clean[1][keep])
+
+
+@all_dtypes
+def test_deterministic(dtype, device):
+    logits, targets, dlosses = inputs(500, 257, dtype, device)
+    assert_same_bits(lambda: ops.fused_classifier(logits, targets, -1, IGNORED, dlosses))
+    assert_same_bits(lambda: in_place(logits, targets))
+    assert_same_bits(lambda: ops.fused_classifier_backward(dlosses, logits))
+
+
+# ---- autograd -------------------------------------------------------------------------------------------------------
+
+
+def through_in_place(view):
+    """Losses and all that is left of the logits, as functions of what the logits were."""
+
+    def function(logits, targets, vocab_size):
+        made = logits * 1
+        losses = ops.fused_classifier_(made.view(-1, made.shape[-1]) if view else made, targets, vocab_size)
+        return losses, made, made.square()
+
+    return function
+
+
+@pytest.mark.parametrize("function", [ops.fused_classifier, through_in_place(False), through_in_place(True)])
+def test_gradcheck(function, device):
+    for rows, width, vocab_size in [(3, 7, -1), (1, 1, -1), (8, 6, 4)]:
+        logits, targets, _ = inputs(rows, width, torch.float64, device, vocab_size)
+        logits.requires_grad_()
+        assert torch.autograd.gradcheck(lambda x, t=targets, v=vocab_size: function(x, t, v), (logits,))
+        assert torch.autograd.gradgradcheck(lambda x, t=targets, v=vocab_size: function(x, t, v), (logits,))
+
+
+def test_gradcheck_backward(device):
+    dlogits = randn(3, 7, dtype=torch.float64, device=device, requires_grad=True)
+    for shape in ((3,), ()):
+        dlosses = randn(*shape, dtype=torch.float64, device=device, requires_grad=True)
+        assert torch.autograd.gradcheck(ops.fused_classifier_backward, (dlosses, dlogits))
+        assert torch.autograd.gradgradcheck(ops.fused_classifier_backward, (dlosses, dlogits))
+
+
+def test_third_derivative(device):
+    logits, targets, _ = inputs(2, 3, torch.float64, device)
+
+    def third(function):
+        x = logits.detach().requires_grad_()
+        derivative = function(x, targets).sum()
+        for _ in range(3):
+            (derivative,) = torch.autograd.grad(derivative.square().sum(), x, create_graph=True)
+        return derivative
+
+    torch.testing.assert_close(third(ours), third(exact))
+
+
+def test_with_dlosses_autograd_refuses(device):
+    logits, targets, dlosses = inputs(5, 8, torch.float32, device)
+    logits.requires_grad_()
+    losses, _ = ops.fused_classifier(logits, targets, dlosses=dlosses)
+    with raises("fused_classifier", "with dlosses is not differentiable", "torch.no_grad"):
+        losses.sum().backward()
+
+
+def test_in_place_counts_as_a_modification(device):
+    logits, targets, _ = inputs(5, 8, torch.float32, device)
+    version = logits._version
+    ops.fused_classifier_(logits, targets)
+    assert logits._version == version + 1
+    with torch.no_grad():
+        ops.fused_classifier_(logits, targets)
+    assert logits._version == version + 2
+
+    leaf = logits.detach().requires_grad_()
+    made = leaf * 1
+    saves_it = made.square().sum()
+    losses = ops.fused_classifier_(made, targets)
+    assert made._version == 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saves_it.backward()
+    made.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses.sum().backward()
+
+
+def test_in_place_on_a_leaf_is_refused(device):
+    logits, targets, _ = inputs(5, 8, torch.float32, device)
+    before = logits.clone()
+    logits.requires_grad_()
+    with raises("fused_classifier_", "a leaf Variable that requires grad is being used in an in-place operation"):
+        ops.fused_classifier_(logits, targets)
+    with raises("fused_classifier_", "a view of a leaf Variable that requires grad"):
+        ops.fused_classifier_(logits.view(5, 8), targets)
+    assert torch.equal(logits, before)
+    with torch.no_grad():
+        ops.fused_classifier_(logits, targets)
+    assert not torch.equal(logits, before)
+
+
+@all_dtypes
+def test_opcheck(dtype, device):
+    logits, targets, dlosses = inputs(4, 7, dtype, device)
+    torch.library.opcheck(ops.fused_classifier, (logits.clone().requires_grad_(), targets))
+    torch.library.opcheck(ops.fused_classifier, (logits.clone().requires_grad_(), targets.int() % 5, 5, 2))
+    torch.library.opcheck(ops.fused_classifier, (logits, targets, -1, IGNORED, dlosses))
+    torch.library.opcheck(ops.fused_classifier_, (logits.clone(), targets))
+    torch.library.opcheck(ops.fused_classifier_, (logits.clone(), targets, -1, IGNORED, dlosses))
+    dlogits = logits.requires_grad_()
+    for t in (dlosses, dlosses.sum()):
+        torch.library.opcheck(ops.fused_classifier_backward, (t.detach().requires_grad_(), dlogits))
+
+
+def test_compile(device):
+    logits, targets, dlosses = inputs(5, 33, torch.float32, device)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(logits, targets), ours(logits, targets))
+    torch.testing.assert_close(gradient(compiled, logits, targets, dlosses), gradient(ours, logits, targets, dlosses))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_compile_in_place(view, device):
+    logits, targets, dlosses = inputs(5, 33, torch.float32, device)
+    function = through_in_place(view)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(logits, targets, -1), function(logits, targets, -1), strict=True):
+        torch.testing.assert_close(a, b)
+    for output, grad in ((0, dlosses), (2, torch.ones_like(logits))):
+        found, expected = (
+            gradient(lambda *args, f=f, i=output: f(*args)[i], logits, targets, grad, -1) for f in (compiled, function)
+        )
+        torch.testing.assert_close(found, expected)
+    graph_input = logits.clone()
+    compiled = torch.compile(ops.fused_classifier_, fullgraph=True, backend="aot_eager")
+    expected = ops.fused_classifier(logits, targets)
+    assert torch.equal(compiled(graph_input, targets), expected[0])
+    assert torch.equal(graph_input, expected[1])
+
+
+def test_autocast_follows_cross_entropy(device):
+    """Float32 losses, with no float32 copy of the logits made for them."""
+    logits, targets, dlosses = inputs(5, 33, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        for x in (logits, logits.bfloat16()):
+            expected = F.cross_entropy(x, targets, reduction="none")
+            losses, dlogits = ops.fused_classifier(x, targets)
+            assert losses.dtype == expected.dtype == torch.float32
+            assert dlogits.dtype == x.dtype
+            torch.testing.assert_close(losses, expected)
+            expected = gradient(torchs, x, targets, dlosses)
+            torch.testing.assert_close(gradient(ours, x, targets, dlosses), expected, **tolerance(x.dtype))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(0, 40),
+    width=st.integers(1, 700),
+    padding=st.integers(0, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_shape(device, rows, width, padding, dtype):
+    torch.manual_seed(rows + width + padding)  # a failing example must fail again
+    check(*inputs(rows, width + padding, dtype, device, width), width)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [ops.fused_classifier, ops.fused_classifier_])
+def test_bad_input(op, device):
+    name = op._qualified_op_name.split("::")[1] + ":"
+    logits, targets, dlosses = inputs(5, 8, torch.float32, device)
+    with raises(name, "logits must have at least 1 dimension"):
+        op(logits.sum(), targets)
+    with raises(name, "logits must be float64", "int64"):
+        op(logits.long(), targets)
+    with raises(name, "logits must have at least 1 column", r"\(5, 0\)"):
+        op(logits[:, :0], targets)
+    with raises(name, "targets must be int64 or int32", "float32"):
+        op(logits, targets.float())
+    with raises(name, r"targets must have shape \(5\)", r"\(5, 1\)"):
+        op(logits, targets.unsqueeze(-1))
+    for vocab_size in (0, 9, -2):
+        with raises(name, "vocab_size must be from 1 to 8", f"got {vocab_size}"):
+            op(logits, targets, vocab_size)
+    with raises(name, "dlosses must be float32", "float64"):
+        op(logits, targets, dlosses=dlosses.double())
+    with raises(name, r"dlosses must have shape \(5\)", r"\(1\)"):
+        op(logits, targets, dlosses=dlosses[:1])
+
+
+def test_bad_input_backward(device):
+    dlogits, _, dlosses = inputs(5, 8, torch.bfloat16, device)
+    with raises("fused_classifier_backward", "dlogits must have at least 1 dimension"):
+        ops.fused_classifier_backward(dlosses, dlogits.sum())
+    with raises("fused_classifier_backward", "dlosses must be float32", "bfloat16"):
+        ops.fused_classifier_backward(dlosses.bfloat16(), dlogits)
+    with raises("fused_classifier_backward", r"dlosses must have shape \(5\)", r"\(4\)"):
+        ops.fused_classifier_backward(dlosses[:4], dlogits)
+
+
+def test_in_place_on_expanded_logits_is_refused(device):
+    logits, targets, _ = inputs(5, 8, torch.float32, device)
+    with raises("fused_classifier_", "logits is written in place", "share memory", "dimension 0 is expanded"):
+        ops.fused_classifier_(logits[:1].expand(5, 8), targets)
+
+
+@pytest.mark.parametrize("bad", [8, -1, -101, 2**40])
+@pytest.mark.parametrize("op", ["fused_classifier", "fused_classifier_"])
+def test_target_outside_the_vocabulary(op, bad, device):
+    if device.type == "cuda":
+        pytest.skip("a device-side assertion, tested by itself")
+    logits, targets, _ = inputs(50, 9, torch.float32, device, 8)
+    before = logits.clone()
+    targets[[47, 31, 40]] = bad
+    with raises(op, f"target {bad} at row 31 is outside the vocabulary of 8"):
+        getattr(ops, op)(logits, targets, 8)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("width", [9, 50304, 131072])
+def test_target_outside_the_vocabulary_on_cuda(width, device):
+    """In a process of its own, since the assertion ends all that a process may do on the device."""
+    if device.type == "cpu":
+        pytest.skip("the CPU's kernels answer with an error")
+    program = f"""
+import torch, gptkernels
+targets = torch.tensor([0, {width - 1}, 2], device="cuda")
+logits = torch.zeros(3, {width}, device="cuda")
+try:
+    torch.ops.gptkernels.fused_classifier(logits, targets, {width - 1})
+    torch.cuda.synchronize()
+except RuntimeError as error:
+    print("RuntimeError:", error)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    output = result.stdout + result.stderr
+    assert "RuntimeError: CUDA error: device-side assert triggered" in output
+    assert "fused_classifier_forward" in output
+    assert "a target is outside the vocabulary" in output
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    logits, targets, dlosses = inputs(5, 8, torch.float32, device)
+    with raises("fused_classifier", "targets is on cpu", "logits is on cuda"):
+        ops.fused_classifier(logits, targets.cpu())
+    with raises("fused_classifier", "dlosses is on cpu", "logits is on cuda"):
+        ops.fused_classifier(logits, targets, dlosses=dlosses.cpu())
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    rows, width, vocab_size = 50000, 50304, 50257
+    logits = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
+    targets = torch.randint(0, vocab_size, (rows,), device=device)
+    losses, dlogits = ops.fused_classifier(logits, targets, vocab_size)
+    scaled = ops.fused_classifier_backward(losses, dlogits)
+    for part in (slice(0, 5), slice(rows - 5, rows)):
+        check(logits[part].clone(), targets[part], losses[part], vocab_size)
+        expected = ops.fused_classifier(logits[part], targets[part], vocab_size)
+        assert torch.equal(losses[part], expected[0])
+        assert torch.equal(dlogits[part], expected[1])
+        assert torch.equal(scaled[part], ops.fused_classifier_backward(*expected))
+    assert torch.equal(ops.fused_classifier_(logits, targets, vocab_size), losses)
+    assert torch.equal(logits, dlogits)
