@@ -408,6 +408,7 @@ def _losses_and_gradients(
             dx[rows] = dx_part
         if dweight is not None:
             dweight += dweight_part
+        del logits  # before the next chunk's are made
     return losses, dx, dweight
 
 
