@@ -207,8 +207,10 @@ def test_misaligned(dtype, device):
     lists.exp_avgs = [as_view(t, "misaligned") for t in lists.exp_avgs]
     for grads in gradients:
         lists.step([as_view(grads[0], "misaligned")])
-    assert torch.equal(lists.params[0], plain.params[0])
-    assert torch.equal(lists.exp_avgs[0], plain.exp_avgs[0])
+    # On CUDA single elements and packs are compiled apart, and may fuse other multiplications and additions.
+    rtol = 0 if device.type == "cpu" else 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(lists.params[0], plain.params[0], rtol=rtol, atol=rtol)
+    torch.testing.assert_close(lists.exp_avgs[0], plain.exp_avgs[0], rtol=rtol, atol=rtol)
 
 
 def test_nothing_to_do(device):

@@ -32,6 +32,7 @@ def test_only_the_stable_abi(library):
     assert any(s.startswith("aoti_torch_") for s in symbols)
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
     assert [s for s in symbols if re.match(r"_?Py[A-Z]", s)] == []
+    assert [s for s in symbols if "gptkernels" in s] == [], "a launcher is declared and called but nowhere defined"
 
 
 def test_info():

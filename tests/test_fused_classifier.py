@@ -438,7 +438,8 @@ def test_autocast_follows_cross_entropy(device):
             losses, dlogits = ops.fused_classifier(x, targets)
             assert losses.dtype == expected.dtype == torch.float32
             assert dlogits.dtype == x.dtype
-            torch.testing.assert_close(losses, expected)
+            # On CUDA torch rounds the logarithms of bfloat16 logits to bfloat16 before the losses are float32.
+            torch.testing.assert_close(losses, expected, **tolerance(x.dtype))
             expected = gradient(torchs, x, targets, dlosses)
             torch.testing.assert_close(gradient(ours, x, targets, dlosses), expected, **tolerance(x.dtype))
 

@@ -12,6 +12,7 @@ from helpers import (
     all_views,
     as_view,
     assert_as_exact_as_torch,
+    assert_close_in_scale,
     assert_same_bits,
     double,
     gradients,
@@ -228,7 +229,7 @@ def test_any_shape(device, rows, inner, width, dtype):
     dout = randn(rows, width, dtype=dtype, device=device)
     torch.testing.assert_close(ours(*args), torchs(*args), **tolerance(dtype))
     for a, b in zip(gradients(ours, args, dout), gradients(torchs, args, dout), strict=True):
-        torch.testing.assert_close(a, b, **tolerance(dtype))
+        assert_close_in_scale(a, b, dtype)
 
 
 def test_bad_input(device):
@@ -306,7 +307,7 @@ def test_more_than_2_31_elements(device):
     out = ours(x, weight, bias)
     dx, dweight, dbias = ops.linear_backward(out, x, weight, [True] * 3)
     for part in (slice(0, 5), slice(rows - 5, rows)):
-        torch.testing.assert_close(out[part], torchs(x[part], weight, bias))
-        torch.testing.assert_close(dx[part], out[part] @ weight)
+        torch.testing.assert_close(out[part], torchs(x[part], weight, bias), **tolerance(torch.bfloat16))
+        torch.testing.assert_close(dx[part], out[part] @ weight, **tolerance(torch.bfloat16))
     torch.testing.assert_close(dbias.float(), out.float().sum(0), rtol=1e-2, atol=1.0)
     torch.testing.assert_close(dweight, out.T @ x, rtol=2e-2, atol=100.0)

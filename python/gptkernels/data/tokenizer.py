@@ -293,7 +293,7 @@ def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> 
             raise ValueError(f"{path}: token {token} has {len(text)} bytes, the format holds 1..255")
     fields = (1, tokenizer.vocab_size) if tokenizer.eot is None else (2, tokenizer.vocab_size, tokenizer.eot)
     with replace_file(path) as temporary, open(temporary, "wb") as file:
-        file.write(make_header(TOKENIZER_MAGIC, *fields))
+        file.write(make_header(TOKENIZER_MAGIC, *fields).data)
         for text in tokenizer.vocabulary:
             file.write(bytes([len(text)]) + text)
 

@@ -119,7 +119,7 @@ def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], voca
         raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
     count = 0
     with replace_file(path) as temporary, open(temporary, "wb") as file:
-        file.write(make_header())
+        file.write(make_header().data)
         for chunk in chunks:
             tokens = np.asarray(chunk)
             if tokens.size == 0:
@@ -134,7 +134,7 @@ def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], voca
         if count == 0:
             raise ValueError(f"{path}: no tokens to write")
         file.seek(0)
-        file.write(make_header(TOKENS_MAGIC, VERSION, count))
+        file.write(make_header(TOKENS_MAGIC, VERSION, count).data)
     return count
 
 
