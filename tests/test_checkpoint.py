@@ -512,7 +512,7 @@ def check(model, step):
         assert (tensor == step).all(), (name, step)
 
 
-step = 1
+step = previous = 1
 save(step)
 for _ in range(12):
     child = os.fork()
@@ -527,8 +527,10 @@ for _ in range(12):
     model = checkpoint.load_model(model_path)[1]
     step = state.trainer["step"]
     check(state.model, step)
-    check(model, model["transformer.wpe.weight"][0, 0])
-    assert model["transformer.wpe.weight"][0, 0] in (step - 1, step)
+    saved = model["transformer.wpe.weight"][0, 0]
+    check(model, saved)
+    assert previous <= saved <= step  # several children in a row may have been killed before this file's turn
+    previous = saved
 print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 """
 
