@@ -31,7 +31,7 @@ void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x) {
 // ABI.
 cublasHandle_t cublas() {
   void* handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
 
@@ -65,8 +65,7 @@ Tensor strided(const Matrix& m) {
   const int64_t strides[] = {m.batch_stride, m.row_stride, m.column_stride};
   const int skip = m.batches == 1 ? 1 : 0;
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(m.tensor.get(), 3 - skip, sizes + skip, strides + skip, m.offset, &handle));
+  check_shim(aoti_torch__reinterpret_tensor(m.tensor.get(), 3 - skip, sizes + skip, strides + skip, m.offset, &handle));
   return Tensor(handle);
 }
 
@@ -149,8 +148,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   const Matrix first = epilogue.pre_gelu ? matrix(*epilogue.pre_gelu) : out;
-  STABLE_TORCH_ERROR_CODE_CHECK(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias)
-                                              : product(first, a, b, epilogue.alpha));
+  check_shim(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias) : product(first, a, b, epilogue.alpha));
   if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
   if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
   if (epilogue.column_sums) column_sums(launcher, *epilogue.column_sums, out);

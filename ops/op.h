@@ -80,6 +80,11 @@ template <typename... Parts>
   throw std::runtime_error(text.str());
 }
 
+// What a C shim of LibTorch answers. (torch's own macro for this has had two names since 2.10.)
+inline void check_shim(AOTITorchError error) {
+  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
+}
+
 // ---- checks: op, argument, what it got, what it takes ---------------------------------------------------------------
 
 inline bool is_floating(ScalarType dtype) {
@@ -146,11 +151,10 @@ inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like)
   }
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  check_shim(aoti_torch_get_device_type(like.get(), &device_type));
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(),
-                                                         strides.data(), shim_dtype, device_type,
-                                                         like.get_device_index(), &handle));
+  check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), shim_dtype,
+                                      device_type, like.get_device_index(), &handle));
   return Tensor(handle);
 }
 
@@ -238,7 +242,7 @@ class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op), guard_(t.get_device_index()) {
     void* stream;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    check_shim(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
     stream_ = static_cast<Stream>(stream);
   }
   const char* op() const { return op_; }
@@ -262,7 +266,7 @@ class Launcher {
   const char* op() const { return op_; }
   Stream stream() const {
     return {[](int64_t begin, int64_t end, int64_t grain, Stream::Body body, void* context) {
-      STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, body, context));
+      check_shim(torch_parallel_for(begin, end, grain, body, context));
     }};
   }
   void check(const Status& status) const {

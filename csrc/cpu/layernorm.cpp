@@ -31,6 +31,7 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
   T* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
+  prefetch(x + p.width, p.width);  // the next row comes while this one is worked on
   const auto [rests, squares] = sum_two<A>(p.width, [&](int64_t i, A& rest, A& square) {
     const A d = A(x[i]) - mean;
     rest += d;

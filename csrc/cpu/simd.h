@@ -138,4 +138,12 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
+// Asks for n elements that are needed soon, such as the next row while this one is worked on; past the end of a tensor
+// it does nothing.
+template <typename T>
+inline void prefetch(const T* p, int64_t n) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t i = 0; i < n; i += kLine) __builtin_prefetch(p + i);
+}
+
 }  // namespace gptkernels::cpu

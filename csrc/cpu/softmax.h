@@ -32,6 +32,8 @@ template <typename T>
 inline void softmax_backward_row(T* dx, const T* dout, const T* out, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;
   const A dot = sum<A>(n, [&](int64_t i) { return A(dout[i]) * A(out[i]); });
+  prefetch(dout + n, n);
+  prefetch(out + n, n);
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) store(dx[i], A(out[i]) * (A(dout[i]) - dot) * scale);
 }

@@ -13,7 +13,7 @@ namespace {
 // A float32 mean is off by a rounding, as large as |mean| * 2^-24. The pass for the variance measures that rest too
 // (`rest`, the average of x - mean), so that an offset in x costs no digits.
 
-// x, or x + residual rounded to T, which goes to sum on its way.
+// x, or x + residual rounded to T.
 template <int kVec, typename T>
 __device__ void load_input(accumulate_t<T> (&x)[kVec], const LayernormForward<T>& p, int64_t i) {
   load_wide<kVec>(x, p.x + i);
@@ -22,7 +22,6 @@ __device__ void load_input(accumulate_t<T> (&x)[kVec], const LayernormForward<T>
   load_wide<kVec>(residual, p.residual + i);
 #pragma unroll
   for (int k = 0; k < kVec; ++k) x[k] = widen(narrow<T>(x[k] + residual[k]));
-  store_narrow<kVec>(p.sum + i, x);
 }
 
 template <typename A>
@@ -45,8 +44,8 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
 }
 
 template <typename T, int kVec>
-__device__ void write_normalised(const LayernormForward<T>& p, T* out, int64_t column, accumulate_t<T> (&x)[kVec],
-                                 const Moments<accumulate_t<T>>& m) {
+__device__ void normalise(const LayernormForward<T>& p, int64_t column, accumulate_t<T> (&x)[kVec],
+                          const Moments<accumulate_t<T>>& m) {
   using A = accumulate_t<T>;
   A weight[kVec], bias[kVec];
   if (p.weight) load_wide<kVec>(weight, p.weight + column);
@@ -56,7 +55,6 @@ __device__ void write_normalised(const LayernormForward<T>& p, T* out, int64_t c
     const A norm = (x[k] - m.mean - m.rest) * m.rstd;
     x[k] = (p.weight ? norm * weight[k] : norm) + (p.bias ? bias[k] : A(0));
   }
-  store_narrow<kVec>(out + column, x);
 }
 
 // The row stays in registers between the load and the store, so the variance is taken about the mean in a second pass
@@ -76,6 +74,13 @@ __global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
         load_input(x[i], p, row * p.width + column);
 #pragma unroll
         for (int k = 0; k < kVec; ++k) sum += x[i][k];
+      }
+    }
+    if (p.residual) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
+        if (column < p.width) store_narrow<kVec>(p.sum + row * p.width + column, x[i]);
       }
     }
     const A mean = row_sum(sum) / A(p.width);
@@ -98,7 +103,13 @@ __global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) write_normalised<T, kVec>(p, p.out + row * p.width, column, x[i], m);
+      if (column < p.width) normalise<T, kVec>(p, column, x[i], m);
+    }
+    // Apart from the loads of weights: the compiler moves none of them up over a store.
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
+      if (column < p.width) store_narrow<kVec>(p.out + row * p.width + column, x[i]);
     }
   }
 }
@@ -113,6 +124,7 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
     A sum = 0;
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_input(x, p, row * p.width + column);
+      if (p.residual) store_narrow<kVec>(p.sum + row * p.width + column, x);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) sum += x[k];
     }
@@ -132,7 +144,8 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
     write_statistics(p, row, m);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_wide<kVec>(x, x_row + column);
-      write_normalised<T, kVec>(p, p.out + row * p.width, column, x, m);
+      normalise<T, kVec>(p, column, x, m);
+      store_narrow<kVec>(p.out + row * p.width + column, x);
     }
   }
 }
