@@ -1,0 +1,19 @@
+"""The README's examples, run as they stand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).parent.parent / "README.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if README.exists() else []
+
+
+@pytest.mark.parametrize("example", range(len(EXAMPLES)))
+def test_example(example):
+    exec(compile(EXAMPLES[example], f"README.md, example {example + 1}", "exec"), {"__name__": "example"})
+
+
+def test_pages_exist():
+    for page in re.findall(r"\]\(([\w/.]+)\)", README.read_text()):
+        assert (README.parent / page).exists(), page
