@@ -83,5 +83,5 @@ endif
 	touch $@
 
 $(BUILT): $(SOURCES) $(STAMPS)/cublas
-	PATH="$(abspath .venv/bin):$$PATH" $(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
 	rm -f $(STAMPS)/built-* && touch $@

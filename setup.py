@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def version() -> str:
     return match.group(1)
 
 
+def environment() -> dict[str, str]:
+    """This one, with the programs of the running Python (cmake and ninja from PyPI) before the system's."""
+    return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
+
+
 class CMakeBuild(build_ext):
     """Runs CMake once for both libraries."""
 
@@ -55,9 +61,9 @@ class CMakeBuild(build_ext):
             f"-DGPTKERNELS_CUDA={cuda}",
             f"-DGPTKERNELS_OUTPUT={package / 'gptkernels' / 'lib'}",
         ]  # fmt: skip
-        subprocess.run(configure, check=True)
         jobs = os.environ.get("MAX_JOBS")
-        subprocess.run(["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])], check=True)
+        for command in (configure, ["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])]):
+            subprocess.run(command, check=True, env=environment())
 
     def get_outputs(self) -> list[str]:
         """Nothing beside what the package data names."""

@@ -30,7 +30,7 @@ def autograd(name: str, function: type[torch.autograd.Function]) -> None:
     apply = function.apply
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)):
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
         if len(args) + len(keywords) < len(defaults):  # the dispatcher drops trailing arguments at their defaults
