@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: a table of ours beside torch's kernels, checked by nobody's eye: run the tests for that."""
+"""``python -m benchmarks``: a table of ours beside torch's kernels. Whether they are right is the tests' part."""
 
 import argparse
 import importlib

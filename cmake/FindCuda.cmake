@@ -47,7 +47,6 @@ endfunction()
 
 macro(gptkernels_find_cublas)
   file(GLOB wheel_roots "${TORCH_PATH}/../nvidia/cu*" "${TORCH_PATH}/../nvidia/cublas")
-  set(roots ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} "${CUDA_TOOLKIT_ROOT}" ${wheel_roots})
   get_filename_component(nvcc_real "${CMAKE_CUDA_COMPILER}" REALPATH)
   get_filename_component(toolkit "${nvcc_real}/../.." ABSOLUTE)
   find_path(CUBLAS_INCLUDE cublasLt.h HINTS ${toolkit}/include ${toolkit}/targets/x86_64-linux/include

@@ -48,6 +48,11 @@ def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
 
 
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics: float32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """A backward's outputs with None where the mask asked for none."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))

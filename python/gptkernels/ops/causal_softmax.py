@@ -2,7 +2,7 @@
 
 import torch
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, fake, ops
+from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops
 
 
 def _fake(scores, scale=1.0):
@@ -49,7 +49,7 @@ class CausalSoftmaxBackward(torch.autograd.Function):
         diagonal dscores is constant.
         """
         dout, out = ctx.saved_tensors
-        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(out.dtype)
         g, dout, p = (t.tril().to(wide) for t in (g, dout, out))
         s, gp = (dout * p).sum(-1, keepdim=True), (g * p).sum(-1, keepdim=True)
         ddout = ctx.scale * p * (g - gp)

@@ -8,8 +8,7 @@ need not be kept: in place they no longer exist.
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autograd, below_autograd, fake, mutates, ops
-from gptkernels.ops.layernorm import accumulate_dtype
+from gptkernels.ops._register import accumulate_dtype, autograd, below_autograd, fake, mutates, ops
 
 
 def _fake_losses(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):

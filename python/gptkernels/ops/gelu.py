@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autograd, below_autograd, differentiate, fake, ops
-from gptkernels.ops.layernorm import accumulate_dtype
+from gptkernels.ops._register import accumulate_dtype, autograd, below_autograd, differentiate, fake, ops
 
 
 def _fake(x, *, approximate="tanh"):

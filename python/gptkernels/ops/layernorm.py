@@ -3,12 +3,16 @@
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, ops, present
-
-
-def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics: float32, float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from gptkernels.ops._register import (
+    accumulate_dtype,
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    ops,
+    present,
+)
 
 
 def _fake(x, weight, bias, eps=1e-5):

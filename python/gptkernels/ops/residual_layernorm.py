@@ -2,8 +2,17 @@
 
 import torch
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, ops, present
-from gptkernels.ops.layernorm import accumulate_dtype, backward_formula
+from gptkernels.ops._register import (
+    accumulate_dtype,
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    ops,
+    present,
+)
+from gptkernels.ops.layernorm import backward_formula
 
 
 def _fake(x, residual, weight, bias, eps=1e-5):

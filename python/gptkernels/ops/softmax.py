@@ -2,7 +2,7 @@
 
 import torch
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, fake, ops
+from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops
 
 
 def _fake(x):
@@ -43,7 +43,7 @@ class SoftmaxBackward(torch.autograd.Function):
     def backward(ctx, g):
         """By formula: out * (g - sum(g * out)) for dout, g * (dout - sum(dout * out)) - dout * sum(g * out) for out."""
         dout, out = ctx.saved_tensors
-        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        wide = accumulate_dtype(out.dtype)
         g, dout, p = g.to(wide), dout.to(wide), out.to(wide)
         s, gp = (dout * p).sum(-1, keepdim=True), (g * p).sum(-1, keepdim=True)
         return (p * (g - gp)).to(out.dtype), (g * (dout - s) - dout * gp).to(out.dtype)
