@@ -1,0 +1,100 @@
+// A row of a matrix in the registers of the threads that share it, and how many threads that are.
+//
+// threadIdx.x counts the threads of a row, threadIdx.y the rows of a block. A thread holds every blockDim.x-th pack, so
+// that neighbours hold neighbouring packs. They stay in the dtype of memory, which is half of float32's registers for
+// 16-bit types, and are widened anew in each pass.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+template <typename T, int kVec, int kItems>
+struct Row {
+  using A = accumulate_t<T>;
+  Packed<T, kVec> packs[kItems];
+
+  // The first column of a thread's pack i.
+  static __device__ int64_t column(int i) { return (int64_t(i) * blockDim.x + threadIdx.x) * kVec; }
+
+  // Every load is under way before anything waits for one: bandwidth is bytes in flight.
+  __device__ void load(const T* row, int64_t width) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (column(i) < width) packs[i] = cuda::load<kVec>(row + column(i));
+  }
+
+  __device__ void store(T* row, int64_t width) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (column(i) < width) cuda::store(row + column(i), packs[i]);
+  }
+
+  __device__ void fill(A value) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) packs[i].v[k] = narrow<T>(value);
+  }
+
+  // fn(i, x) with x the kVec elements of pack i, for the packs within the row.
+  template <typename Fn>
+  __device__ void each(int64_t width, const Fn& fn) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (column(i) >= width) continue;
+      A x[kVec];
+      widen(x, packs[i]);
+      fn(i, x);
+    }
+  }
+
+  // The same, and what fn leaves in x is what the row holds from then on.
+  template <typename Fn>
+  __device__ void update(int64_t width, const Fn& fn) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (column(i) >= width) continue;
+      A x[kVec];
+      widen(x, packs[i]);
+      fn(i, x);
+      packs[i] = narrow<T>(x);
+    }
+  }
+};
+
+// How many threads share a row and how many packs each of them holds.
+struct RowThreads {
+  int threads;  // whole warps
+  int items;    // 0: the row does not fit
+};
+
+// The fullest of the shapes with 1..kMaxItems packs a thread, and of equally full ones that with the fewest threads,
+// whose sums are the cheapest: 768 bfloat16 are 32 threads with 3 packs, 1600 are 224 with 1 (200 packs; 2 or 4 packs a
+// thread would leave 56 places empty), 8192 are 256 with 4.
+template <int kVec, int kMaxItems>
+RowThreads row_threads(int64_t width, int max_threads = 1024) {
+  const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
+  RowThreads best = {0, 0};
+  for (int items = kMaxItems; items >= 1; --items) {
+    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
+    if (threads > max_threads) continue;
+    if (best.items == 0 || threads * items < int64_t(best.threads) * best.items) best = {static_cast<int>(threads), items};
+  }
+  return best;
+}
+
+// Calls fn with `items`, 1..kMaxItems, as a type, so that it can size register arrays.
+template <int kMaxItems, typename Fn>
+void with_each_item(int items, const Fn& fn) {
+  if constexpr (kMaxItems > 1)
+    if (items != kMaxItems) return with_each_item<kMaxItems - 1>(items, fn);
+  fn(Items<kMaxItems>{});
+}
+
+}  // namespace gptkernels::cuda
