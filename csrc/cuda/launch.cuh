@@ -34,6 +34,23 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
+// The blocks of so many threads of this kernel that a multiprocessor of the current device holds at once, as a
+// persistent grid needs to know. Asked for again only when the device or the threads change.
+template <auto kKernel>
+int blocks_per_multiprocessor(unsigned threads) {
+  static std::atomic<uint64_t> known;  // device, threads, blocks
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t asked = uint64_t(device) << 48 | uint64_t(threads) << 16;
+  const uint64_t last = known.load(std::memory_order_relaxed);
+  if (last >> 16 == asked >> 16 && last != 0) return static_cast<int>(last & 0xFFFF);
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, static_cast<int>(threads), 0);
+  blocks = std::max(blocks, 1);
+  known.store(asked | static_cast<uint64_t>(blocks), std::memory_order_relaxed);
+  return blocks;
+}
+
 // How one row is laid over threads: `items` packs of kVec elements a thread, in registers. One warp a row with four
 // rows a block while that suffices, then a block a row.
 struct RowShape {

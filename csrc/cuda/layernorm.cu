@@ -1,7 +1,8 @@
+#include <cuda_pipeline_primitives.h>
+
 #include "../layernorm.h"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "partial_sums.cuh"
+#include "row.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -12,6 +13,111 @@ namespace {
 //
 // A float32 mean is off by a rounding, as large as |mean| * 2^-24. The pass for the variance measures that rest too
 // (`rest`, the average of x - mean), so that an offset in x costs no digits.
+
+template <typename A>
+struct Moments {
+  A mean, rest, rstd;
+};
+
+template <typename A>
+__device__ Moments<A> moments(A mean, A rests, A squares, int64_t width, double eps) {
+  const A rest = rests / A(width);
+  const A variance = squares / A(width) - rest * rest;
+  return {mean, rest, A(1) / sqrt(variance + A(eps))};
+}
+
+template <typename T>
+__device__ void write_statistics(const LayernormForward<T>& p, int64_t row, const Moments<accumulate_t<T>>& m) {
+  if (threadIdx.x != 0) return;
+  p.mean[row] = m.mean + m.rest;
+  p.rstd[row] = m.rstd;
+}
+
+// The input of one row as it comes from memory: x, and the residual where there is one.
+template <typename T, int kVec, int kItems, bool kResidual>
+struct Input {
+  Row<T, kVec, kItems> x;
+  Row<T, kVec, kResidual ? kItems : 1> residual;
+
+  __device__ void load(const LayernormForward<T>& p, int64_t row) {
+    x.load(p.x + row * p.width, p.width);
+    if constexpr (kResidual) residual.load(p.residual + row * p.width, p.width);
+  }
+
+  // x, or x + residual rounded to T, which is what is written as the sum.
+  __device__ void add(const LayernormForward<T>& p, int64_t row) {
+    if constexpr (kResidual) {
+      x.update(p.width, [&](int i, auto& x) {
+        accumulate_t<T> r[kVec];
+        widen(r, residual.packs[i]);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) x[k] += r[k];
+      });
+      x.store(p.sum + row * p.width, p.width);
+    }
+  }
+};
+
+template <typename T, int kVec, int kItems>
+__device__ Moments<accumulate_t<T>> moments_of(const Row<T, kVec, kItems>& row, int64_t width, double eps) {
+  using A = accumulate_t<T>;
+  A sum[1] = {};
+  row.each(width, [&](int, const A(&x)[kVec]) {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) sum[0] += x[k];
+  });
+  row_sums(sum, 0);
+  const A mean = sum[0] / A(width);
+  A about_mean[2] = {};  // sums of x - mean and of its square
+  row.each(width, [&](int, const A(&x)[kVec]) {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      about_mean[0] += x[k] - mean;
+      about_mean[1] += (x[k] - mean) * (x[k] - mean);
+    }
+  });
+  row_sums(about_mean, 1);
+  return moments(mean, about_mean[0], about_mean[1], width, eps);
+}
+
+constexpr int kForwardMaxItems = 4;
+constexpr int kForwardMaxThreads = 512;
+
+// A persistent grid: weight and bias are loaded once a thread, and the next row is on its way while this one is summed.
+// The row stays in registers between its load and its store, so the variance is taken about the mean in a second pass
+// that costs no memory traffic.
+template <typename T, int kVec, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kForwardMaxThreads) layernorm_forward_registers_kernel(const LayernormForward<T> p) {
+  using A = accumulate_t<T>;
+  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
+  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= p.rows) return;
+  Input<T, kVec, kItems, kResidual> input;
+  input.load(p, row);
+  Row<T, kVec, kItems> weight, bias;
+  weight.fill(1);
+  bias.fill(0);
+  if (p.weight) weight.load(p.weight, p.width);
+  if (p.bias) bias.load(p.bias, p.width);
+  for (; row < p.rows; row += stride) {
+    Input<T, kVec, kItems, kResidual> next;
+    if (row + stride < p.rows) next.load(p, row + stride);
+    weight.stay_packed();
+    bias.stay_packed();
+    input.add(p, row);
+    const Moments<A> m = moments_of(input.x, p.width, p.eps);
+    input.x.update(p.width, [&](int i, A(&x)[kVec]) {
+      A w[kVec], b[kVec];
+      widen(w, weight.packs[i]);
+      widen(b, bias.packs[i]);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) x[k] = (x[k] - m.mean - m.rest) * m.rstd * w[k] + b[k];
+    });
+    input.x.store(p.out + row * p.width, p.width);
+    write_statistics(p, row, m);
+    input = next;
+  }
+}
 
 // x, or x + residual rounded to T.
 template <int kVec, typename T>
@@ -24,97 +130,8 @@ __device__ void load_input(accumulate_t<T> (&x)[kVec], const LayernormForward<T>
   for (int k = 0; k < kVec; ++k) x[k] = widen(narrow<T>(x[k] + residual[k]));
 }
 
-template <typename A>
-struct Moments {
-  A mean, rest, rstd;
-};
-
-template <typename A>
-__device__ Moments<A> moments(A mean, A rests, A squares, int64_t width, double eps) {
-  const A rest = row_sum(rests) / A(width);
-  const A variance = row_sum(squares) / A(width) - rest * rest;
-  return {mean, rest, A(1) / sqrt(variance + A(eps))};
-}
-
-template <typename T>
-__device__ void write_statistics(const LayernormForward<T>& p, int64_t row, const Moments<accumulate_t<T>>& m) {
-  if (threadIdx.x != 0) return;
-  p.mean[row] = m.mean + m.rest;
-  p.rstd[row] = m.rstd;
-}
-
-template <typename T, int kVec>
-__device__ void normalise(const LayernormForward<T>& p, int64_t column, accumulate_t<T> (&x)[kVec],
-                          const Moments<accumulate_t<T>>& m) {
-  using A = accumulate_t<T>;
-  A weight[kVec], bias[kVec];
-  if (p.weight) load_wide<kVec>(weight, p.weight + column);
-  if (p.bias) load_wide<kVec>(bias, p.bias + column);
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    const A norm = (x[k] - m.mean - m.rest) * m.rstd;
-    x[k] = (p.weight ? norm * weight[k] : norm) + (p.bias ? bias[k] : A(0));
-  }
-}
-
-// The row stays in registers between the load and the store, so the variance is taken about the mean in a second pass
-// that costs no memory traffic.
-template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
-    layernorm_forward_registers_kernel(const LayernormForward<T> p) {
-  using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    A x[kItems][kVec];
-    A sum = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_input(x[i], p, row * p.width + column);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) sum += x[i][k];
-      }
-    }
-    if (p.residual) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-        if (column < p.width) store_narrow<kVec>(p.sum + row * p.width + column, x[i]);
-      }
-    }
-    const A mean = row_sum(sum) / A(p.width);
-
-    A rests = 0;
-    A squares = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) {
-          rests += x[i][k] - mean;
-          squares += (x[i][k] - mean) * (x[i][k] - mean);
-        }
-      }
-    }
-    const Moments<A> m = moments(mean, rests, squares, p.width, p.eps);
-    write_statistics(p, row, m);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) normalise<T, kVec>(p, column, x[i], m);
-    }
-    // Apart from the loads of weights: the compiler moves none of them up over a store.
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) store_narrow<kVec>(p.out + row * p.width + column, x[i]);
-    }
-  }
-}
-
-// Rows too wide for registers: a block a row, which reads the row three times, the second and third from L2.
+// Rows too wide for registers, or not made of whole packs: a block a row, which reads the row three times, the second
+// and third from L1 or L2.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const LayernormForward<T> p) {
   using A = accumulate_t<T>;
@@ -140,32 +157,51 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
         squares += (x[k] - mean) * (x[k] - mean);
       }
     }
-    const Moments<A> m = moments(mean, rests, squares, p.width, p.eps);
+    const Moments<A> m = moments(mean, row_sum(rests), row_sum(squares), p.width, p.eps);
     write_statistics(p, row, m);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_wide<kVec>(x, x_row + column);
-      normalise<T, kVec>(p, column, x, m);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        const A weight = p.weight ? widen(p.weight[column + k]) : A(1);
+        const A bias = p.bias ? widen(p.bias[column + k]) : A(0);
+        x[k] = (x[k] - m.mean - m.rest) * m.rstd * weight + bias;
+      }
       store_narrow<kVec>(p.out + row * p.width + column, x);
     }
   }
 }
 
+// Whole packs are worth a kernel for every number of packs a thread; float64 and odd layouts need only be right.
 template <typename T, int kVec>
+constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems : 1;
+
+template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  constexpr int kMaxItems = 8;
-  const RowShape shape = row_shape<T, kVec, kMaxItems>(p.width);
-  const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-  if (shape.items == 0) return layernorm_forward_wide_kernel<T, kVec><<<grid, shape.block, 0, stream>>>(p);
-  with_items<kMaxItems>(shape.items, [&](auto items) {
-    layernorm_forward_registers_kernel<T, kVec, items.value><<<grid, shape.block, 0, stream>>>(p);
+  const RowThreads row =
+      row_threads<kVec, kForwardMinItems<T, kVec>, kForwardMaxItems>(p.width, [](auto) { return kForwardMaxThreads; });
+  if (row.items == 0) {
+    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
+    return;
+  }
+  const dim3 block(row.threads, std::max(1, 128 / row.threads));
+  with_row_items<kForwardMinItems<T, kVec>, kForwardMaxItems>(row.items, [&](auto items) {
+    constexpr auto kKernel = layernorm_forward_registers_kernel<T, kVec, items.value, kResidual>;
+    const int64_t resident = int64_t(multiprocessors()) * blocks_per_multiprocessor<kKernel>(block.x * block.y);
+    kKernel<<<grid_size(std::min(ceil_div(p.rows, block.y), resident)), block, 0, stream>>>(p);
   });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Backward: reads x and dout once, writes dx once. With g = dout * weight and n = (x - mean) * rstd,
 //   dx = rstd * (g - avg(g) - n * avg(g * n)),   dweight = sum over rows of dout * n,   dbias = sum over rows of dout.
-// A persistent grid walks over the rows; a thread meets the same columns in every row, so it keeps their part of
-// dweight and dbias in registers, and writes it once, as one row of the workspace. A second kernel adds those rows.
+// A gradient `dresidual` that passes by the norm is read once and added to dx.
+//
+// One block a multiprocessor walks over the rows, several at a time. A thread meets the same columns in every row, so
+// it keeps their part of dweight and dbias in registers: they fill the register file, and the rows pass through shared
+// memory instead, where copies of the rows to come are always under way. A thread reads there what it has copied
+// itself, so nobody waits for anybody but for the two sums of a row. At the end a block adds up what its threads hold
+// and writes one row of partial sums; a second kernel adds those of all blocks, in order.
 
 // A product rounded by itself: fused into the subtraction of its own average it would leave a rest where there is none.
 __device__ float product(float a, float b) {
@@ -175,75 +211,167 @@ __device__ double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// Registers for partial sums and the row in hand bound the items a thread; wider rows take the `wide` kernels.
-constexpr int kBackwardMaxItems = 4;
-constexpr int kBackwardArrays = 4;  // norm, gradient, dweight, dbias
+constexpr int kStages = 3;  // rows in shared memory: one in hand, two on their way
+
+// Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
+// every one of memory and two accumulators an element, beside some 48 (float64: 96) for everything else.
+constexpr int kBackwardMaxItems = 3;
 
 template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kBackwardArrays>)
-    layernorm_backward_registers_kernel(const LayernormBackward<T> p) {
-  using A = accumulate_t<T>;
-  A dweight[kItems][kVec] = {};
-  A dbias[kItems][kVec] = {};
-  const int64_t lane = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int64_t lanes = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = lane; row < p.rows; row += lanes) {
-    const A mean = p.mean[row];
-    const A rstd = p.rstd[row];
-    A norm[kItems][kVec], gradient[kItems][kVec];
-    A sum_g = 0;
-    A sum_gn = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_wide<kVec>(norm[i], p.x + row * p.width + column);
-        load_wide<kVec>(gradient[i], p.dout + row * p.width + column);
-        A weight[kVec];
-        if (p.weight) load_wide<kVec>(weight, p.weight + column);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) {
-          norm[i][k] = (norm[i][k] - mean) * rstd;
-          dweight[i][k] += gradient[i][k] * norm[i][k];
-          dbias[i][k] += gradient[i][k];
-          if (p.weight) gradient[i][k] = product(gradient[i][k], weight[k]);
-          sum_g += gradient[i][k];
-          sum_gn += gradient[i][k] * norm[i][k];
-        }
-      }
-    }
-    if (p.dx == nullptr) continue;
-    const A avg_g = row_sum(sum_g) / A(p.width);
-    const A avg_gn = row_sum(sum_gn) / A(p.width);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        A dresidual[kVec] = {};
-        if (p.dresidual) load_wide<kVec>(dresidual, p.dresidual + row * p.width + column);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k)
-          gradient[i][k] = (gradient[i][k] - avg_g - norm[i][k] * avg_gn) * rstd + dresidual[k];
-        store_narrow<kVec>(p.dx + row * p.width + column, gradient[i]);
-      }
-    }
+constexpr int kBackwardMaxThreads = std::min<int>(
+    1024, 65536 / (12 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 2 * sizeof(accumulate_t<T>)) / 4) /
+              kWarp * kWarp);
+
+// A pack on its way into shared memory, past the registers; what is too small for that goes through them.
+template <int kVec, typename T>
+__device__ void copy_to_shared(T* shared, const T* global) {
+  if constexpr (kVec * sizeof(T) >= 4)
+    __pipeline_memcpy_async(shared, global, kVec * sizeof(T));
+  else
+    *shared = *global;
+}
+
+template <typename T, int kVec, int kItems, bool kResidual>
+struct BackwardRows {
+  static constexpr int kArrays = kResidual ? 3 : 2;
+  using R = Row<T, kVec, kItems>;
+  const LayernormBackward<T>& p;
+  T* shared;  // (kStages, blockDim.y, kArrays, C)
+
+  __device__ T* slot(int stage) const {
+    return shared + (int64_t(stage) * blockDim.y + threadIdx.y) * kArrays * p.width;
   }
-  if (p.workspace == nullptr) return;
-  A* partial = static_cast<A*>(p.workspace) + lane * 2 * p.width;  // (lanes, 2, C)
+
+  // Puts a row on its way. Rows beyond the last are empty copies, so that the stages can be counted.
+  __device__ void copy(int stage, int64_t row) const {
+    if (row < p.rows) {
+      T* to = slot(stage);
+      const int64_t from = row * p.width;
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        const int64_t column = R::column(i);
+        if (column >= p.width) continue;
+        copy_to_shared<kVec>(to + column, p.x + from + column);
+        copy_to_shared<kVec>(to + p.width + column, p.dout + from + column);
+        if constexpr (kResidual) copy_to_shared<kVec>(to + 2 * p.width + column, p.dresidual + from + column);
+      }
+    }
+    __pipeline_commit();
+  }
+};
+
+// A thread's sums, to or from a row (2, C).
+template <int kVec, typename A, int kItems>
+__device__ void write_sums(A* to, int64_t width, const A (&dweight)[kItems][kVec], const A (&dbias)[kItems][kVec]) {
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
     const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-    if (column < p.width) {
+    if (column >= width) continue;
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) {
-        partial[column + k] = dweight[i][k];
-        partial[p.width + column + k] = dbias[i][k];
-      }
+    for (int k = 0; k < kVec; ++k) {
+      to[column + k] = dweight[i][k];
+      to[width + column + k] = dbias[i][k];
     }
   }
 }
 
-// dx of rows too wide for registers: a block a row, which reads x and dout twice.
+template <int kVec, typename A, int kItems>
+__device__ void add_sums(A (&dweight)[kItems][kVec], A (&dbias)[kItems][kVec], const A* from, int64_t width) {
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
+    if (column >= width) continue;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      dweight[i][k] += from[column + k];
+      dbias[i][k] += from[width + column + k];
+    }
+  }
+}
+
+template <typename T, int kVec, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
+    layernorm_backward_shared_kernel(const LayernormBackward<T> p) {
+  using A = accumulate_t<T>;
+  using R = Row<T, kVec, kItems>;
+  extern __shared__ __align__(16) unsigned char shared_bytes[];
+  const BackwardRows<T, kVec, kItems, kResidual> rows{p, reinterpret_cast<T*>(shared_bytes)};
+  const int64_t step = int64_t(gridDim.x) * blockDim.y;
+  int64_t row = int64_t(threadIdx.y) * gridDim.x + blockIdx.x;
+  for (int stage = 0; stage < kStages - 1; ++stage) rows.copy(stage, row + stage * step);
+  R weight;
+  weight.fill(1);
+  if (p.weight) weight.load(p.weight, p.width);
+  A next_mean = row < p.rows ? p.mean[row] : A(0);
+  A next_rstd = row < p.rows ? p.rstd[row] : A(0);
+
+  A dweight[kItems][kVec] = {};
+  A dbias[kItems][kVec] = {};
+  int parity = 0;
+  for (int stage = 0; row < p.rows; row += step, stage = stage + 1 < kStages ? stage + 1 : 0, parity ^= 1) {
+    rows.copy(stage + kStages - 1 < kStages ? stage + kStages - 1 : stage - 1, row + (kStages - 1) * step);
+    const A mean = next_mean;
+    const A rstd = next_rstd;
+    if (row + step < p.rows) {
+      next_mean = p.mean[row + step];
+      next_rstd = p.rstd[row + step];
+    }
+    weight.stay_packed();
+    __pipeline_wait_prior(kStages - 1);
+    const T* x_row = rows.slot(stage);
+    const T* dout_row = x_row + p.width;
+    const auto load_pack = [&](int i, A(&norm)[kVec], A(&gradient)[kVec]) {
+      load_wide<kVec>(norm, x_row + R::column(i));
+      load_wide<kVec>(gradient, dout_row + R::column(i));
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) norm[k] = (norm[k] - mean) * rstd;
+    };
+    A sums[2] = {};  // of g and of g * n
+    weight.each(p.width, [&](int i, const A(&w)[kVec]) {
+      A norm[kVec], gradient[kVec];
+      load_pack(i, norm, gradient);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        dweight[i][k] += gradient[k] * norm[k];
+        dbias[i][k] += gradient[k];
+        const A g = product(gradient[k], w[k]);
+        sums[0] += g;
+        sums[1] += g * norm[k];
+      }
+    });
+    if (p.dx == nullptr) continue;
+    row_sums(sums, parity);
+    const A avg_g = sums[0] / A(p.width);
+    const A avg_gn = sums[1] / A(p.width);
+    weight.each(p.width, [&](int i, const A(&w)[kVec]) {
+      A norm[kVec], gradient[kVec], dresidual[kVec] = {};
+      load_pack(i, norm, gradient);
+      if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + p.width + R::column(i));
+#pragma unroll
+      for (int k = 0; k < kVec; ++k)
+        gradient[k] = (product(gradient[k], w[k]) - avg_g - norm[k] * avg_gn) * rstd + dresidual[k];
+      store_narrow<kVec>(p.dx + row * p.width + R::column(i), gradient);
+    });
+  }
+  if (p.workspace == nullptr) return;
+
+  // The upper half of the block's rows give their sums to the lower half until one is left.
+  __pipeline_wait_prior(0);
+  A* given = reinterpret_cast<A*>(shared_bytes);  // (blockDim.y / 2, 2, C), in the place of the rows
+  for (unsigned count = blockDim.y; count > 1;) {
+    const unsigned half = (count + 1) / 2;
+    __syncthreads();
+    A* slot = given + int64_t(threadIdx.y < half ? threadIdx.y : threadIdx.y - half) * 2 * p.width;
+    if (threadIdx.y >= half && threadIdx.y < count) write_sums<kVec>(slot, p.width, dweight, dbias);
+    __syncthreads();
+    if (threadIdx.y + half < count) add_sums<kVec>(dweight, dbias, slot, p.width);
+    count = half;
+  }
+  if (threadIdx.y == 0)
+    write_sums<kVec>(static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width, p.width, dweight, dbias);
+}
+
+// dx of rows too wide for shared memory: a block a row, which reads x and dout twice.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(1024) layernorm_backward_wide_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
@@ -302,61 +430,76 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
   partial[p.width + column] = dbias;
 }
 
-// Adds the workspace's rows, in order: threadIdx.x is a column of the (2 * C) wide workspace, the block's y threads
-// take every 8th row, then one of them adds the 8 sums.
-constexpr int kSumRows = 8;
-
-template <typename T>
-__global__ void layernorm_backward_sum_kernel(const LayernormBackward<T> p, int64_t partials) {
-  using A = accumulate_t<T>;
-  __shared__ A sums[kSumRows][kWarp];
-  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
-  const A* partial = static_cast<const A*>(p.workspace);
-  A sum = 0;
-  if (column < 2 * p.width)
-    for (int64_t row = threadIdx.y; row < partials; row += kSumRows) sum += partial[row * 2 * p.width + column];
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= 2 * p.width) return;
-  for (int row = 1; row < kSumRows; ++row) sum += sums[row][threadIdx.x];
-  T* out = column < p.width ? p.dweight : p.dbias;
-  if (out) out[column % p.width] = narrow<T>(sum);
-}
-
 // What a backward launches, and so how many rows of partial sums it writes.
 struct BackwardShape {
-  RowShape row;
+  RowThreads row;
+  dim3 block;
   unsigned grid;
+  int64_t shared_bytes;
   int64_t partials;
 };
 
 template <typename T, int kVec>
+constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems : 1;
+
+// The fullest shape whose rows fit into shared memory kStages times, with as many rows a block as its threads allow.
+template <typename T, int kVec, bool kResidual>
 BackwardShape backward_shape(int64_t rows, int64_t width) {
-  constexpr int kBlocksPerMultiprocessor = 4;
-  const RowShape row = row_shape<T, kVec, kBackwardMaxItems, kBackwardArrays>(width);
-  const int64_t blocks = std::min<int64_t>(ceil_div(rows, row.block.y), kBlocksPerMultiprocessor * multiprocessors());
-  const unsigned grid = grid_size(blocks);
-  if (row.items) return {row, grid, int64_t(grid) * row.block.y};
-  return {row, grid, std::clamp<int64_t>(rows / 16, 1, 64)};
+  BackwardShape shape = {row_threads<kVec, kBackwardMinItems<T, kVec>, kBackwardMaxItems>(
+                             width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; }),
+                         dim3(1024), grid_size(rows), 0, std::clamp<int64_t>(rows / 16, 1, 64)};
+  if (shape.row.items == 0) return shape;
+  with_row_items<kBackwardMinItems<T, kVec>, kBackwardMaxItems>(shape.row.items, [&](auto items) {
+    constexpr auto kKernel = layernorm_backward_shared_kernel<T, kVec, items.value, kResidual>;
+    const int64_t row_bytes = ceil_div((kResidual ? 3 : 2) * width * int64_t(sizeof(T)), 16) * 16;
+    const int64_t fitting = max_dynamic_shared_memory<kKernel>() / (kStages * row_bytes);
+    const int64_t most = shape.row.threads == kWarp ? kWarp : kMaxBlockRows;
+    const int64_t count = std::min({fitting, int64_t(kBackwardMaxThreads<T, kVec, items.value>) / shape.row.threads,
+                                    most, ceil_div(rows, multiprocessors())});
+    if (count == 0) {
+      shape.row.items = 0;
+      return;
+    }
+    shape.block = dim3(shape.row.threads, static_cast<unsigned>(count));
+    shape.grid = grid_size(std::min<int64_t>(ceil_div(rows, count), multiprocessors()));
+    shape.shared_bytes = kStages * count * row_bytes;
+    shape.partials = shape.grid;
+  });
+  return shape;
 }
 
-template <typename T, int kVec>
+template <int kVec, bool kResidual, typename T>
 void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  const BackwardShape shape = backward_shape<T, kVec>(p.rows, p.width);
+  const BackwardShape shape = backward_shape<T, kVec, kResidual>(p.rows, p.width);
   if (shape.row.items) {
-    with_items<kBackwardMaxItems>(shape.row.items, [&](auto items) {
-      layernorm_backward_registers_kernel<T, kVec, items.value><<<shape.grid, shape.row.block, 0, stream>>>(p);
+    with_row_items<kBackwardMinItems<T, kVec>, kBackwardMaxItems>(shape.row.items, [&](auto items) {
+      layernorm_backward_shared_kernel<T, kVec, items.value, kResidual>
+          <<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p);
     });
   } else {
-    if (p.dx) layernorm_backward_wide_kernel<T, kVec><<<shape.grid, shape.row.block, 0, stream>>>(p);
+    if (p.dx) layernorm_backward_wide_kernel<T, kVec><<<shape.grid, shape.block, 0, stream>>>(p);
     constexpr int kThreads = 128;
     const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(shape.partials));
     if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
   }
-  if (p.workspace) {
-    const unsigned grid = grid_size(ceil_div(2 * p.width, kWarp));
-    layernorm_backward_sum_kernel<T><<<grid, dim3(kWarp, kSumRows), 0, stream>>>(p, shape.partials);
-  }
+  if (p.workspace)
+    launch_partial_sums<T>({.first = p.dweight,
+                            .second = p.dbias,
+                            .partials = static_cast<const accumulate_t<T>*>(p.workspace),
+                            .count = shape.partials,
+                            .width = 2 * p.width,
+                            .split = p.width},
+                           stream);
+}
+
+template <int kVec, typename T>
+void launch_backward(const LayernormBackward<T>& p, Stream stream) {
+  return p.dresidual ? launch_backward<kVec, true>(p, stream) : launch_backward<kVec, false>(p, stream);
+}
+
+template <int kVec, typename T>
+void launch_forward(const LayernormForward<T>& p, Stream stream) {
+  return p.residual ? launch_forward<true, kVec>(p, stream) : launch_forward<false, kVec>(p, stream);
 }
 
 }  // namespace
@@ -365,17 +508,16 @@ template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
   if (packs<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
-    launch_forward<T, kPack<T>>(p, stream);
+    launch_forward<kPack<T>>(p, stream);
   else
-    launch_forward<T, 1>(p, stream);
+    launch_forward<1>(p, stream);
   return cudaGetLastError();
 }
 
-// The larger of the packed and the unpacked shape's need, since the pointers' alignment is not known yet.
+// One row of partial sums a block, of which there is at most one a multiprocessor or, for wide rows, 64.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  const int64_t partials =
-      std::max(backward_shape<T, kPack<T>>(rows, width).partials, backward_shape<T, 1>(rows, width).partials);
+  const int64_t partials = std::clamp<int64_t>(rows, 1, std::max(multiprocessors(), 64));
   return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
@@ -383,9 +525,9 @@ template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
   if (p.width == 0) return cudaSuccess;
   if (packs<T>(p.width, p.dx, p.dout, p.dresidual, p.x, p.weight))
-    launch_backward<T, kPack<T>>(p, stream);
+    launch_backward<kPack<T>>(p, stream);
   else
-    launch_backward<T, 1>(p, stream);
+    launch_backward<1>(p, stream);
   return cudaGetLastError();
 }
 

@@ -57,9 +57,9 @@ __device__ inline void row_barrier() {
 
 constexpr int kMaxBlockRows = 15;
 
-// Reduces kN values over threadIdx.x with one barrier, for rows of any number of warps beside any neighbours in y (at most
-// kMaxBlockRows of several warps). Reductions that follow each other on different `slot`s, 0 and 1 in turn, need no
-// second barrier: whoever writes to a slot has passed the other one's barrier, before which all had read it.
+// Reduces kN values over threadIdx.x with one barrier, for rows of any number of warps beside any neighbours in y (at
+// most kMaxBlockRows of several warps). Reductions that follow each other on different `slot`s, 0 and 1 in turn, need
+// no second barrier: whoever writes to a slot has passed the other one's barrier, before which all had read it.
 template <typename Op, typename A, int kN>
 __device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
 #pragma unroll
@@ -74,8 +74,7 @@ __device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
     for (int n = 0; n < kN; ++n) warps[slot][n][first + threadIdx.x / kWarp] = values[n];
   row_barrier();
 #pragma unroll
-  for (int n = 0; n < kN; ++n)
-    values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
+  for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
 }
 
 template <typename A, int kN>

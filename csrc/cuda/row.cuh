@@ -42,6 +42,18 @@ struct Row {
       for (int k = 0; k < kVec; ++k) packs[i].v[k] = narrow<T>(value);
   }
 
+  // Says that the packs may have changed, so that a loop which uses them widens them anew each time: the compiler would
+  // rather do that once before the loop, and keep a 16-bit row in twice the registers.
+  __device__ void stay_packed() {
+    if constexpr (sizeof(packs[0]) == 16 && sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        uint4& words = reinterpret_cast<uint4&>(packs[i]);
+        asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      }
+    }
+  }
+
   // fn(i, x) with x the kVec elements of pack i, for the packs within the row.
   template <typename Fn>
   __device__ void each(int64_t width, const Fn& fn) const {
@@ -74,27 +86,31 @@ struct RowThreads {
   int items;    // 0: the row does not fit
 };
 
-// The fullest of the shapes with 1..kMaxItems packs a thread, and of equally full ones that with the fewest threads,
-// whose sums are the cheapest: 768 bfloat16 are 32 threads with 3 packs, 1600 are 224 with 1 (200 packs; 2 or 4 packs a
-// thread would leave 56 places empty), 8192 are 256 with 4.
-template <int kVec, int kMaxItems>
-RowThreads row_threads(int64_t width, int max_threads = 1024) {
-  const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
-  RowThreads best = {0, 0};
-  for (int items = kMaxItems; items >= 1; --items) {
-    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads > max_threads) continue;
-    if (best.items == 0 || threads * items < int64_t(best.threads) * best.items) best = {static_cast<int>(threads), items};
-  }
-  return best;
+// Calls fn with `items`, which is kMin..kMax, as a type: it sizes register arrays.
+template <int kMin, int kMax, typename Fn>
+void with_row_items(int items, const Fn& fn) {
+  if constexpr (kMax > kMin)
+    if (items != kMax) return with_row_items<kMin, kMax - 1>(items, fn);
+  fn(Items<kMax>{});
 }
 
-// Calls fn with `items`, 1..kMaxItems, as a type, so that it can size register arrays.
-template <int kMaxItems, typename Fn>
-void with_each_item(int items, const Fn& fn) {
-  if constexpr (kMaxItems > 1)
-    if (items != kMaxItems) return with_each_item<kMaxItems - 1>(items, fn);
-  fn(Items<kMaxItems>{});
+// The fullest of the shapes with kMin..kMax packs a thread, and of equally full ones that with the fewest threads,
+// whose sums are the cheapest: 768 bfloat16 are 32 threads with 3 packs, 1600 are 224 with 1 (200 packs; 2 or 4 a
+// thread would leave 56 places empty), 8192 are 256 with 4. max_threads(items) is the most threads that so many packs
+// each allow.
+template <int kVec, int kMin, int kMax, typename MaxThreads>
+RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
+  const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
+  RowThreads best = {0, 0};
+  for (int items = kMax; items >= kMin; --items) {
+    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
+    int64_t most = 0;
+    with_row_items<kMin, kMax>(items, [&](auto known) { most = max_threads(known); });
+    if (threads > most) continue;
+    if (best.items == 0 || threads * items < int64_t(best.threads) * best.items)
+      best = {static_cast<int>(threads), items};
+  }
+  return best;
 }
 
 }  // namespace gptkernels::cuda
