@@ -1,8 +1,6 @@
-#include <cuda_pipeline_primitives.h>
-
 #include "../layernorm.h"
 #include "partial_sums.cuh"
-#include "row.cuh"
+#include "row_ring.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -33,31 +31,6 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
   p.rstd[row] = m.rstd;
 }
 
-// The input of one row as it comes from memory: x, and the residual where there is one.
-template <typename T, int kVec, int kItems, bool kResidual>
-struct Input {
-  Row<T, kVec, kItems> x;
-  Row<T, kVec, kResidual ? kItems : 1> residual;
-
-  __device__ void load(const LayernormForward<T>& p, int64_t row) {
-    x.load(p.x + row * p.width, p.width);
-    if constexpr (kResidual) residual.load(p.residual + row * p.width, p.width);
-  }
-
-  // x, or x + residual rounded to T, which is what is written as the sum.
-  __device__ void add(const LayernormForward<T>& p, int64_t row) {
-    if constexpr (kResidual) {
-      x.update(p.width, [&](int i, auto& x) {
-        accumulate_t<T> r[kVec];
-        widen(r, residual.packs[i]);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) x[k] += r[k];
-      });
-      x.store(p.sum + row * p.width, p.width);
-    }
-  }
-};
-
 template <typename T, int kVec, int kItems>
 __device__ Moments<accumulate_t<T>> moments_of(const Row<T, kVec, kItems>& row, int64_t width, double eps) {
   using A = accumulate_t<T>;
@@ -80,42 +53,64 @@ __device__ Moments<accumulate_t<T>> moments_of(const Row<T, kVec, kItems>& row, 
   return moments(mean, about_mean[0], about_mean[1], width, eps);
 }
 
-constexpr int kForwardMaxItems = 4;
-constexpr int kForwardMaxThreads = 512;
+// A multiprocessor's four schedulers have a quarter of the registers each, so blocks of whole quarters waste none.
+constexpr int kThreadStep = 4 * kWarp;
 
-// A persistent grid: weight and bias are loaded once a thread, and the next row is on its way while this one is summed.
-// The row stays in registers between its load and its store, so the variance is taken about the mean in a second pass
+// Packs a thread, and the most threads a block by the registers these take: the row, weight and bias, a word each for
+// every one of memory, beside some 40 for everything else.
+constexpr int kForwardMaxItems = 4;
+
+template <typename T, int kVec, int kItems>
+constexpr int kForwardMaxThreads = std::min<int>(
+    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * 3 * kVec * sizeof(T) / 4) / kThreadStep * kThreadStep);
+
+// One block a multiprocessor walks over the rows, several at a time; weight and bias are loaded once a thread. A row
+// stays in registers from its place in the ring to its store, so the variance is taken about the mean in a second pass
 // that costs no memory traffic.
 template <typename T, int kVec, int kItems, bool kResidual>
-__global__ void __launch_bounds__(kForwardMaxThreads) layernorm_forward_registers_kernel(const LayernormForward<T> p) {
+__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
+    layernorm_forward_ring_kernel(const LayernormForward<T> p, int stages) {
   using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  if (row >= p.rows) return;
-  Input<T, kVec, kItems, kResidual> input;
-  input.load(p, row);
-  Row<T, kVec, kItems> weight, bias;
+  using R = Row<T, kVec, kItems>;
+  using Ring = RowRing<T, kVec, kItems, kResidual ? 2 : 1>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto begin = [&] {
+    if constexpr (kResidual)
+      return Ring(shared, {p.x, p.residual}, p.rows, p.width, stages);
+    else
+      return Ring(shared, {p.x}, p.rows, p.width, stages);
+  };
+  Ring ring = begin();
+  R weight, bias;
   weight.fill(1);
   bias.fill(0);
   if (p.weight) weight.load(p.weight, p.width);
   if (p.bias) bias.load(p.bias, p.width);
-  for (; row < p.rows; row += stride) {
-    Input<T, kVec, kItems, kResidual> next;
-    if (row + stride < p.rows) next.load(p, row + stride);
+  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step()) {
     weight.stay_packed();
     bias.stay_packed();
-    input.add(p, row);
-    const Moments<A> m = moments_of(input.x, p.width, p.eps);
-    input.x.update(p.width, [&](int i, A(&x)[kVec]) {
+    const T* x_row = ring.next(row);
+    R x;
+    x.load(x_row, p.width);
+    if constexpr (kResidual) {
+      x.update(p.width, [&](int i, A(&x)[kVec]) {
+        A residual[kVec];
+        load_wide<kVec>(residual, x_row + ring.pitch() + R::column(i));
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) x[k] += residual[k];
+      });
+      x.store(p.sum + row * p.width, p.width);
+    }
+    const Moments<A> m = moments_of(x, p.width, p.eps);
+    x.update(p.width, [&](int i, A(&x)[kVec]) {
       A w[kVec], b[kVec];
       widen(w, weight.packs[i]);
       widen(b, bias.packs[i]);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) x[k] = (x[k] - m.mean - m.rest) * m.rstd * w[k] + b[k];
     });
-    input.x.store(p.out + row * p.width, p.width);
+    x.store(p.out + row * p.width, p.width);
     write_statistics(p, row, m);
-    input = next;
   }
 }
 
@@ -178,18 +173,21 @@ constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems 
 
 template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  const RowThreads row =
-      row_threads<kVec, kForwardMinItems<T, kVec>, kForwardMaxItems>(p.width, [](auto) { return kForwardMaxThreads; });
-  if (row.items == 0) {
-    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
-    return;
-  }
-  const dim3 block(row.threads, std::max(1, 128 / row.threads));
-  with_row_items<kForwardMinItems<T, kVec>, kForwardMaxItems>(row.items, [&](auto items) {
-    constexpr auto kKernel = layernorm_forward_registers_kernel<T, kVec, items.value, kResidual>;
-    const int64_t resident = int64_t(multiprocessors()) * blocks_per_multiprocessor<kKernel>(block.x * block.y);
-    kKernel<<<grid_size(std::min(ceil_div(p.rows, block.y), resident)), block, 0, stream>>>(p);
-  });
+  constexpr int kMin = kForwardMinItems<T, kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kForwardMaxItems>(
+      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  bool launched = false;
+  if (row.items)
+    with_row_items<kMin, kForwardMaxItems>(row.items, [&](auto items) {
+      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, items.value, kResidual>;
+      const RingShape shape =
+          ring_shape(p.rows, ring_row_bytes<T, kResidual ? 2 : 1>(p.width), row.threads,
+                     kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+      if (shape.stages == 0) return;
+      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
+      launched = true;
+    });
+  if (!launched) layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -211,8 +209,6 @@ __device__ double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-constexpr int kStages = 3;  // rows in shared memory: one in hand, two on their way
-
 // Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
 // every one of memory and two accumulators an element, beside some 48 (float64: 96) for everything else.
 constexpr int kBackwardMaxItems = 3;
@@ -220,106 +216,70 @@ constexpr int kBackwardMaxItems = 3;
 template <typename T, int kVec, int kItems>
 constexpr int kBackwardMaxThreads = std::min<int>(
     1024, 65536 / (12 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 2 * sizeof(accumulate_t<T>)) / 4) /
-              kWarp * kWarp);
+              kThreadStep * kThreadStep);
 
-// A pack on its way into shared memory, past the registers; what is too small for that goes through them.
-template <int kVec, typename T>
-__device__ void copy_to_shared(T* shared, const T* global) {
-  if constexpr (kVec * sizeof(T) >= 4)
-    __pipeline_memcpy_async(shared, global, kVec * sizeof(T));
-  else
-    *shared = *global;
-}
-
-template <typename T, int kVec, int kItems, bool kResidual>
-struct BackwardRows {
-  static constexpr int kArrays = kResidual ? 3 : 2;
-  using R = Row<T, kVec, kItems>;
-  const LayernormBackward<T>& p;
-  T* shared;  // (kStages, blockDim.y, kArrays, C)
-
-  __device__ T* slot(int stage) const {
-    return shared + (int64_t(stage) * blockDim.y + threadIdx.y) * kArrays * p.width;
-  }
-
-  // Puts a row on its way. Rows beyond the last are empty copies, so that the stages can be counted.
-  __device__ void copy(int stage, int64_t row) const {
-    if (row < p.rows) {
-      T* to = slot(stage);
-      const int64_t from = row * p.width;
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int64_t column = R::column(i);
-        if (column >= p.width) continue;
-        copy_to_shared<kVec>(to + column, p.x + from + column);
-        copy_to_shared<kVec>(to + p.width + column, p.dout + from + column);
-        if constexpr (kResidual) copy_to_shared<kVec>(to + 2 * p.width + column, p.dresidual + from + column);
-      }
-    }
-    __pipeline_commit();
-  }
-};
-
-// A thread's sums, to or from a row (2, C).
-template <int kVec, typename A, int kItems>
-__device__ void write_sums(A* to, int64_t width, const A (&dweight)[kItems][kVec], const A (&dbias)[kItems][kVec]) {
+// Adds up what the rows of a block have summed and writes it as a row of the workspace. `shared` (blockDim.y, 2, C)
+// takes the place of the ring, which is no smaller: two stages of two arrays, and accumulators are at most twice as
+// wide.
+template <int kVec, typename T, typename A, int kItems>
+__device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const A (&dweight)[kItems][kVec],
+                                 const A (&dbias)[kItems][kVec]) {
+  const int width = static_cast<int>(p.width);
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  A* sums = shared + threadIdx.y * 2 * width;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
+    const int column = static_cast<int>(Row<T, kVec, kItems>::column(i));
     if (column >= width) continue;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      to[column + k] = dweight[i][k];
-      to[width + column + k] = dbias[i][k];
+      sums[column + k] = dweight[i][k];
+      sums[width + column + k] = dbias[i][k];
     }
   }
-}
-
-template <int kVec, typename A, int kItems>
-__device__ void add_sums(A (&dweight)[kItems][kVec], A (&dbias)[kItems][kVec], const A* from, int64_t width) {
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-    if (column >= width) continue;
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) {
-      dweight[i][k] += from[column + k];
-      dbias[i][k] += from[width + column + k];
-    }
+  __syncthreads();
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * width;
+  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < 2 * width; i += blockDim.x * blockDim.y) {
+    A sum = shared[i];
+    for (int row = 1; row < blockDim.y; ++row) sum += shared[row * 2 * width + i];
+    partial[i] = sum;
   }
 }
 
 template <typename T, int kVec, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
-    layernorm_backward_shared_kernel(const LayernormBackward<T> p) {
+    layernorm_backward_ring_kernel(const LayernormBackward<T> p, int stages) {
   using A = accumulate_t<T>;
   using R = Row<T, kVec, kItems>;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  const BackwardRows<T, kVec, kItems, kResidual> rows{p, reinterpret_cast<T*>(shared_bytes)};
-  const int64_t step = int64_t(gridDim.x) * blockDim.y;
-  int64_t row = int64_t(threadIdx.y) * gridDim.x + blockIdx.x;
-  for (int stage = 0; stage < kStages - 1; ++stage) rows.copy(stage, row + stage * step);
+  using Ring = RowRing<T, kVec, kItems, kResidual ? 3 : 2>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const auto begin = [&] {
+    if constexpr (kResidual)
+      return Ring(shared, {p.x, p.dout, p.dresidual}, p.rows, p.width, stages);
+    else
+      return Ring(shared, {p.x, p.dout}, p.rows, p.width, stages);
+  };
+  Ring ring = begin();
   R weight;
   weight.fill(1);
   if (p.weight) weight.load(p.weight, p.width);
+  int64_t row = Ring::first();
   A next_mean = row < p.rows ? p.mean[row] : A(0);
   A next_rstd = row < p.rows ? p.rstd[row] : A(0);
 
   A dweight[kItems][kVec] = {};
   A dbias[kItems][kVec] = {};
-  int parity = 0;
-  for (int stage = 0; row < p.rows; row += step, stage = stage + 1 < kStages ? stage + 1 : 0, parity ^= 1) {
-    rows.copy(stage + kStages - 1 < kStages ? stage + kStages - 1 : stage - 1, row + (kStages - 1) * step);
+  for (int slot = 0; row < p.rows; row += Ring::step(), slot ^= 1) {
+    weight.stay_packed();
     const A mean = next_mean;
     const A rstd = next_rstd;
-    if (row + step < p.rows) {
-      next_mean = p.mean[row + step];
-      next_rstd = p.rstd[row + step];
+    if (row + Ring::step() < p.rows) {
+      next_mean = p.mean[row + Ring::step()];
+      next_rstd = p.rstd[row + Ring::step()];
     }
-    weight.stay_packed();
-    __pipeline_wait_prior(kStages - 1);
-    const T* x_row = rows.slot(stage);
-    const T* dout_row = x_row + p.width;
+    const T* x_row = ring.next(row);
+    const T* dout_row = x_row + ring.pitch();
     const auto load_pack = [&](int i, A(&norm)[kVec], A(&gradient)[kVec]) {
       load_wide<kVec>(norm, x_row + R::column(i));
       load_wide<kVec>(gradient, dout_row + R::column(i));
@@ -340,35 +300,20 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
       }
     });
     if (p.dx == nullptr) continue;
-    row_sums(sums, parity);
+    row_sums(sums, slot);
     const A avg_g = sums[0] / A(p.width);
     const A avg_gn = sums[1] / A(p.width);
     weight.each(p.width, [&](int i, const A(&w)[kVec]) {
       A norm[kVec], gradient[kVec], dresidual[kVec] = {};
       load_pack(i, norm, gradient);
-      if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + p.width + R::column(i));
+      if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + ring.pitch() + R::column(i));
 #pragma unroll
       for (int k = 0; k < kVec; ++k)
         gradient[k] = (product(gradient[k], w[k]) - avg_g - norm[k] * avg_gn) * rstd + dresidual[k];
       store_narrow<kVec>(p.dx + row * p.width + R::column(i), gradient);
     });
   }
-  if (p.workspace == nullptr) return;
-
-  // The upper half of the block's rows give their sums to the lower half until one is left.
-  __pipeline_wait_prior(0);
-  A* given = reinterpret_cast<A*>(shared_bytes);  // (blockDim.y / 2, 2, C), in the place of the rows
-  for (unsigned count = blockDim.y; count > 1;) {
-    const unsigned half = (count + 1) / 2;
-    __syncthreads();
-    A* slot = given + int64_t(threadIdx.y < half ? threadIdx.y : threadIdx.y - half) * 2 * p.width;
-    if (threadIdx.y >= half && threadIdx.y < count) write_sums<kVec>(slot, p.width, dweight, dbias);
-    __syncthreads();
-    if (threadIdx.y + half < count) add_sums<kVec>(dweight, dbias, slot, p.width);
-    count = half;
-  }
-  if (threadIdx.y == 0)
-    write_sums<kVec>(static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width, p.width, dweight, dbias);
+  if (p.workspace) write_block_sums<kVec>(p, reinterpret_cast<A*>(shared), dweight, dbias);
 }
 
 // dx of rows too wide for shared memory: a block a row, which reads x and dout twice.
@@ -430,63 +375,48 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
   partial[p.width + column] = dbias;
 }
 
-// What a backward launches, and so how many rows of partial sums it writes.
-struct BackwardShape {
-  RowThreads row;
-  dim3 block;
-  unsigned grid;
-  int64_t shared_bytes;
-  int64_t partials;
-};
-
 template <typename T, int kVec>
 constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems : 1;
 
-// The fullest shape whose rows fit into shared memory kStages times, with as many rows a block as its threads allow.
-template <typename T, int kVec, bool kResidual>
-BackwardShape backward_shape(int64_t rows, int64_t width) {
-  BackwardShape shape = {row_threads<kVec, kBackwardMinItems<T, kVec>, kBackwardMaxItems>(
-                             width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; }),
-                         dim3(1024), grid_size(rows), 0, std::clamp<int64_t>(rows / 16, 1, 64)};
-  if (shape.row.items == 0) return shape;
-  with_row_items<kBackwardMinItems<T, kVec>, kBackwardMaxItems>(shape.row.items, [&](auto items) {
-    constexpr auto kKernel = layernorm_backward_shared_kernel<T, kVec, items.value, kResidual>;
-    const int64_t row_bytes = ceil_div((kResidual ? 3 : 2) * width * int64_t(sizeof(T)), 16) * 16;
-    const int64_t fitting = max_dynamic_shared_memory<kKernel>() / (kStages * row_bytes);
-    const int64_t most = shape.row.threads == kWarp ? kWarp : kMaxBlockRows;
-    const int64_t count = std::min({fitting, int64_t(kBackwardMaxThreads<T, kVec, items.value>) / shape.row.threads,
-                                    most, ceil_div(rows, multiprocessors())});
-    if (count == 0) {
-      shape.row.items = 0;
-      return;
-    }
-    shape.block = dim3(shape.row.threads, static_cast<unsigned>(count));
-    shape.grid = grid_size(std::min<int64_t>(ceil_div(rows, count), multiprocessors()));
-    shape.shared_bytes = kStages * count * row_bytes;
-    shape.partials = shape.grid;
+// Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
+template <int kVec, bool kResidual, typename T>
+unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
+  constexpr int kMin = kBackwardMinItems<T, kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kBackwardMaxItems>(
+      p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
+  if (row.items == 0) return 0;
+  unsigned blocks = 0;
+  with_row_items<kMin, kBackwardMaxItems>(row.items, [&](auto items) {
+    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, items.value, kResidual>;
+    const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
+                                       kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+    if (shape.stages == 0) return;
+    kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
+    blocks = shape.grid;
   });
-  return shape;
+  return blocks;
+}
+
+// Rows of partial sums when the rows are too wide for the ring.
+inline int64_t wide_partials(int64_t rows) {
+  return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
 template <int kVec, bool kResidual, typename T>
 void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  const BackwardShape shape = backward_shape<T, kVec, kResidual>(p.rows, p.width);
-  if (shape.row.items) {
-    with_row_items<kBackwardMinItems<T, kVec>, kBackwardMaxItems>(shape.row.items, [&](auto items) {
-      layernorm_backward_shared_kernel<T, kVec, items.value, kResidual>
-          <<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p);
-    });
-  } else {
-    if (p.dx) layernorm_backward_wide_kernel<T, kVec><<<shape.grid, shape.block, 0, stream>>>(p);
+  int64_t partials = p.rows ? launch_backward_ring<kVec, kResidual>(p, stream) : 0;
+  if (partials == 0) {
+    partials = wide_partials(p.rows);
+    if (p.dx && p.rows) layernorm_backward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
     constexpr int kThreads = 128;
-    const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(shape.partials));
+    const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(partials));
     if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
   }
   if (p.workspace)
     launch_partial_sums<T>({.first = p.dweight,
                             .second = p.dbias,
                             .partials = static_cast<const accumulate_t<T>*>(p.workspace),
-                            .count = shape.partials,
+                            .count = partials,
                             .width = 2 * p.width,
                             .split = p.width},
                            stream);
@@ -517,7 +447,7 @@ Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
 // One row of partial sums a block, of which there is at most one a multiprocessor or, for wide rows, 64.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  const int64_t partials = std::clamp<int64_t>(rows, 1, std::max(multiprocessors(), 64));
+  const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), wide_partials(rows));
   return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
