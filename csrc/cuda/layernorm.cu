@@ -17,11 +17,21 @@ struct Moments {
   A mean, rest, rstd;
 };
 
+// 1 / sqrt(x). The approximation is good to 2 ulp; a step of Newton's makes that 1, for an eighth of a division's work.
+__device__ float reciprocal_root(float x) {
+  const float r = rsqrtf(x);
+  return r + 0.5f * r * fmaf(-x * r, r, 1.0f);
+}
+__device__ double reciprocal_root(double x) {
+  return 1 / sqrt(x);
+}
+
+// From the sums of x - mean and of its square; `inverse` is 1 / C.
 template <typename A>
-__device__ Moments<A> moments(A mean, A rests, A squares, int64_t width, double eps) {
-  const A rest = rests / A(width);
-  const A variance = squares / A(width) - rest * rest;
-  return {mean, rest, A(1) / sqrt(variance + A(eps))};
+__device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
+  const A rest = rests * inverse;
+  const A variance = squares * inverse - rest * rest;
+  return {mean, rest, reciprocal_root(variance + A(eps))};
 }
 
 template <typename T>
@@ -31,86 +41,101 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
   p.rstd[row] = m.rstd;
 }
 
-template <typename T, int kVec, int kItems>
-__device__ Moments<accumulate_t<T>> moments_of(const Row<T, kVec, kItems>& row, int64_t width, double eps) {
-  using A = accumulate_t<T>;
-  A sum[1] = {};
-  row.each(width, [&](int, const A(&x)[kVec]) {
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) sum[0] += x[k];
-  });
-  row_sums(sum, 0);
-  const A mean = sum[0] / A(width);
-  A about_mean[2] = {};  // sums of x - mean and of its square
-  row.each(width, [&](int, const A(&x)[kVec]) {
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) {
-      about_mean[0] += x[k] - mean;
-      about_mean[1] += (x[k] - mean) * (x[k] - mean);
-    }
-  });
-  row_sums(about_mean, 1);
-  return moments(mean, about_mean[0], about_mean[1], width, eps);
-}
-
 // A multiprocessor's four schedulers have a quarter of the registers each, so blocks of whole quarters waste none.
 constexpr int kThreadStep = 4 * kWarp;
 
-// Packs a thread, and the most threads a block by the registers these take: the row, weight and bias, a word each for
-// every one of memory, beside some 40 for everything else.
+// Packs a thread, and the most threads a block by the registers these take: weight and bias, a word for every one of
+// memory, and the row widened, beside some 40 (float64: 80) for everything else.
 constexpr int kForwardMaxItems = 4;
 
 template <typename T, int kVec, int kItems>
 constexpr int kForwardMaxThreads = std::min<int>(
-    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * 3 * kVec * sizeof(T) / 4) / kThreadStep * kThreadStep);
+    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4) /
+              kThreadStep * kThreadStep);
+
+// Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
+template <int kThreads, typename R, typename A, int kItems, int kVec>
+__device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double eps) {
+  A sum[1] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (R::column(i) >= width) continue;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) sum[0] += x[i][k];
+  }
+  row_sums<kThreads>(sum, 0);
+  const A mean = sum[0] * inverse;
+  A about_mean[2] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (R::column(i) >= width) continue;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      x[i][k] -= mean;
+      about_mean[0] += x[i][k];
+      about_mean[1] += x[i][k] * x[i][k];
+    }
+  }
+  row_sums<kThreads>(about_mean, 1);
+  return moments(mean, about_mean[0], about_mean[1], inverse, eps);
+}
 
 // One block a multiprocessor walks over the rows, several at a time; weight and bias are loaded once a thread. A row
 // stays in registers from its place in the ring to its store, so the variance is taken about the mean in a second pass
-// that costs no memory traffic.
-template <typename T, int kVec, int kItems, bool kResidual>
+// that costs no memory traffic. bfloat16 leaves 30 instructions an element before they are slower than the memory.
+template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     layernorm_forward_ring_kernel(const LayernormForward<T> p, int stages) {
   using A = accumulate_t<T>;
-  using R = Row<T, kVec, kItems>;
-  using Ring = RowRing<T, kVec, kItems, kResidual ? 2 : 1>;
+  using R = Row<T, kVec, kItems, kThreads>;
+  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 2 : 1>;
   extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
   const auto begin = [&] {
     if constexpr (kResidual)
-      return Ring(shared, {p.x, p.residual}, p.rows, p.width, stages);
+      return Ring(shared, {p.x, p.residual}, p.rows, width, stages);
     else
-      return Ring(shared, {p.x}, p.rows, p.width, stages);
+      return Ring(shared, {p.x}, p.rows, width, stages);
   };
   Ring ring = begin();
   R weight, bias;
   weight.fill(1);
   bias.fill(0);
-  if (p.weight) weight.load(p.weight, p.width);
-  if (p.bias) bias.load(p.bias, p.width);
+  if (p.weight) weight.load(p.weight, width);
+  if (p.bias) bias.load(p.bias, width);
+  const A inverse = A(1) / A(width);
   for (int64_t row = Ring::first(); row < p.rows; row += Ring::step()) {
     weight.stay_packed();
     bias.stay_packed();
-    const T* x_row = ring.next(row);
-    R x;
-    x.load(x_row, p.width);
+    const T* x_row = ring.next();
+    R packs;
+    packs.load(x_row, width);
     if constexpr (kResidual) {
-      x.update(p.width, [&](int i, A(&x)[kVec]) {
+      packs.update(width, [&](int i, A(&x)[kVec]) {
         A residual[kVec];
         load_wide<kVec>(residual, x_row + ring.pitch() + R::column(i));
 #pragma unroll
         for (int k = 0; k < kVec; ++k) x[k] += residual[k];
       });
-      x.store(p.sum + row * p.width, p.width);
+      packs.store(p.sum + row * width, width);
     }
-    const Moments<A> m = moments_of(x, p.width, p.eps);
-    x.update(p.width, [&](int i, A(&x)[kVec]) {
+    A x[kItems][kVec];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
+    const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
+    write_statistics(p, row, m);
+    const A offset = -m.rest * m.rstd;
+    T* out = p.out + row * width;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
       A w[kVec], b[kVec];
       widen(w, weight.packs[i]);
       widen(b, bias.packs[i]);
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) x[k] = (x[k] - m.mean - m.rest) * m.rstd * w[k] + b[k];
-    });
-    x.store(p.out + row * p.width, p.width);
-    write_statistics(p, row, m);
+      for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
+      store_narrow<kVec>(out + R::column(i), x[i]);
+    }
   }
 }
 
@@ -152,7 +177,7 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
         squares += (x[k] - mean) * (x[k] - mean);
       }
     }
-    const Moments<A> m = moments(mean, row_sum(rests), row_sum(squares), p.width, p.eps);
+    const Moments<A> m = moments(mean, row_sum(rests), row_sum(squares), A(1) / A(p.width), p.eps);
     write_statistics(p, row, m);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_wide<kVec>(x, x_row + column);
@@ -178,8 +203,8 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
       p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
   bool launched = false;
   if (row.items)
-    with_row_items<kMin, kForwardMaxItems>(row.items, [&](auto items) {
-      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, items.value, kResidual>;
+    with_row_threads<kMin, kForwardMaxItems>(row, [&](auto threads, auto items) {
+      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
       const RingShape shape =
           ring_shape(p.rows, ring_row_bytes<T, kResidual ? 2 : 1>(p.width), row.threads,
                      kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
@@ -210,60 +235,63 @@ __device__ double product(double a, double b) {
 }
 
 // Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
-// every one of memory and two accumulators an element, beside some 48 (float64: 96) for everything else.
+// every one of memory, two accumulators an element, and the normalised row and its gradient between the two passes,
+// beside some 40 (float64: 80) for everything else.
 constexpr int kBackwardMaxItems = 3;
 
 template <typename T, int kVec, int kItems>
 constexpr int kBackwardMaxThreads = std::min<int>(
-    1024, 65536 / (12 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 2 * sizeof(accumulate_t<T>)) / 4) /
+    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4) /
               kThreadStep * kThreadStep);
 
-// Adds up what the rows of a block have summed and writes it as a row of the workspace. `shared` (blockDim.y, 2, C)
-// takes the place of the ring, which is no smaller: two stages of two arrays, and accumulators are at most twice as
-// wide.
-template <int kVec, typename T, typename A, int kItems>
+// Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in
+// shared memory, in the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in
+// neighbouring banks.
+template <typename R, typename T, typename A, int kItems, int kVec>
 __device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const A (&dweight)[kItems][kVec],
                                  const A (&dbias)[kItems][kVec]) {
-  const int width = static_cast<int>(p.width);
+  const int threads = blockDim.x;
+  const int sums = 2 * kItems * kVec * threads;  // of a row of the block
   __pipeline_wait_prior(0);
   __syncthreads();
-  A* sums = shared + threadIdx.y * 2 * width;
+  A* mine = shared + threadIdx.y * sums + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int column = static_cast<int>(Row<T, kVec, kItems>::column(i));
-    if (column >= width) continue;
+  for (int i = 0; i < kItems; ++i)
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      sums[column + k] = dweight[i][k];
-      sums[width + column + k] = dbias[i][k];
+      mine[(i * kVec + k) * threads] = dweight[i][k];
+      mine[((kItems + i) * kVec + k) * threads] = dbias[i][k];
     }
-  }
   __syncthreads();
-  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * width;
-  for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < 2 * width; i += blockDim.x * blockDim.y) {
-    A sum = shared[i];
-    for (int row = 1; row < blockDim.y; ++row) sum += shared[row * 2 * width + i];
-    partial[i] = sum;
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
+  for (int j = threadIdx.y; j < 2 * kItems * kVec; j += blockDim.y) {
+    const int at = j * threads + threadIdx.x;
+    A sum = shared[at];
+    for (int row = 1; row < blockDim.y; ++row) sum += shared[row * sums + at];
+    const int item = j / kVec;
+    const int column = R::column(item % kItems) + j % kVec;
+    if (column < p.width) partial[(item < kItems ? 0 : p.width) + column] = sum;
   }
 }
 
-template <typename T, int kVec, int kItems, bool kResidual>
+template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
     layernorm_backward_ring_kernel(const LayernormBackward<T> p, int stages) {
   using A = accumulate_t<T>;
-  using R = Row<T, kVec, kItems>;
-  using Ring = RowRing<T, kVec, kItems, kResidual ? 3 : 2>;
+  using R = Row<T, kVec, kItems, kThreads>;
+  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 3 : 2>;
   extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
   const auto begin = [&] {
     if constexpr (kResidual)
-      return Ring(shared, {p.x, p.dout, p.dresidual}, p.rows, p.width, stages);
+      return Ring(shared, {p.x, p.dout, p.dresidual}, p.rows, width, stages);
     else
-      return Ring(shared, {p.x, p.dout}, p.rows, p.width, stages);
+      return Ring(shared, {p.x, p.dout}, p.rows, width, stages);
   };
   Ring ring = begin();
   R weight;
   weight.fill(1);
-  if (p.weight) weight.load(p.weight, p.width);
+  if (p.weight) weight.load(p.weight, width);
   int64_t row = Ring::first();
   A next_mean = row < p.rows ? p.mean[row] : A(0);
   A next_rstd = row < p.rows ? p.rstd[row] : A(0);
@@ -278,42 +306,44 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
       next_mean = p.mean[row + Ring::step()];
       next_rstd = p.rstd[row + Ring::step()];
     }
-    const T* x_row = ring.next(row);
+    const T* x_row = ring.next();
     const T* dout_row = x_row + ring.pitch();
-    const auto load_pack = [&](int i, A(&norm)[kVec], A(&gradient)[kVec]) {
-      load_wide<kVec>(norm, x_row + R::column(i));
-      load_wide<kVec>(gradient, dout_row + R::column(i));
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) norm[k] = (norm[k] - mean) * rstd;
-    };
+    A norm[kItems][kVec], gradient[kItems][kVec];
     A sums[2] = {};  // of g and of g * n
-    weight.each(p.width, [&](int i, const A(&w)[kVec]) {
-      A norm[kVec], gradient[kVec];
-      load_pack(i, norm, gradient);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
+      A w[kVec];
+      load_wide<kVec>(norm[i], x_row + R::column(i));
+      load_wide<kVec>(gradient[i], dout_row + R::column(i));
+      widen(w, weight.packs[i]);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
-        dweight[i][k] += gradient[k] * norm[k];
-        dbias[i][k] += gradient[k];
-        const A g = product(gradient[k], w[k]);
-        sums[0] += g;
-        sums[1] += g * norm[k];
+        norm[i][k] = (norm[i][k] - mean) * rstd;
+        dweight[i][k] += gradient[i][k] * norm[i][k];
+        dbias[i][k] += gradient[i][k];
+        gradient[i][k] = product(gradient[i][k], w[k]);
+        sums[0] += gradient[i][k];
+        sums[1] += gradient[i][k] * norm[i][k];
       }
-    });
+    }
     if (p.dx == nullptr) continue;
-    row_sums(sums, slot);
-    const A avg_g = sums[0] / A(p.width);
-    const A avg_gn = sums[1] / A(p.width);
-    weight.each(p.width, [&](int i, const A(&w)[kVec]) {
-      A norm[kVec], gradient[kVec], dresidual[kVec] = {};
-      load_pack(i, norm, gradient);
+    row_sums<kThreads>(sums, slot);
+    const A avg_g = sums[0] / A(width);
+    const A avg_gn = sums[1] / A(width);
+    T* dx = p.dx + row * width;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
+      A dresidual[kVec] = {};
       if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + ring.pitch() + R::column(i));
 #pragma unroll
       for (int k = 0; k < kVec; ++k)
-        gradient[k] = (product(gradient[k], w[k]) - avg_g - norm[k] * avg_gn) * rstd + dresidual[k];
-      store_narrow<kVec>(p.dx + row * p.width + R::column(i), gradient);
-    });
+        gradient[i][k] = (gradient[i][k] - avg_g - norm[i][k] * avg_gn) * rstd + dresidual[k];
+      store_narrow<kVec>(dx + R::column(i), gradient[i]);
+    }
   }
-  if (p.workspace) write_block_sums<kVec>(p, reinterpret_cast<A*>(shared), dweight, dbias);
+  if (p.workspace) write_block_sums<R>(p, reinterpret_cast<A*>(shared), dweight, dbias);
 }
 
 // dx of rows too wide for shared memory: a block a row, which reads x and dout twice.
@@ -386,12 +416,14 @@ unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
       p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_items<kMin, kBackwardMaxItems>(row.items, [&](auto items) {
-    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, items.value, kResidual>;
+  with_row_threads<kMin, kBackwardMaxItems>(row, [&](auto threads, auto items) {
+    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
     const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
                                        kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
     if (shape.stages == 0) return;
-    kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
+    const int64_t sums_bytes =
+        int64_t(shape.block.x) * shape.block.y * 2 * items.value * kVec * sizeof(accumulate_t<T>);
+    kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages);
     blocks = shape.grid;
   });
   return blocks;

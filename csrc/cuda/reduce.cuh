@@ -60,11 +60,11 @@ constexpr int kMaxBlockRows = 15;
 // Reduces kN values over threadIdx.x with one barrier, for rows of any number of warps beside any neighbours in y (at
 // most kMaxBlockRows of several warps). Reductions that follow each other on different `slot`s, 0 and 1 in turn, need
 // no second barrier: whoever writes to a slot has passed the other one's barrier, before which all had read it.
-template <typename Op, typename A, int kN>
+template <typename Op, int kThreads = 0, typename A, int kN>
 __device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(values[n]);
-  if (blockDim.x == kWarp) return;
+  if (kThreads == kWarp || blockDim.x == kWarp) return;
   __shared__ A warps[2][kN][kWarp];  // all the warps of a block, row after row
   const int lane = threadIdx.x % kWarp;
   const int row_warps = blockDim.x / kWarp;
@@ -77,9 +77,9 @@ __device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
 }
 
-template <typename A, int kN>
+template <int kThreads = 0, typename A, int kN>
 __device__ void row_sums(A (&values)[kN], int slot) {
-  row_reduce<Sum>(values, A(0), slot);
+  row_reduce<Sum, kThreads>(values, A(0), slot);
 }
 
 }  // namespace gptkernels::cuda

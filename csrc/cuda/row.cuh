@@ -1,8 +1,9 @@
 // A row of a matrix in the registers of the threads that share it, and how many threads that are.
 //
-// threadIdx.x counts the threads of a row, threadIdx.y the rows of a block. A thread holds every blockDim.x-th pack, so
+// threadIdx.x counts the threads of a row, threadIdx.y the rows of a block. A thread holds every kThreads-th pack, so
 // that neighbours hold neighbouring packs. They stay in the dtype of memory, which is half of float32's registers for
-// 16-bit types, and are widened anew in each pass.
+// 16-bit types, and are widened anew in each pass. kThreads is kWarp where a row is one warp's, which makes the
+// addresses constants and the sums shuffles alone; else kBlock: blockDim.x is only known at the launch.
 #pragma once
 
 #include <algorithm>
@@ -14,22 +15,27 @@
 
 namespace gptkernels::cuda {
 
-template <typename T, int kVec, int kItems>
+constexpr int kBlock = 0;
+
+template <typename T, int kVec, int kItems, int kThreads = kBlock>
 struct Row {
   using A = accumulate_t<T>;
   Packed<T, kVec> packs[kItems];
 
   // The first column of a thread's pack i.
-  static __device__ int64_t column(int i) { return (int64_t(i) * blockDim.x + threadIdx.x) * kVec; }
+  static __device__ int column(int i) {
+    const int threads = kThreads == kBlock ? static_cast<int>(blockDim.x) : kThreads;
+    return (i * threads + static_cast<int>(threadIdx.x)) * kVec;
+  }
 
   // Every load is under way before anything waits for one: bandwidth is bytes in flight.
-  __device__ void load(const T* row, int64_t width) {
+  __device__ void load(const T* row, int width) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (column(i) < width) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  __device__ void store(T* row, int64_t width) const {
+  __device__ void store(T* row, int width) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (column(i) < width) cuda::store(row + column(i), packs[i]);
@@ -56,7 +62,7 @@ struct Row {
 
   // fn(i, x) with x the kVec elements of pack i, for the packs within the row.
   template <typename Fn>
-  __device__ void each(int64_t width, const Fn& fn) const {
+  __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (column(i) >= width) continue;
@@ -68,7 +74,7 @@ struct Row {
 
   // The same, and what fn leaves in x is what the row holds from then on.
   template <typename Fn>
-  __device__ void update(int64_t width, const Fn& fn) {
+  __device__ void update(int width, const Fn& fn) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (column(i) >= width) continue;
@@ -94,23 +100,35 @@ void with_row_items(int items, const Fn& fn) {
   fn(Items<kMax>{});
 }
 
-// The fullest of the shapes with kMin..kMax packs a thread, and of equally full ones that with the fewest threads,
-// whose sums are the cheapest: 768 bfloat16 are 32 threads with 3 packs, 1600 are 224 with 1 (200 packs; 2 or 4 a
-// thread would leave 56 places empty), 8192 are 256 with 4. max_threads(items) is the most threads that so many packs
-// each allow.
+// Of the shapes with kMin..kMax packs a thread that with the least work: each warp works on all its packs, whether they
+// are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 12 elements.
+// max_threads(items) is the most threads that so many packs each allow.
 template <int kVec, int kMin, int kMax, typename MaxThreads>
 RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
+  constexpr int kSumsCost = 12;
   const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
   RowThreads best = {0, 0};
+  int64_t least = 0;
   for (int items = kMax; items >= kMin; --items) {
-    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
+    const int64_t warps = ceil_div(ceil_div(packs, items), kWarp);
     int64_t most = 0;
     with_row_items<kMin, kMax>(items, [&](auto known) { most = max_threads(known); });
-    if (threads > most) continue;
-    if (best.items == 0 || threads * items < int64_t(best.threads) * best.items)
-      best = {static_cast<int>(threads), items};
+    if (warps * kWarp > most) continue;
+    const int64_t cost = warps * (items * kVec + kSumsCost);
+    if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items}, least = cost;
   }
   return best;
+}
+
+// Calls fn with the constants Threads<kWarp or kBlock> and Items<items>.
+template <int kMin, int kMax, typename Fn>
+void with_row_threads(const RowThreads& row, const Fn& fn) {
+  with_row_items<kMin, kMax>(row.items, [&](auto items) {
+    if (row.threads == kWarp)
+      fn(Items<kWarp>{}, items);
+    else
+      fn(Items<kBlock>{}, items);
+  });
 }
 
 }  // namespace gptkernels::cuda

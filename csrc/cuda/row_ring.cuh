@@ -12,7 +12,7 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMaxRingStages = 8;
+constexpr int kMaxRingStages = 4;
 
 // How a block works on rows: block.x threads a row, block.y rows at a time, `stages` times as many in shared memory.
 struct RingShape {
@@ -28,9 +28,11 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, kMaxBlockRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
-  const int64_t stages = std::min<int64_t>(max_shared_bytes / (height * row_bytes), kMaxRingStages);
+  const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
+  const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);  // no more stages than a block takes steps
+  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxRingStages), steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
-          .grid = grid_size(std::min<int64_t>(ceil_div(rows, height), multiprocessors())),
+          .grid = grid_size(grid),
           .stages = static_cast<int>(stages),
           .shared_bytes = stages * height * row_bytes};
 }
@@ -42,51 +44,65 @@ int64_t ring_row_bytes(int64_t width) {
 }
 
 // The same row of kArrays arrays travels together.
-template <typename T, int kVec, int kItems, int kArrays>
+template <typename T, int kVec, int kItems, int kThreads, int kArrays>
 class RowRing {
-  using R = Row<T, kVec, kItems>;
+  using R = Row<T, kVec, kItems, kThreads>;
 
  public:
-  __device__ RowRing(void* shared, const T* const (&arrays)[kArrays], int64_t rows, int64_t width, int stages)
-      : rows_(rows), width_(width), pitch_(static_cast<int>((width * sizeof(T) + 15) / 16 * 16 / sizeof(T))) {
+  __device__ RowRing(void* shared, const T* const (&arrays)[kArrays], int64_t rows, int width, int stages)
+      : width_(width),
+        stages_(stages),
+        left_(static_cast<int>(rows > first() ? (rows - first() - 1) / step() + 1 : 0)) {
+    constexpr int kAlign = 16 / sizeof(T);
+    pitch_ = (width + kAlign - 1) / kAlign * kAlign;
+    stage_step_ = static_cast<int>(blockDim.y) * kArrays * pitch_;
+    read_ = write_ = begin_ = static_cast<T*>(shared) + threadIdx.y * kArrays * pitch_;
 #pragma unroll
-    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
-    stages_ = stages;
-    begin_ = static_cast<T*>(shared) + threadIdx.y * kArrays * pitch_;
-    for (int i = 0; i < stages - 1; ++i) copy(i, first() + i * step());
+    for (int a = 0; a < kArrays; ++a) from_[a] = arrays[a] + first() * width;
+    row_step_ = step() * width;
+    for (int i = 0; i < stages - 1; ++i) copy();
   }
 
   // The rows that this thread has a part in are first(), first() + step(), ...
   static __device__ int64_t first() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // Row `row` of the first array; array a's follows a * pitch() elements behind. The call puts the last row but one's
-  // place to use again, so rows must be asked for in order.
-  __device__ const T* next(int64_t row) {
-    copy(stage_ > 0 ? stage_ - 1 : stages_ - 1, row + (stages_ - 1) * step());
-    __pipeline_wait_prior(stages_ - 1);
-    const T* slot = place(stage_);
-    stage_ = stage_ + 1 < stages_ ? stage_ + 1 : 0;
-    return slot;
+  // The next of these rows in the first array; array a's follows a * pitch() elements behind. The place of the row
+  // asked for before is used again from here on.
+  __device__ const T* next() {
+    copy();
+    if (stages_ == 4)
+      __pipeline_wait_prior(3);
+    else if (stages_ == 3)
+      __pipeline_wait_prior(2);
+    else
+      __pipeline_wait_prior(1);
+    const T* row = read_;
+    read_ = after(read_);
+    return row;
   }
 
   __device__ int pitch() const { return pitch_; }
 
  private:
-  __device__ T* place(int stage) const { return begin_ + stage * static_cast<int>(blockDim.y) * kArrays * pitch_; }
+  __device__ T* after(T* place) const {
+    place += stage_step_;
+    return place == begin_ + stages_ * stage_step_ ? begin_ : place;
+  }
 
-  // Rows beyond the last are empty copies: what is waited for is counted in copies.
-  __device__ void copy(int stage, int64_t row) const {
-    if (row < rows_) {
-      T* to = place(stage);
+  // Puts one more row on its way. Beyond the last the copies are empty: what is waited for is counted in copies.
+  __device__ void copy() {
+    if (left_ > 0) {
 #pragma unroll
-      for (int a = 0; a < kArrays; ++a)
+      for (int a = 0; a < kArrays; ++a) {
 #pragma unroll
-        for (int i = 0; i < kItems; ++i) {
-          const int column = static_cast<int>(R::column(i));
-          if (column < width_) copy_pack(to + a * pitch_ + column, arrays_[a] + row * width_ + column);
-        }
+        for (int i = 0; i < kItems; ++i)
+          if (R::column(i) < width_) copy_pack(write_ + a * pitch_ + R::column(i), from_[a] + R::column(i));
+        from_[a] += row_step_;
+      }
+      --left_;
     }
+    write_ = after(write_);
     __pipeline_commit();
   }
 
@@ -98,13 +114,16 @@ class RowRing {
       *shared = *global;
   }
 
-  const T* arrays_[kArrays];
-  int64_t rows_;
-  int64_t width_;
-  int pitch_;
-  int stages_;
+  const T* from_[kArrays];
+  int64_t row_step_;
   T* begin_;
-  int stage_ = 0;
+  T* read_;
+  T* write_;
+  int width_;
+  int pitch_;
+  int stage_step_;
+  int stages_;
+  int left_;  // rows not yet on their way
 };
 
 }  // namespace gptkernels::cuda
