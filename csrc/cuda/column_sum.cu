@@ -7,7 +7,7 @@ namespace {
 // Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, a pack a thread, and every gridDim.y-th run
 // of rows, and writes one row of partial sums; a second kernel adds those in order, so equal inputs give equal bits.
 constexpr int kRows = 8;   // threads that share a strip's columns: threadIdx.y
-constexpr int kAhead = 8;  // loads under way a thread
+constexpr int kAhead = 4;  // loads under way a thread
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
@@ -44,20 +44,20 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// Enough runs of rows for a few blocks a multiprocessor, each with all its loads under way at least once.
-template <int kVec>
+// As many runs of rows as make one wave of blocks, each with all its loads under way at least once.
+template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
-  constexpr int kBlocksPerMultiprocessor = 8;
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = ceil_div(width, kWarp * kVec);
-  const int64_t filling = ceil_div(kBlocksPerMultiprocessor * multiprocessors(), strips);
+  const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>>(kWarp * kRows);
+  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
   const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kAhead * kRows), 1, std::min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
 template <typename T, int kVec>
 void launch(const ColumnSum<T>& p, Stream stream) {
-  const dim3 grid = partial_grid<kVec>(p.rows, p.width);
+  const dim3 grid = partial_grid<T, kVec>(p.rows, p.width);
   column_sum_partial_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p);
   launch_partial_sums<T>({.first = p.out,
                           .second = nullptr,
@@ -74,7 +74,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;
-  const int64_t partials = std::max(partial_grid<kPack<T>>(rows, width).y, partial_grid<1>(rows, width).y);
+  const int64_t partials = std::max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
   return partials * width * int64_t(sizeof(accumulate_t<T>));
 }
 

@@ -48,10 +48,12 @@ constexpr int kThreadStep = 4 * kWarp;
 // memory, and the row widened, beside some 40 (float64: 80) for everything else.
 constexpr int kForwardMaxItems = 4;
 
-template <typename T, int kVec, int kItems>
-constexpr int kForwardMaxThreads = std::min<int>(
-    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4) /
-              kThreadStep * kThreadStep);
+template <typename T, int kVec, int kItems, bool kResidual>
+constexpr int kForwardMaxThreads =
+    std::min<int>(1024, 65536 /
+                            (10 * sizeof(accumulate_t<T>) + (kResidual ? 8 : 0) +
+                             kItems * kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4) /
+                            kThreadStep * kThreadStep);
 
 // Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
 template <int kThreads, typename R, typename A, int kItems, int kVec>
@@ -84,7 +86,7 @@ __device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double 
 // stays in registers from its place in the ring to its store, so the variance is taken about the mean in a second pass
 // that costs no memory traffic. bfloat16 leaves 30 instructions an element before they are slower than the memory.
 template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
-__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
+__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems, kResidual>)
     layernorm_forward_ring_kernel(const LayernormForward<T> p, int stages) {
   using A = accumulate_t<T>;
   using R = Row<T, kVec, kItems, kThreads>;
@@ -104,7 +106,8 @@ __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
   if (p.weight) weight.load(p.weight, width);
   if (p.bias) bias.load(p.bias, width);
   const A inverse = A(1) / A(width);
-  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step()) {
+  T* out = p.out + Ring::first() * width;
+  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step(), out += Ring::step() * width) {
     weight.stay_packed();
     bias.stay_packed();
     const T* x_row = ring.next();
@@ -125,7 +128,6 @@ __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
     write_statistics(p, row, m);
     const A offset = -m.rest * m.rstd;
-    T* out = p.out + row * width;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (R::column(i) >= width) continue;
@@ -195,19 +197,22 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
 // Whole packs are worth a kernel for every number of packs a thread; float64 and odd layouts need only be right.
 template <typename T, int kVec>
 constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems : 1;
+template <typename T, int kVec>
+constexpr int kForwardMaxWarpItems = kForwardMinItems<T, kVec> == 1 ? 8 : kForwardMaxItems;
 
 template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
   constexpr int kMin = kForwardMinItems<T, kVec>;
-  const RowThreads row = row_threads<kVec, kMin, kForwardMaxItems>(
-      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kForwardMaxItems, kMaxWarp>(
+      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value, kResidual>; });
   bool launched = false;
   if (row.items)
-    with_row_threads<kMin, kForwardMaxItems>(row, [&](auto threads, auto items) {
+    with_row_threads<kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
       constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
       const RingShape shape =
           ring_shape(p.rows, ring_row_bytes<T, kResidual ? 2 : 1>(p.width), row.threads,
-                     kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+                     kForwardMaxThreads<T, kVec, items.value, kResidual>, max_dynamic_shared_memory<kKernel>());
       if (shape.stages == 0) return;
       kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
       launched = true;
@@ -237,7 +242,8 @@ __device__ double product(double a, double b) {
 // Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
 // every one of memory, two accumulators an element, and the normalised row and its gradient between the two passes,
 // beside some 40 (float64: 80) for everything else.
-constexpr int kBackwardMaxItems = 3;
+template <int kVec>
+constexpr int kBackwardMaxItems = kVec == 8 ? 3 : 4;
 
 template <typename T, int kVec, int kItems>
 constexpr int kBackwardMaxThreads = std::min<int>(
@@ -264,13 +270,17 @@ __device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const
     }
   __syncthreads();
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
-  for (int j = threadIdx.y; j < 2 * kItems * kVec; j += blockDim.y) {
-    const int at = j * threads + threadIdx.x;
-    A sum = shared[at];
-    for (int row = 1; row < blockDim.y; ++row) sum += shared[row * sums + at];
-    const int item = j / kVec;
-    const int column = R::column(item % kItems) + j % kVec;
-    if (column < p.width) partial[(item < kItems ? 0 : p.width) + column] = sum;
+  for (int item = threadIdx.y; item < 2 * kItems; item += blockDim.y) {
+    const int column = R::column(item % kItems);
+    if (column >= p.width) continue;
+    Packed<A, kVec> sum;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      const A* at = shared + (item * kVec + k) * threads + threadIdx.x;
+      sum.v[k] = *at;
+      for (int row = 1; row < blockDim.y; ++row) sum.v[k] += at[row * sums];
+    }
+    store(partial + (item < kItems ? 0 : p.width) + column, sum);
   }
 }
 
@@ -298,7 +308,8 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
 
   A dweight[kItems][kVec] = {};
   A dbias[kItems][kVec] = {};
-  for (int slot = 0; row < p.rows; row += Ring::step(), slot ^= 1) {
+  T* dx = p.dx + row * width;
+  for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
     weight.stay_packed();
     const A mean = next_mean;
     const A rstd = next_rstd;
@@ -331,7 +342,6 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
     row_sums<kThreads>(sums, slot);
     const A avg_g = sums[0] / A(width);
     const A avg_gn = sums[1] / A(width);
-    T* dx = p.dx + row * width;
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
       if (R::column(i) >= width) continue;
@@ -406,17 +416,18 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
 }
 
 template <typename T, int kVec>
-constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems : 1;
+constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems<kVec> : 1;
 
 // Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
 template <int kVec, bool kResidual, typename T>
 unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
   constexpr int kMin = kBackwardMinItems<T, kVec>;
-  const RowThreads row = row_threads<kVec, kMin, kBackwardMaxItems>(
+  constexpr int kMax = kBackwardMaxItems<kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kMax, kMax>(
       p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_threads<kMin, kBackwardMaxItems>(row, [&](auto threads, auto items) {
+  with_row_threads<kMin, kMax, kMax>(row, [&](auto threads, auto items) {
     constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
     const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
                                        kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());

@@ -27,11 +27,21 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// N elements as accumulators, and back. Two 16-bit elements make one word and one instruction.
+// N elements as accumulators, and back. A bfloat16 is the upper half of a float32: one instruction each way, where two
+// at a time are taken from their word.
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
+  if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = widen(packed.v[i]);
+    for (int i = 0; i < N; i += 2) {
+      const uint32_t word = reinterpret_cast<const uint32_t&>(packed.v[i]);
+      out[i] = __uint_as_float(word << 16);
+      out[i + 1] = __uint_as_float(word & 0xFFFF0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = widen(packed.v[i]);
+  }
 }
 
 template <typename T, int N>

@@ -101,19 +101,21 @@ void with_row_items(int items, const Fn& fn) {
 }
 
 // Of the shapes with kMin..kMax packs a thread that with the least work: each warp works on all its packs, whether they
-// are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 12 elements.
-// max_threads(items) is the most threads that so many packs each allow.
-template <int kVec, int kMin, int kMax, typename MaxThreads>
+// are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 20 elements.
+// A row of one warp may have up to kMaxWarp packs a thread, since it needs no barrier. max_threads(items) is the most
+// threads that so many packs each allow.
+template <int kVec, int kMin, int kMax, int kMaxWarp, typename MaxThreads>
 RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
-  constexpr int kSumsCost = 12;
+  static_assert(kMaxWarp >= kMax);
+  constexpr int kSumsCost = 20;
   const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
   RowThreads best = {0, 0};
   int64_t least = 0;
-  for (int items = kMax; items >= kMin; --items) {
+  for (int items = kMaxWarp; items >= kMin; --items) {
     const int64_t warps = ceil_div(ceil_div(packs, items), kWarp);
     int64_t most = 0;
-    with_row_items<kMin, kMax>(items, [&](auto known) { most = max_threads(known); });
-    if (warps * kWarp > most) continue;
+    with_row_items<kMin, kMaxWarp>(items, [&](auto known) { most = max_threads(known); });
+    if (warps * kWarp > most || (warps > 1 && items > kMax)) continue;
     const int64_t cost = warps * (items * kVec + kSumsCost);
     if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items}, least = cost;
   }
@@ -121,14 +123,12 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
 }
 
 // Calls fn with the constants Threads<kWarp or kBlock> and Items<items>.
-template <int kMin, int kMax, typename Fn>
+template <int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
-  with_row_items<kMin, kMax>(row.items, [&](auto items) {
-    if (row.threads == kWarp)
-      fn(Items<kWarp>{}, items);
-    else
-      fn(Items<kBlock>{}, items);
-  });
+  if (row.threads == kWarp)
+    with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, items); });
+  else
+    with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kBlock>{}, items); });
 }
 
 }  // namespace gptkernels::cuda
