@@ -41,19 +41,16 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
   p.rstd[row] = m.rstd;
 }
 
-// A multiprocessor's four schedulers have a quarter of the registers each, so blocks of whole quarters waste none.
-constexpr int kThreadStep = 4 * kWarp;
-
 // Packs a thread, and the most threads a block by the registers these take: weight and bias, a word for every one of
-// memory, and the row widened, beside some 40 (float64: 80) for everything else.
+// memory, the row widened and two words of addresses, beside some 46 (float64: 92) for everything else.
 constexpr int kForwardMaxItems = 4;
 
 template <typename T, int kVec, int kItems, bool kResidual>
-constexpr int kForwardMaxThreads =
-    std::min<int>(1024, 65536 /
-                            (10 * sizeof(accumulate_t<T>) + (kResidual ? 8 : 0) +
-                             kItems * kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4) /
-                            kThreadStep * kThreadStep);
+constexpr int kForwardRegisters = 46 * sizeof(accumulate_t<T>) / 4 + (kResidual ? 8 : 0) +
+                                  kItems * (kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4 + 2);
+
+template <typename T, int kVec, int kItems, bool kResidual>
+constexpr int kForwardMaxThreads = max_threads(kForwardRegisters<T, kVec, kItems, kResidual>);
 
 // Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
 template <int kThreads, typename R, typename A, int kItems, int kVec>
@@ -246,9 +243,8 @@ template <int kVec>
 constexpr int kBackwardMaxItems = kVec == 8 ? 3 : 4;
 
 template <typename T, int kVec, int kItems>
-constexpr int kBackwardMaxThreads = std::min<int>(
-    1024, 65536 / (10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4) /
-              kThreadStep * kThreadStep);
+constexpr int kBackwardMaxThreads =
+    max_threads(10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4);
 
 // Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in
 // shared memory, in the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in

@@ -86,6 +86,13 @@ struct Row {
   }
 };
 
+// The most threads of a block that may have so many registers each. Each of a multiprocessor's four schedulers has a
+// quarter of the 65536, so blocks of whole quarters waste none.
+constexpr int max_threads(int registers) {
+  constexpr int kStep = 4 * kWarp;
+  return std::min(1024, 65536 / registers / kStep * kStep);
+}
+
 // How many threads share a row and how many packs each of them holds.
 struct RowThreads {
   int threads;  // whole warps
