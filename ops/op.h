@@ -12,12 +12,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstdio>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -38,12 +39,32 @@ using Shape = std::vector<int64_t>;
 
 // ---- what an error says ---------------------------------------------------------------------------------------------
 
+// The parts of a message, put together without streams: these take a locale from the process, and a libstdc++ that was
+// linked into this library has not got the process's.
+inline void append(std::string& text, const std::string& part) {
+  text += part;
+}
+inline void append(std::string& text, const char* part) {
+  text += part;
+}
+inline void append(std::string& text, char part) {
+  text += part;
+}
+template <typename Number>
+  requires(std::is_integral_v<Number>)
+void append(std::string& text, Number part) {
+  text += std::to_string(part);
+}
+inline void append(std::string& text, double part) {
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%g", part);
+  text += digits;
+}
+
 inline std::string describe(const Shape& shape) {
-  std::ostringstream text;
-  text << '(';
-  for (size_t i = 0; i < shape.size(); ++i) text << (i ? ", " : "") << shape[i];
-  text << ')';
-  return text.str();
+  std::string text = "(";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+  return text + ')';
 }
 
 inline const char* describe(ScalarType dtype) {
@@ -74,10 +95,9 @@ inline Shape shape_of(const Tensor& t) {
 
 template <typename... Parts>
 [[noreturn]] void fail(const char* op, const Parts&... parts) {
-  std::ostringstream text;
-  text << "gptkernels::" << op << ": ";
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
+  std::string text = std::string("gptkernels::") + op + ": ";
+  (append(text, parts), ...);
+  throw std::runtime_error(text);
 }
 
 // What a C shim of LibTorch answers. (torch's own macro for this has had two names since 2.10.)

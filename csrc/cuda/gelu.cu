@@ -10,7 +10,7 @@ namespace {
 // block apart, and has loaded all of them before it uses the first. What is left of the size when a block's packs do
 // not divide it goes element by element. Outputs may be inputs: a thread has read its elements before it writes them.
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 template <typename Form, int N, typename T>
 __device__ Packed<T, N> forward_of(const Packed<T, N>& x) {
@@ -74,13 +74,13 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
 }
 
 // Four packs forward and two of each array backward: 64 bytes under way a thread.
-template <typename Form, typename T, int kVec, int kItems = 4>
+template <typename Form, typename T, int kVec, int kItems = 1>
 void launch(const GeluForward<T>& p, Stream stream) {
   const unsigned grid = grid_size(ceil_div(p.size, kThreads * kVec * kItems));
   gelu_forward_packed_kernel<Form, T, kVec, kItems><<<grid, kThreads, 0, stream>>>(p);
 }
 
-template <typename Form, typename T, int kVec, int kItems = 2>
+template <typename Form, typename T, int kVec, int kItems = 1>
 void launch(const GeluBackward<T>& p, Stream stream) {
   const unsigned grid = grid_size(ceil_div(p.size, kThreads * kVec * kItems));
   gelu_backward_packed_kernel<Form, T, kVec, kItems><<<grid, kThreads, 0, stream>>>(p);
