@@ -10,6 +10,7 @@ from benchmarks.harness import compare, measure, report, roof
 from benchmarks.harness.machine import describe, title
 from benchmarks.harness.peers import PEERS, absent
 from benchmarks.harness.run import load, save
+from benchmarks.harness.warm import warm
 
 
 def parser():
@@ -74,8 +75,10 @@ def _sizes(text, error):
 def run_of(arguments, settings):
     """Measure op after op; each one's table is shown, and the file brought up to date, as soon as it is there."""
     run = {"machine": describe(settings.device), "settings": _plain(settings), "rows": []}
-    print(title(run["machine"]))
-    for op in ["roof", *(arguments.ops or measure.OPS)]:
+    print(title(run["machine"]), flush=True)
+    ops = arguments.ops or measure.OPS
+    warm(ops, settings)
+    for op in ["roof", *ops]:
         if op == "roof":
             rows = [] if settings.host else roof.rows(settings.device, settings.repeats)
         else:

@@ -14,6 +14,10 @@ CPU_SIZES = [(1024, 768, 768)]
 TINY = (4, 8, 8)
 
 
+def formula(x, weight, bias):
+    return F.linear(x, weight, bias)
+
+
 def column_sums(dout):
     return dout.sum(0)
 
@@ -31,24 +35,24 @@ def cases(device, dtype, rows, inner, outer):
         "linear fwd",
         shape,
         lambda: ops.linear(x, weight, bias),
-        lambda: exact.outputs(F.linear, [x], [weight, bias]),
+        lambda: exact.outputs(formula, [x], [weight, bias]),
         bytes=nbytes(x, weight, bias, dout),
         flops=2 * rows * inner * outer,
         peers={
-            "torch": partial(F.linear, x, weight, bias),
-            "compile": partial(compiled(F.linear), x, weight, bias),
+            "torch": partial(formula, x, weight, bias),
+            "compile": partial(compiled(formula), x, weight, bias),
         },
     )
     yield Case(
         "linear bwd",
         shape,
         lambda: ops.linear_backward(dout, x, weight, [True] * 3),
-        lambda: exact.gradients(F.linear, dout, [x], [weight, bias]),
+        lambda: exact.gradients(formula, dout, [x], [weight, bias]),
         bytes=2 * nbytes(x, weight) + nbytes(dout),
         flops=4 * rows * inner * outer,
         peers={
-            "torch": backward(F.linear, (x, weight, bias), dout),
-            "compile": backward(compiled(F.linear), (x, weight, bias), dout),
+            "torch": backward(formula, (x, weight, bias), dout),
+            "compile": backward(compiled(formula), (x, weight, bias), dout),
         },
     )
     yield Case(

@@ -28,26 +28,34 @@ class Settings:
     repeats: int = 20
 
 
-def sizes_of(module, dtype, settings):
-    """The sizes to measure an op at; none where those asked for are not of its kind."""
-    if settings.sizes:
-        return [size for size in settings.sizes if len(size) == len(module.TINY)]
-    if settings.host:
-        return [module.TINY]
-    if settings.device.type == "cpu":
-        return module.CPU_SIZES
-    return module.SIZES.get(str(dtype).removeprefix("torch."), module.SIZES["bfloat16"])
+def sizes_of(op, settings):
+    """The dtypes and sizes to measure an op at; none where the sizes asked for are not of its kind."""
+    module = importlib.import_module(f"benchmarks.{op}")
+    for dtype in settings.dtypes:
+        if settings.sizes:
+            sizes = [size for size in settings.sizes if len(size) == len(module.TINY)]
+        elif settings.host:
+            sizes = [module.TINY]
+        elif settings.device.type == "cpu":
+            sizes = module.CPU_SIZES
+        else:
+            sizes = module.SIZES.get(_name(dtype), module.SIZES["bfloat16"])
+        for size in sizes:
+            yield dtype, size
+
+
+def cases(op, settings, dtype, size):
+    """The op's cases at one size, with the same random numbers every time."""
+    torch.manual_seed(0)
+    return importlib.import_module(f"benchmarks.{op}").cases(settings.device, dtype, *size)
 
 
 def measure(op, settings):
     """The op's rows, one after the other."""
-    module = importlib.import_module(f"benchmarks.{op}")
-    for dtype in settings.dtypes:
-        for size in sizes_of(module, dtype, settings):
-            torch.manual_seed(0)
-            for case in module.cases(settings.device, dtype, *size):
-                yield measure_case(op, case, dtype, settings)
-            gc.collect()  # compiled functions and graphs hold their tensors in cycles
+    for dtype, size in sizes_of(op, settings):
+        for case in cases(op, settings, dtype, size):
+            yield measure_case(op, case, dtype, settings)
+        gc.collect()  # compiled functions and graphs hold their tensors in cycles
 
 
 def measure_case(op, case, dtype, settings) -> Row:
@@ -58,14 +66,12 @@ def measure_case(op, case, dtype, settings) -> Row:
         if why := _fault(case, variant, dtype):
             faults[name] = why
     timed = {name: variant for name, variant in variants.items() if name not in faults}
-    if settings.host:
-        times = host_times(timed.values(), settings.device)
-    else:
+    if not settings.host:
         timed["copy"] = roof.copy(case.bytes, settings.device)
-        times = kernel_times(timed.values(), settings.device, settings.repeats)
-    name = str(dtype).removeprefix("torch.")
+    time_all = host_times if settings.host else kernel_times
+    times = time_all(timed.values(), settings.device, settings.repeats)
     found = dict(zip(timed, times, strict=True))
-    return Row(op, case.name, case.shape, name, case.bytes, case.flops, found, faults)
+    return Row(op, case.name, case.shape, _name(dtype), case.bytes, case.flops, found, faults)
 
 
 def _fault(case, variant, dtype):
@@ -74,3 +80,7 @@ def _fault(case, variant, dtype):
     except Exception as error:  # a peer that does not take this size must not end the run
         return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
     return wrong and f"WRONG: {wrong}"
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")

@@ -1,6 +1,7 @@
 """Pictures of a run: bars for each op, and all ops under the machine's roof."""
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,7 +13,7 @@ from benchmarks.harness.report import by_op, columns_of, page
 from benchmarks.harness.row import COMPUTE_BOUND
 
 COLOURS = {"ours": "#1f4e9c", "torch": "#ee7733", "compile": "#9a9a9a", "liger": "#33a27f", "quack": "#aa6fc0"}
-STYLE = {
+STYLE: Any = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -59,16 +60,9 @@ def _group(axes, rows, variants):
             if variant in row.times:
                 at = i + (j - (len(variants) - 1) / 2) * width
                 axes.bar(at, row.rate(variant), 0.92 * width, color=COLOURS[variant])
-                axes.annotate(
-                    f"{row.rate(variant):.0f}",
-                    (at, row.rate(variant)),
-                    xytext=(0, -2),
-                    textcoords="offset points",
-                    ha="center",
-                    va="top",
-                    color="white",
-                    fontsize=7 if len(rows) * len(variants) > 30 else 9,
-                )
+                text = f" {row.rate(variant):.0f} "
+                style = {"fontsize": 8, "rotation": 90} if len(rows) * len(variants) > 30 else {"fontsize": 9}
+                axes.text(at, row.rate(variant), text, ha="center", va="top", color="white", **style)
         if "copy" in row.times and row.unit == "GB/s":
             axes.hlines(row.rate("copy"), i - 0.45, i + 0.45, color="black", linewidth=1.5)
     axes.set_xticks(
@@ -134,5 +128,7 @@ def _shares(axes, rows):
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
     axes.set_title(f"share of a copy's rate (below {COMPUTE_BOUND} flops a byte)", loc="left", fontweight="bold")
     handles = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[c]) for c in ("ours", "torch")]
-    axes.legend(handles, ["ours, each size", "best peer"], fontsize=9, frameon=False, loc="lower left")
+    axes.legend(
+        handles, ["ours, each size", "best peer"], ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1)
+    )
     axes.grid(axis="both")

@@ -34,11 +34,11 @@ def cells(row, peers, strong):
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
-        share = f"{row.share:.0%}" if row.share else ""
-        rate = f"{row.rate('ours'):.4g} {row.unit}" if "copy" in row.times else ""
+        share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
+        rate = f"{number(row.rate('ours'))} {row.unit}" if "copy" in row.times else ""
         texts += [microseconds(median), f"{(high - low) / median:.0%}", rate, share]
     elif row.op == "roof":
-        texts += ["", "", f"{row.rate('torch'):.4g} {row.unit}", ""]
+        texts += ["", "", f"{number(row.rate('torch'))} {row.unit}", ""]
     else:
         texts += [row.faults["ours"].split(":")[0], "", "", ""]
     for peer in peers:
@@ -52,8 +52,11 @@ def cells(row, peers, strong):
 
 
 def microseconds(seconds):
-    us = seconds * 1e6
-    return f"{us:.0f}" if us >= 1000 else f"{us:.1f}"
+    return number(seconds * 1e6)
+
+
+def number(value):
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def faults(rows):

@@ -61,12 +61,15 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
     return seconds
 
 
-def host_times(functions, device, calls=2000):
-    """The time the host takes for one call of each: the median and quartiles of seven runs of many calls."""
-    return [Time.of([_host_seconds(function, device, calls) for _ in range(7)]) for function in functions]
+def host_times(functions, device, repeats):
+    """The time the host takes for one call of each, the functions taken in turn, many calls at a time."""
+    for function in functions:
+        _host_seconds(function, device)
+    rounds = [[_host_seconds(function, device) for function in functions] for _ in range(repeats)]
+    return [Time.of(seconds) for seconds in zip(*rounds, strict=True)]
 
 
-def _host_seconds(function, device, calls):
+def _host_seconds(function, device, calls=200):
     start = time.perf_counter()
     for _ in range(calls):
         function()
