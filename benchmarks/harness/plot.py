@@ -60,9 +60,9 @@ def _group(axes, rows, variants):
             if variant in row.times:
                 at = i + (j - (len(variants) - 1) / 2) * width
                 axes.bar(at, row.rate(variant), 0.92 * width, color=COLOURS[variant])
-                text = f" {row.rate(variant):.0f} "
                 style = {"fontsize": 8, "rotation": 90} if len(rows) * len(variants) > 30 else {"fontsize": 9}
-                axes.text(at, row.rate(variant), text, ha="center", va="top", color="white", **style)
+                style |= {"xytext": (0, -2), "textcoords": "offset points", "ha": "center", "va": "top"}
+                axes.annotate(f"{row.rate(variant):.0f}", (at, row.rate(variant)), color="white", **style)
         if "copy" in row.times and row.unit == "GB/s":
             axes.hlines(row.rate("copy"), i - 0.45, i + 0.45, color="black", linewidth=1.5)
     axes.set_xticks(

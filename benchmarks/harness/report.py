@@ -10,7 +10,7 @@ PAD = {"justify": "right", "no_wrap": True}
 
 def show(rows, console=None):
     """One op's table on the terminal, then one line for each variant that has no time."""
-    console = console or Console(width=170)
+    console = console or Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
         table.add_column(column, **({"no_wrap": True} if i < 3 else PAD))

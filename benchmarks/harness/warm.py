@@ -1,7 +1,7 @@
 """Peers compiled ahead, many at a time: a run would else wait for one compiler after the other, ten times as long."""
 
 import os
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 import torch
@@ -19,8 +19,7 @@ def warm(ops, settings):
     tasks = [(op, settings, dtype, size) for op in ops for dtype, size in sizes_of(op, settings)]
     workers = min(len(tasks), os.cpu_count() or 1, max(1, torch.cuda.mem_get_info()[0] // MEMORY))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
-        for _ in pool.map(_run_once, *zip(*tasks, strict=True)):
-            pass
+        wait([pool.submit(_run_once, *task) for task in tasks])  # what fails here is said by the run itself
 
 
 def _one_thread():
@@ -36,6 +35,6 @@ def _run_once(op, settings: Settings, dtype, size):
             try:
                 case.peers[peer]()
             except Exception:
-                torch.cuda.empty_cache()  # the run itself will say why
+                torch.cuda.empty_cache()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
