@@ -1,6 +1,8 @@
 import torch
+from torch.optim.adamw import adamw
 
 from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
 # Layers, channels, vocabulary, positions: all of GPT-2 124M, 148 tensors.
@@ -37,6 +39,7 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
+        self.counts = [torch.zeros((), device=device) for _ in shapes]  # of the one who counts the steps itself
         self.lr = torch.tensor(LR, device=device)
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
         self.start = [t.clone() for t in [*self.written, *self.grads]]
@@ -46,6 +49,8 @@ class State:
     def reset(self):
         for t, start in zip([*self.written, *self.grads], self.start, strict=True):
             t.copy_(start)
+        for count in self.counts:
+            count.zero_()
 
     def ours(self, **options):
         masters = self.masters if self.low else None
@@ -59,6 +64,14 @@ class State:
             torch._foreach_copy_(self.wide_grads, self.grads)
         options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **options)
+        if self.low:
+            torch._foreach_copy_(self.params, self.masters)
+
+    def formula(self):
+        """torch.optim's own, which Inductor makes a few large kernels of: conversions and step in one pass."""
+        grads = [grad.float() for grad in self.grads] if self.low else self.grads
+        options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
+        adamw(self.masters, grads, *self.moments, [], self.counts, foreach=True, capturable=True, **options)
         if self.low:
             torch._foreach_copy_(self.params, self.masters)
 
@@ -109,7 +122,7 @@ def cases(device, dtype, *model):
         lambda: state.exact(clip=False),
         bytes=state.bytes,
         flops=16 * elements,
-        peers={"torch": state.torchs},
+        peers={"torch": state.torchs, "compile": compiled(state.formula)},
         **look,
     )
     yield Case(

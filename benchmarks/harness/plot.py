@@ -10,7 +10,6 @@ import matplotlib.pyplot as plt
 
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import by_op, columns_of, page
-from benchmarks.harness.row import COMPUTE_BOUND
 
 COLOURS = {"ours": "#1f4e9c", "torch": "#ee7733", "compile": "#9a9a9a", "liger": "#33a27f", "quack": "#aa6fc0"}
 STYLE: Any = {
@@ -126,7 +125,7 @@ def _shares(axes, rows):
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
-    axes.set_title(f"share of a copy's rate (below {COMPUTE_BOUND} flops a byte)", loc="left", fontweight="bold")
+    axes.set_title("share of a copy's rate", loc="left", fontweight="bold")
     handles = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[c]) for c in ("ours", "torch")]
     axes.legend(
         handles, ["ours, each size", "best peer"], ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1)
