@@ -108,6 +108,8 @@ def main(arguments=None):
         run = load(*arguments.kept)
         for rows in report.by_op(run["rows"]).values():
             report.show(rows)
+        if arguments.json:
+            save(arguments.json, run)
     else:
         run = run_of(arguments, settings_of(arguments, cli.error))
     if arguments.plot:

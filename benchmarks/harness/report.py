@@ -74,7 +74,7 @@ def table(rows) -> str:
 
 def page(run) -> str:
     """A whole run as a Markdown page, its plots beside it."""
-    parts = ["# Results", title(run["machine"]) + "; `../../docs/benchmarks.md` says how to read this."]
+    parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():
         parts += [f"## {op}", *([f"![{op}]({op}.png)"] if op != "roof" else []), table(rows)]
