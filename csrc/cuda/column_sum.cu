@@ -1,27 +1,35 @@
 #include "../column_sum.h"
-#include "launch.cuh"
-#include "packed.cuh"
+#include "partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
 // Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, a pack a thread, and every gridDim.y-th run
 // of rows, and writes one row of partial sums; a second kernel adds those in order, so equal inputs give equal bits.
-constexpr int kRows = 8;  // rows in flight a block: threadIdx.y
+constexpr int kRows = 8;   // threads that share a strip's columns: threadIdx.y
+constexpr int kAhead = 4;  // loads under way a thread
 
 template <typename T, int kVec>
-__global__ void column_sum_partial_kernel(const ColumnSum<T> p) {
+__global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = accumulate_t<T>;
   __shared__ A sums[kRows][kVec][kWarp];
   const int64_t column = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kVec;
   A sum[kVec] = {};
   if (column < p.width) {
     const int64_t stride = int64_t(gridDim.y) * kRows;
-    for (int64_t row = int64_t(blockIdx.y) * kRows + threadIdx.y; row < p.rows; row += stride) {
-      A x[kVec];
-      load_wide<kVec>(x, p.x + row * p.width + column);
+    for (int64_t row = int64_t(blockIdx.y) * kRows + threadIdx.y; row < p.rows; row += kAhead * stride) {
+      Packed<T, kVec> packs[kAhead];
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) sum[k] += x[k];
+      for (int i = 0; i < kAhead; ++i)
+        if (row + i * stride < p.rows) packs[i] = load<kVec>(p.x + (row + i * stride) * p.width + column);
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (row + i * stride >= p.rows) continue;
+        A x[kVec];
+        widen(x, packs[i]);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) sum[k] += x[k];
+      }
     }
   }
 #pragma unroll
@@ -36,39 +44,28 @@ __global__ void column_sum_partial_kernel(const ColumnSum<T> p) {
   }
 }
 
-template <typename T>
-__global__ void column_sum_kernel(const ColumnSum<T> p, int64_t partials) {
-  using A = accumulate_t<T>;
-  __shared__ A sums[kRows][kWarp];
-  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
-  const A* partial = static_cast<const A*>(p.workspace);
-  A sum = 0;
-  if (column < p.width)
-    for (int64_t row = threadIdx.y; row < partials; row += kRows) sum += partial[row * p.width + column];
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= p.width) return;
-  for (int row = 1; row < kRows; ++row) sum += sums[row][threadIdx.x];
-  p.out[column] = narrow<T>(sum);
-}
-
-// Enough runs of rows for a few blocks a multiprocessor, each of at least four steps.
-template <int kVec>
+// As many runs of rows as make one wave of blocks, each with all its loads under way at least once.
+template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
-  constexpr int kBlocksPerMultiprocessor = 8;
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = ceil_div(width, kWarp * kVec);
-  const int64_t filling = ceil_div(kBlocksPerMultiprocessor * multiprocessors(), strips);
-  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, 4 * kRows), 1, std::min(filling, kMaxRuns));
+  const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>>(kWarp * kRows);
+  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kAhead * kRows), 1, std::min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
 template <typename T, int kVec>
 void launch(const ColumnSum<T>& p, Stream stream) {
-  const dim3 block(kWarp, kRows);
-  const dim3 grid = partial_grid<kVec>(p.rows, p.width);
-  column_sum_partial_kernel<T, kVec><<<grid, block, 0, stream>>>(p);
-  column_sum_kernel<T><<<grid_size(ceil_div(p.width, kWarp)), block, 0, stream>>>(p, grid.y);
+  const dim3 grid = partial_grid<T, kVec>(p.rows, p.width);
+  column_sum_partial_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p);
+  launch_partial_sums<T>({.first = p.out,
+                          .second = nullptr,
+                          .partials = static_cast<const accumulate_t<T>*>(p.workspace),
+                          .count = grid.y,
+                          .width = p.width,
+                          .split = p.width},
+                         stream);
 }
 
 }  // namespace
@@ -77,7 +74,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;
-  const int64_t partials = std::max(partial_grid<kPack<T>>(rows, width).y, partial_grid<1>(rows, width).y);
+  const int64_t partials = std::max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
   return partials * width * int64_t(sizeof(accumulate_t<T>));
 }
 

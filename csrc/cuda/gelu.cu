@@ -6,72 +6,92 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Elementwise over flat memory, a pack of kVec elements at a time: forward moves 2 * size * sizeof(T) bytes,
-// backward 3. One thread finishes what is left when kVec does not divide the size. Outputs may be inputs: a thread has
-// read its elements before it writes them, and no pointer is promised to be the only one.
+// Elementwise over flat memory: forward moves 2 * size * sizeof(T) bytes, backward 3. A thread takes kItems packs, a
+// block apart, and has loaded all of them before it uses the first. What is left of the size when a block's packs do
+// not divide it goes element by element. Outputs may be inputs: a thread has read its elements before it writes them.
 
 constexpr int kThreads = 256;
 
 template <typename Form, int N, typename T>
-__device__ void forward_at(const GeluForward<T>& p, int64_t i) {
-  accumulate_t<T> x[N];
-  load_wide<N>(x, p.x + i);
+__device__ Packed<T, N> forward_of(const Packed<T, N>& x) {
+  accumulate_t<T> out[N];
+  widen(out, x);
 #pragma unroll
-  for (int k = 0; k < N; ++k) x[k] = Form::value(x[k]);
-  store_narrow<N>(p.out + i, x);
-}
-
-template <typename Form, typename T, int kVec>
-__global__ void __launch_bounds__(kThreads) gelu_forward_packed_kernel(const GeluForward<T> p) {
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x * kVec;
-  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec; i < p.size; i += stride) {
-    if (i + kVec <= p.size)
-      forward_at<Form, kVec>(p, i);
-    else
-      for (int64_t rest = i; rest < p.size; ++rest) forward_at<Form, 1>(p, rest);
-  }
+  for (int k = 0; k < N; ++k) out[k] = Form::value(out[k]);
+  return narrow<T>(out);
 }
 
 template <typename Form, int N, typename T>
-__device__ void backward_at(const GeluBackward<T>& p, int64_t i) {
-  accumulate_t<T> x[N], dout[N];
-  load_wide<N>(x, p.x + i);
-  load_wide<N>(dout, p.dout + i);
+__device__ Packed<T, N> backward_of(const Packed<T, N>& x, const Packed<T, N>& dout) {
+  accumulate_t<T> x_wide[N], dx[N];
+  widen(x_wide, x);
+  widen(dx, dout);
 #pragma unroll
-  for (int k = 0; k < N; ++k) dout[k] *= Form::derivative(x[k]);
-  store_narrow<N>(p.dx + i, dout);
+  for (int k = 0; k < N; ++k) dx[k] *= Form::derivative(x_wide[k]);
+  return narrow<T>(dx);
 }
 
-template <typename Form, typename T, int kVec>
+// Calls whole(i) for a thread's place in a run of kItems packs a thread, and one(i) for every element beyond the last
+// whole run.
+template <int kRun, typename Whole, typename One>
+__device__ void for_each_run(int64_t size, int pack, const Whole& whole, const One& one) {
+  const int64_t begin = int64_t(blockIdx.x) * kThreads * kRun;
+  if (begin + kThreads * kRun <= size) return whole(begin + int64_t(threadIdx.x) * pack);
+  for (int64_t i = begin + threadIdx.x; i < size; i += kThreads) one(i);
+}
+
+template <typename Form, typename T, int kVec, int kItems>
+__global__ void __launch_bounds__(kThreads) gelu_forward_packed_kernel(const GeluForward<T> p) {
+  constexpr int kStep = kThreads * kVec;
+  for_each_run<kVec * kItems>(
+      p.size, kVec,
+      [&](int64_t i) {
+        Packed<T, kVec> x[kItems];
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) x[j] = load<kVec>(p.x + i + j * kStep);
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) store(p.out + i + j * kStep, forward_of<Form>(x[j]));
+      },
+      [&](int64_t i) { store(p.out + i, forward_of<Form>(load<1>(p.x + i))); });
+}
+
+template <typename Form, typename T, int kVec, int kItems>
 __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const GeluBackward<T> p) {
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x * kVec;
-  for (int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec; i < p.size; i += stride) {
-    if (i + kVec <= p.size)
-      backward_at<Form, kVec>(p, i);
-    else
-      for (int64_t rest = i; rest < p.size; ++rest) backward_at<Form, 1>(p, rest);
-  }
+  constexpr int kStep = kThreads * kVec;
+  for_each_run<kVec * kItems>(
+      p.size, kVec,
+      [&](int64_t i) {
+        Packed<T, kVec> x[kItems], dout[kItems];
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) {
+          x[j] = load<kVec>(p.x + i + j * kStep);
+          dout[j] = load<kVec>(p.dout + i + j * kStep);
+        }
+#pragma unroll
+        for (int j = 0; j < kItems; ++j) store(p.dx + i + j * kStep, backward_of<Form>(x[j], dout[j]));
+      },
+      [&](int64_t i) { store(p.dx + i, backward_of<Form>(load<1>(p.x + i), load<1>(p.dout + i))); });
 }
 
-unsigned grid(int64_t size, int vec) {
-  return grid_size(ceil_div(ceil_div(size, vec), kThreads));
+// Four packs forward and two of each array backward: 64 bytes under way a thread.
+template <typename Form, typename T, int kVec, int kItems = 4>
+void launch(const GeluForward<T>& p, Stream stream) {
+  const unsigned grid = grid_size(ceil_div(p.size, kThreads * kVec * kItems));
+  gelu_forward_packed_kernel<Form, T, kVec, kItems><<<grid, kThreads, 0, stream>>>(p);
 }
 
-template <typename Form, typename T>
-Status launch_forward(const GeluForward<T>& p, Stream stream) {
-  if (packs<T>(0, p.out, p.x))
-    gelu_forward_packed_kernel<Form, T, kPack<T>><<<grid(p.size, kPack<T>), kThreads, 0, stream>>>(p);
+template <typename Form, typename T, int kVec, int kItems = 2>
+void launch(const GeluBackward<T>& p, Stream stream) {
+  const unsigned grid = grid_size(ceil_div(p.size, kThreads * kVec * kItems));
+  gelu_backward_packed_kernel<Form, T, kVec, kItems><<<grid, kThreads, 0, stream>>>(p);
+}
+
+template <typename T, int kVec, typename Arguments>
+Status launch_form(const Arguments& p, Stream stream) {
+  if (p.form == GeluForm::kTanh)
+    launch<GeluTanh<T>, T, kVec>(p, stream);
   else
-    gelu_forward_packed_kernel<Form, T, 1><<<grid(p.size, 1), kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
-}
-
-template <typename Form, typename T>
-Status launch_backward(const GeluBackward<T>& p, Stream stream) {
-  if (packs<T>(0, p.dx, p.dout, p.x))
-    gelu_backward_packed_kernel<Form, T, kPack<T>><<<grid(p.size, kPack<T>), kThreads, 0, stream>>>(p);
-  else
-    gelu_backward_packed_kernel<Form, T, 1><<<grid(p.size, 1), kThreads, 0, stream>>>(p);
+    launch<GeluErf<T>, T, kVec>(p, stream);
   return cudaGetLastError();
 }
 
@@ -80,13 +100,13 @@ Status launch_backward(const GeluBackward<T>& p, Stream stream) {
 template <typename T>
 Status gelu_forward(const GeluForward<T>& p, Stream stream) {
   if (p.size == 0) return cudaSuccess;
-  return p.form == GeluForm::kTanh ? launch_forward<GeluTanh>(p, stream) : launch_forward<GeluErf>(p, stream);
+  return packs<T>(0, p.out, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
 }
 
 template <typename T>
 Status gelu_backward(const GeluBackward<T>& p, Stream stream) {
   if (p.size == 0) return cudaSuccess;
-  return p.form == GeluForm::kTanh ? launch_backward<GeluTanh>(p, stream) : launch_backward<GeluErf>(p, stream);
+  return packs<T>(0, p.dx, p.dout, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                                 \

@@ -14,24 +14,51 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// The multiprocessors of the current device, asked for once a device.
-inline int multiprocessors() {
+// An attribute of the current device, asked for once a device.
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
   constexpr int kMaxDevices = 64;
   static std::atomic<int> known[kMaxDevices];
   int device = 0;
   cudaGetDevice(&device);
-  int count = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    if (device < kMaxDevices) known[device].store(count, std::memory_order_relaxed);
+  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (value == 0) {
+    cudaDeviceGetAttribute(&value, kAttribute, device);
+    if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
   }
-  return count;
+  return value;
+}
+
+inline int multiprocessors() {
+  return device_attribute<cudaDevAttrMultiProcessorCount>();
+}
+
+// Hopper or later: thread-block clusters, bulk copies and dependent launches.
+inline bool is_hopper() {
+  return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
 }
 
 // A grid for `blocks` units of work in a grid-stride loop.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMaxGrid = 0x7FFFFFFF;
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
+}
+
+// The blocks of so many threads of this kernel that a multiprocessor of the current device holds at once, as a
+// persistent grid needs to know. Asked for again only when the device or the threads change.
+template <auto kKernel>
+int blocks_per_multiprocessor(unsigned threads) {
+  static std::atomic<uint64_t> known;  // device, threads, blocks
+  int device = 0;
+  cudaGetDevice(&device);
+  const uint64_t asked = uint64_t(device) << 48 | uint64_t(threads) << 16;
+  const uint64_t last = known.load(std::memory_order_relaxed);
+  if (last >> 16 == asked >> 16 && last != 0) return static_cast<int>(last & 0xFFFF);
+  int blocks = 0;
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, static_cast<int>(threads), 0);
+  blocks = std::max(blocks, 1);
+  known.store(asked | static_cast<uint64_t>(blocks), std::memory_order_relaxed);
+  return blocks;
 }
 
 // How one row is laid over threads: `items` packs of kVec elements a thread, in registers. One warp a row with four
@@ -96,6 +123,28 @@ int64_t max_dynamic_shared_memory() {
     if (device < kMaxDevices) known[device].store(bytes, std::memory_order_relaxed);
   }
   return bytes;
+}
+
+// Launches a second stage whose blocks may be set up while the first still runs, where the device can: the kernel calls
+// wait_for_first_stage() before it reads what that has written. Saves the microsecond between two launches.
+template <typename... Parameters, typename... Arguments>
+void launch_second_stage(void (*kernel)(Parameters...), dim3 grid, dim3 block, Stream stream, Arguments... arguments) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = is_hopper() ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+__device__ inline void wait_for_first_stage() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace gptkernels::cuda

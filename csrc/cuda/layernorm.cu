@@ -1,7 +1,6 @@
 #include "../layernorm.h"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "partial_sums.cuh"
+#include "row_ring.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -12,6 +11,132 @@ namespace {
 //
 // A float32 mean is off by a rounding, as large as |mean| * 2^-24. The pass for the variance measures that rest too
 // (`rest`, the average of x - mean), so that an offset in x costs no digits.
+
+template <typename A>
+struct Moments {
+  A mean, rest, rstd;
+};
+
+// 1 / sqrt(x). The approximation is good to 2 ulp; a step of Newton's makes that 1, for an eighth of a division's work.
+__device__ float reciprocal_root(float x) {
+  const float r = rsqrtf(x);
+  return r + 0.5f * r * fmaf(-x * r, r, 1.0f);
+}
+__device__ double reciprocal_root(double x) {
+  return 1 / sqrt(x);
+}
+
+// From the sums of x - mean and of its square; `inverse` is 1 / C.
+template <typename A>
+__device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
+  const A rest = rests * inverse;
+  const A variance = squares * inverse - rest * rest;
+  return {mean, rest, reciprocal_root(variance + A(eps))};
+}
+
+template <typename T>
+__device__ void write_statistics(const LayernormForward<T>& p, int64_t row, const Moments<accumulate_t<T>>& m) {
+  if (threadIdx.x != 0) return;
+  p.mean[row] = m.mean + m.rest;
+  p.rstd[row] = m.rstd;
+}
+
+// Packs a thread, and the most threads a block by the registers these take: weight and bias, a word for every one of
+// memory, the row widened and two words of addresses, beside some 46 (float64: 92) for everything else.
+constexpr int kForwardMaxItems = 4;
+
+template <typename T, int kVec, int kItems, bool kResidual>
+constexpr int kForwardRegisters = 46 * sizeof(accumulate_t<T>) / 4 + (kResidual ? 8 : 0) +
+                                  kItems * (kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4 + 2);
+
+template <typename T, int kVec, int kItems, bool kResidual>
+constexpr int kForwardMaxThreads = max_threads(kForwardRegisters<T, kVec, kItems, kResidual>);
+
+// Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
+template <int kThreads, typename R, typename A, int kItems, int kVec>
+__device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double eps) {
+  A sum[1] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (R::column(i) >= width) continue;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) sum[0] += x[i][k];
+  }
+  row_sums<kThreads>(sum, 0);
+  const A mean = sum[0] * inverse;
+  A about_mean[2] = {};
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (R::column(i) >= width) continue;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) {
+      x[i][k] -= mean;
+      about_mean[0] += x[i][k];
+      about_mean[1] += x[i][k] * x[i][k];
+    }
+  }
+  row_sums<kThreads>(about_mean, 1);
+  return moments(mean, about_mean[0], about_mean[1], inverse, eps);
+}
+
+// One block a multiprocessor walks over the rows, several at a time; weight and bias are loaded once a thread. A row
+// stays in registers from its place in the ring to its store, so the variance is taken about the mean in a second pass
+// that costs no memory traffic. bfloat16 leaves 30 instructions an element before they are slower than the memory.
+template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems, kResidual>)
+    layernorm_forward_ring_kernel(const LayernormForward<T> p, int stages) {
+  using A = accumulate_t<T>;
+  using R = Row<T, kVec, kItems, kThreads>;
+  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 2 : 1>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
+  const auto begin = [&] {
+    if constexpr (kResidual)
+      return Ring(shared, {p.x, p.residual}, p.rows, width, stages);
+    else
+      return Ring(shared, {p.x}, p.rows, width, stages);
+  };
+  Ring ring = begin();
+  R weight, bias;
+  weight.fill(1);
+  bias.fill(0);
+  if (p.weight) weight.load(p.weight, width);
+  if (p.bias) bias.load(p.bias, width);
+  const A inverse = A(1) / A(width);
+  T* out = p.out + Ring::first() * width;
+  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step(), out += Ring::step() * width) {
+    weight.stay_packed();
+    bias.stay_packed();
+    const T* x_row = ring.next();
+    R packs;
+    packs.load(x_row, width);
+    if constexpr (kResidual) {
+      packs.update(width, [&](int i, A(&x)[kVec]) {
+        A residual[kVec];
+        load_wide<kVec>(residual, x_row + ring.pitch() + R::column(i));
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) x[k] += residual[k];
+      });
+      packs.store(p.sum + row * width, width);
+    }
+    A x[kItems][kVec];
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
+    const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
+    write_statistics(p, row, m);
+    const A offset = -m.rest * m.rstd;
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
+      A w[kVec], b[kVec];
+      widen(w, weight.packs[i]);
+      widen(b, bias.packs[i]);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
+      store_narrow<kVec>(out + R::column(i), x[i]);
+    }
+  }
+}
 
 // x, or x + residual rounded to T.
 template <int kVec, typename T>
@@ -24,97 +149,8 @@ __device__ void load_input(accumulate_t<T> (&x)[kVec], const LayernormForward<T>
   for (int k = 0; k < kVec; ++k) x[k] = widen(narrow<T>(x[k] + residual[k]));
 }
 
-template <typename A>
-struct Moments {
-  A mean, rest, rstd;
-};
-
-template <typename A>
-__device__ Moments<A> moments(A mean, A rests, A squares, int64_t width, double eps) {
-  const A rest = row_sum(rests) / A(width);
-  const A variance = row_sum(squares) / A(width) - rest * rest;
-  return {mean, rest, A(1) / sqrt(variance + A(eps))};
-}
-
-template <typename T>
-__device__ void write_statistics(const LayernormForward<T>& p, int64_t row, const Moments<accumulate_t<T>>& m) {
-  if (threadIdx.x != 0) return;
-  p.mean[row] = m.mean + m.rest;
-  p.rstd[row] = m.rstd;
-}
-
-template <typename T, int kVec>
-__device__ void normalise(const LayernormForward<T>& p, int64_t column, accumulate_t<T> (&x)[kVec],
-                          const Moments<accumulate_t<T>>& m) {
-  using A = accumulate_t<T>;
-  A weight[kVec], bias[kVec];
-  if (p.weight) load_wide<kVec>(weight, p.weight + column);
-  if (p.bias) load_wide<kVec>(bias, p.bias + column);
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    const A norm = (x[k] - m.mean - m.rest) * m.rstd;
-    x[k] = (p.weight ? norm * weight[k] : norm) + (p.bias ? bias[k] : A(0));
-  }
-}
-
-// The row stays in registers between the load and the store, so the variance is taken about the mean in a second pass
-// that costs no memory traffic.
-template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems>)
-    layernorm_forward_registers_kernel(const LayernormForward<T> p) {
-  using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    A x[kItems][kVec];
-    A sum = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_input(x[i], p, row * p.width + column);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) sum += x[i][k];
-      }
-    }
-    if (p.residual) {
-#pragma unroll
-      for (int i = 0; i < kItems; ++i) {
-        const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-        if (column < p.width) store_narrow<kVec>(p.sum + row * p.width + column, x[i]);
-      }
-    }
-    const A mean = row_sum(sum) / A(p.width);
-
-    A rests = 0;
-    A squares = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) {
-          rests += x[i][k] - mean;
-          squares += (x[i][k] - mean) * (x[i][k] - mean);
-        }
-      }
-    }
-    const Moments<A> m = moments(mean, rests, squares, p.width, p.eps);
-    write_statistics(p, row, m);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) normalise<T, kVec>(p, column, x[i], m);
-    }
-    // Apart from the loads of weights: the compiler moves none of them up over a store.
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) store_narrow<kVec>(p.out + row * p.width + column, x[i]);
-    }
-  }
-}
-
-// Rows too wide for registers: a block a row, which reads the row three times, the second and third from L2.
+// Rows too wide for registers, or not made of whole packs: a block a row, which reads the row three times, the second
+// and third from L1 or L2.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const LayernormForward<T> p) {
   using A = accumulate_t<T>;
@@ -140,32 +176,57 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
         squares += (x[k] - mean) * (x[k] - mean);
       }
     }
-    const Moments<A> m = moments(mean, rests, squares, p.width, p.eps);
+    const Moments<A> m = moments(mean, row_sum(rests), row_sum(squares), A(1) / A(p.width), p.eps);
     write_statistics(p, row, m);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_wide<kVec>(x, x_row + column);
-      normalise<T, kVec>(p, column, x, m);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        const A weight = p.weight ? widen(p.weight[column + k]) : A(1);
+        const A bias = p.bias ? widen(p.bias[column + k]) : A(0);
+        x[k] = (x[k] - m.mean - m.rest) * m.rstd * weight + bias;
+      }
       store_narrow<kVec>(p.out + row * p.width + column, x);
     }
   }
 }
 
+// Whole packs are worth a kernel for every number of packs a thread; float64 and odd layouts need only be right.
 template <typename T, int kVec>
+constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems : 1;
+template <typename T, int kVec>
+constexpr int kForwardMaxWarpItems = kForwardMinItems<T, kVec> == 1 ? 8 : kForwardMaxItems;
+
+template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  constexpr int kMaxItems = 8;
-  const RowShape shape = row_shape<T, kVec, kMaxItems>(p.width);
-  const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-  if (shape.items == 0) return layernorm_forward_wide_kernel<T, kVec><<<grid, shape.block, 0, stream>>>(p);
-  with_items<kMaxItems>(shape.items, [&](auto items) {
-    layernorm_forward_registers_kernel<T, kVec, items.value><<<grid, shape.block, 0, stream>>>(p);
-  });
+  constexpr int kMin = kForwardMinItems<T, kVec>;
+  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kForwardMaxItems, kMaxWarp>(
+      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value, kResidual>; });
+  bool launched = false;
+  if (row.items)
+    with_row_threads<kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
+      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
+      const RingShape shape =
+          ring_shape(p.rows, ring_row_bytes<T, kResidual ? 2 : 1>(p.width), row.threads,
+                     kForwardMaxThreads<T, kVec, items.value, kResidual>, max_dynamic_shared_memory<kKernel>());
+      if (shape.stages == 0) return;
+      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
+      launched = true;
+    });
+  if (!launched) layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Backward: reads x and dout once, writes dx once. With g = dout * weight and n = (x - mean) * rstd,
 //   dx = rstd * (g - avg(g) - n * avg(g * n)),   dweight = sum over rows of dout * n,   dbias = sum over rows of dout.
-// A persistent grid walks over the rows; a thread meets the same columns in every row, so it keeps their part of
-// dweight and dbias in registers, and writes it once, as one row of the workspace. A second kernel adds those rows.
+// A gradient `dresidual` that passes by the norm is read once and added to dx.
+//
+// One block a multiprocessor walks over the rows, several at a time. A thread meets the same columns in every row, so
+// it keeps their part of dweight and dbias in registers: they fill the register file, and the rows pass through shared
+// memory instead, where copies of the rows to come are always under way. A thread reads there what it has copied
+// itself, so nobody waits for anybody but for the two sums of a row. At the end a block adds up what its threads hold
+// and writes one row of partial sums; a second kernel adds those of all blocks, in order.
 
 // A product rounded by itself: fused into the subtraction of its own average it would leave a rest where there is none.
 __device__ float product(float a, float b) {
@@ -175,75 +236,123 @@ __device__ double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// Registers for partial sums and the row in hand bound the items a thread; wider rows take the `wide` kernels.
-constexpr int kBackwardMaxItems = 4;
-constexpr int kBackwardArrays = 4;  // norm, gradient, dweight, dbias
+// Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
+// every one of memory, two accumulators an element, and the normalised row and its gradient between the two passes,
+// beside some 40 (float64: 80) for everything else.
+template <int kVec>
+constexpr int kBackwardMaxItems = kVec == 8 ? 3 : 4;
 
 template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kBackwardArrays>)
-    layernorm_backward_registers_kernel(const LayernormBackward<T> p) {
-  using A = accumulate_t<T>;
-  A dweight[kItems][kVec] = {};
-  A dbias[kItems][kVec] = {};
-  const int64_t lane = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int64_t lanes = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = lane; row < p.rows; row += lanes) {
-    const A mean = p.mean[row];
-    const A rstd = p.rstd[row];
-    A norm[kItems][kVec], gradient[kItems][kVec];
-    A sum_g = 0;
-    A sum_gn = 0;
+constexpr int kBackwardMaxThreads =
+    max_threads(10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4);
+
+// Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in
+// shared memory, in the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in
+// neighbouring banks.
+template <typename R, typename T, typename A, int kItems, int kVec>
+__device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const A (&dweight)[kItems][kVec],
+                                 const A (&dbias)[kItems][kVec]) {
+  const int threads = blockDim.x;
+  const int sums = 2 * kItems * kVec * threads;  // of a row of the block
+  __pipeline_wait_prior(0);
+  __syncthreads();
+  A* mine = shared + threadIdx.y * sums + threadIdx.x;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_wide<kVec>(norm[i], p.x + row * p.width + column);
-        load_wide<kVec>(gradient[i], p.dout + row * p.width + column);
-        A weight[kVec];
-        if (p.weight) load_wide<kVec>(weight, p.weight + column);
+  for (int i = 0; i < kItems; ++i)
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) {
-          norm[i][k] = (norm[i][k] - mean) * rstd;
-          dweight[i][k] += gradient[i][k] * norm[i][k];
-          dbias[i][k] += gradient[i][k];
-          if (p.weight) gradient[i][k] = product(gradient[i][k], weight[k]);
-          sum_g += gradient[i][k];
-          sum_gn += gradient[i][k] * norm[i][k];
-        }
-      }
+    for (int k = 0; k < kVec; ++k) {
+      mine[(i * kVec + k) * threads] = dweight[i][k];
+      mine[((kItems + i) * kVec + k) * threads] = dbias[i][k];
     }
-    if (p.dx == nullptr) continue;
-    const A avg_g = row_sum(sum_g) / A(p.width);
-    const A avg_gn = row_sum(sum_gn) / A(p.width);
+  __syncthreads();
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
+  for (int item = threadIdx.y; item < 2 * kItems; item += blockDim.y) {
+    const int column = R::column(item % kItems);
+    if (column >= p.width) continue;
+    Packed<A, kVec> sum;
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        A dresidual[kVec] = {};
-        if (p.dresidual) load_wide<kVec>(dresidual, p.dresidual + row * p.width + column);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k)
-          gradient[i][k] = (gradient[i][k] - avg_g - norm[i][k] * avg_gn) * rstd + dresidual[k];
-        store_narrow<kVec>(p.dx + row * p.width + column, gradient[i]);
-      }
+    for (int k = 0; k < kVec; ++k) {
+      const A* at = shared + (item * kVec + k) * threads + threadIdx.x;
+      sum.v[k] = *at;
+      for (int row = 1; row < blockDim.y; ++row) sum.v[k] += at[row * sums];
     }
-  }
-  if (p.workspace == nullptr) return;
-  A* partial = static_cast<A*>(p.workspace) + lane * 2 * p.width;  // (lanes, 2, C)
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-    if (column < p.width) {
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) {
-        partial[column + k] = dweight[i][k];
-        partial[p.width + column + k] = dbias[i][k];
-      }
-    }
+    store(partial + (item < kItems ? 0 : p.width) + column, sum);
   }
 }
 
-// dx of rows too wide for registers: a block a row, which reads x and dout twice.
+template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
+    layernorm_backward_ring_kernel(const LayernormBackward<T> p, int stages) {
+  using A = accumulate_t<T>;
+  using R = Row<T, kVec, kItems, kThreads>;
+  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 3 : 2>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
+  const auto begin = [&] {
+    if constexpr (kResidual)
+      return Ring(shared, {p.x, p.dout, p.dresidual}, p.rows, width, stages);
+    else
+      return Ring(shared, {p.x, p.dout}, p.rows, width, stages);
+  };
+  Ring ring = begin();
+  R weight;
+  weight.fill(1);
+  if (p.weight) weight.load(p.weight, width);
+  int64_t row = Ring::first();
+  A next_mean = row < p.rows ? p.mean[row] : A(0);
+  A next_rstd = row < p.rows ? p.rstd[row] : A(0);
+
+  A dweight[kItems][kVec] = {};
+  A dbias[kItems][kVec] = {};
+  T* dx = p.dx + row * width;
+  for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
+    weight.stay_packed();
+    const A mean = next_mean;
+    const A rstd = next_rstd;
+    if (row + Ring::step() < p.rows) {
+      next_mean = p.mean[row + Ring::step()];
+      next_rstd = p.rstd[row + Ring::step()];
+    }
+    const T* x_row = ring.next();
+    const T* dout_row = x_row + ring.pitch();
+    A norm[kItems][kVec], gradient[kItems][kVec];
+    A sums[2] = {};  // of g and of g * n
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
+      A w[kVec];
+      load_wide<kVec>(norm[i], x_row + R::column(i));
+      load_wide<kVec>(gradient[i], dout_row + R::column(i));
+      widen(w, weight.packs[i]);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        norm[i][k] = (norm[i][k] - mean) * rstd;
+        dweight[i][k] += gradient[i][k] * norm[i][k];
+        dbias[i][k] += gradient[i][k];
+        gradient[i][k] = product(gradient[i][k], w[k]);
+        sums[0] += gradient[i][k];
+        sums[1] += gradient[i][k] * norm[i][k];
+      }
+    }
+    if (p.dx == nullptr) continue;
+    row_sums<kThreads>(sums, slot);
+    const A avg_g = sums[0] / A(width);
+    const A avg_gn = sums[1] / A(width);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (R::column(i) >= width) continue;
+      A dresidual[kVec] = {};
+      if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + ring.pitch() + R::column(i));
+#pragma unroll
+      for (int k = 0; k < kVec; ++k)
+        gradient[i][k] = (gradient[i][k] - avg_g - norm[i][k] * avg_gn) * rstd + dresidual[k];
+      store_narrow<kVec>(dx + R::column(i), gradient[i]);
+    }
+  }
+  if (p.workspace) write_block_sums<R>(p, reinterpret_cast<A*>(shared), dweight, dbias);
+}
+
+// dx of rows too wide for shared memory: a block a row, which reads x and dout twice.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(1024) layernorm_backward_wide_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
@@ -302,61 +411,64 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
   partial[p.width + column] = dbias;
 }
 
-// Adds the workspace's rows, in order: threadIdx.x is a column of the (2 * C) wide workspace, the block's y threads
-// take every 8th row, then one of them adds the 8 sums.
-constexpr int kSumRows = 8;
+template <typename T, int kVec>
+constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems<kVec> : 1;
 
-template <typename T>
-__global__ void layernorm_backward_sum_kernel(const LayernormBackward<T> p, int64_t partials) {
-  using A = accumulate_t<T>;
-  __shared__ A sums[kSumRows][kWarp];
-  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
-  const A* partial = static_cast<const A*>(p.workspace);
-  A sum = 0;
-  if (column < 2 * p.width)
-    for (int64_t row = threadIdx.y; row < partials; row += kSumRows) sum += partial[row * 2 * p.width + column];
-  sums[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= 2 * p.width) return;
-  for (int row = 1; row < kSumRows; ++row) sum += sums[row][threadIdx.x];
-  T* out = column < p.width ? p.dweight : p.dbias;
-  if (out) out[column % p.width] = narrow<T>(sum);
+// Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
+template <int kVec, bool kResidual, typename T>
+unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
+  constexpr int kMin = kBackwardMinItems<T, kVec>;
+  constexpr int kMax = kBackwardMaxItems<kVec>;
+  const RowThreads row = row_threads<kVec, kMin, kMax, kMax>(
+      p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
+  if (row.items == 0) return 0;
+  unsigned blocks = 0;
+  with_row_threads<kMin, kMax, kMax>(row, [&](auto threads, auto items) {
+    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
+    const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
+                                       kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+    if (shape.stages == 0) return;
+    const int64_t sums_bytes =
+        int64_t(shape.block.x) * shape.block.y * 2 * items.value * kVec * sizeof(accumulate_t<T>);
+    kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages);
+    blocks = shape.grid;
+  });
+  return blocks;
 }
 
-// What a backward launches, and so how many rows of partial sums it writes.
-struct BackwardShape {
-  RowShape row;
-  unsigned grid;
-  int64_t partials;
-};
-
-template <typename T, int kVec>
-BackwardShape backward_shape(int64_t rows, int64_t width) {
-  constexpr int kBlocksPerMultiprocessor = 4;
-  const RowShape row = row_shape<T, kVec, kBackwardMaxItems, kBackwardArrays>(width);
-  const int64_t blocks = std::min<int64_t>(ceil_div(rows, row.block.y), kBlocksPerMultiprocessor * multiprocessors());
-  const unsigned grid = grid_size(blocks);
-  if (row.items) return {row, grid, int64_t(grid) * row.block.y};
-  return {row, grid, std::clamp<int64_t>(rows / 16, 1, 64)};
+// Rows of partial sums when the rows are too wide for the ring.
+inline int64_t wide_partials(int64_t rows) {
+  return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
-template <typename T, int kVec>
+template <int kVec, bool kResidual, typename T>
 void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  const BackwardShape shape = backward_shape<T, kVec>(p.rows, p.width);
-  if (shape.row.items) {
-    with_items<kBackwardMaxItems>(shape.row.items, [&](auto items) {
-      layernorm_backward_registers_kernel<T, kVec, items.value><<<shape.grid, shape.row.block, 0, stream>>>(p);
-    });
-  } else {
-    if (p.dx) layernorm_backward_wide_kernel<T, kVec><<<shape.grid, shape.row.block, 0, stream>>>(p);
+  int64_t partials = p.rows ? launch_backward_ring<kVec, kResidual>(p, stream) : 0;
+  if (partials == 0) {
+    partials = wide_partials(p.rows);
+    if (p.dx && p.rows) layernorm_backward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
     constexpr int kThreads = 128;
-    const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(shape.partials));
+    const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(partials));
     if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
   }
-  if (p.workspace) {
-    const unsigned grid = grid_size(ceil_div(2 * p.width, kWarp));
-    layernorm_backward_sum_kernel<T><<<grid, dim3(kWarp, kSumRows), 0, stream>>>(p, shape.partials);
-  }
+  if (p.workspace)
+    launch_partial_sums<T>({.first = p.dweight,
+                            .second = p.dbias,
+                            .partials = static_cast<const accumulate_t<T>*>(p.workspace),
+                            .count = partials,
+                            .width = 2 * p.width,
+                            .split = p.width},
+                           stream);
+}
+
+template <int kVec, typename T>
+void launch_backward(const LayernormBackward<T>& p, Stream stream) {
+  return p.dresidual ? launch_backward<kVec, true>(p, stream) : launch_backward<kVec, false>(p, stream);
+}
+
+template <int kVec, typename T>
+void launch_forward(const LayernormForward<T>& p, Stream stream) {
+  return p.residual ? launch_forward<true, kVec>(p, stream) : launch_forward<false, kVec>(p, stream);
 }
 
 }  // namespace
@@ -365,17 +477,16 @@ template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
   if (packs<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
-    launch_forward<T, kPack<T>>(p, stream);
+    launch_forward<kPack<T>>(p, stream);
   else
-    launch_forward<T, 1>(p, stream);
+    launch_forward<1>(p, stream);
   return cudaGetLastError();
 }
 
-// The larger of the packed and the unpacked shape's need, since the pointers' alignment is not known yet.
+// One row of partial sums a block, of which there is at most one a multiprocessor or, for wide rows, 64.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  const int64_t partials =
-      std::max(backward_shape<T, kPack<T>>(rows, width).partials, backward_shape<T, 1>(rows, width).partials);
+  const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), wide_partials(rows));
   return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
@@ -383,9 +494,9 @@ template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
   if (p.width == 0) return cudaSuccess;
   if (packs<T>(p.width, p.dx, p.dout, p.dresidual, p.x, p.weight))
-    launch_backward<T, kPack<T>>(p, stream);
+    launch_backward<kPack<T>>(p, stream);
   else
-    launch_backward<T, 1>(p, stream);
+    launch_backward<1>(p, stream);
   return cudaGetLastError();
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device.h"
 
@@ -26,6 +27,38 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
+// N elements as accumulators, and back. A bfloat16 is the upper half of a float32: one instruction each way, where two
+// at a time are taken from their word.
+template <typename T, int N>
+__device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
+  if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const uint32_t word = reinterpret_cast<const uint32_t&>(packed.v[i]);
+      out[i] = __uint_as_float(word << 16);
+      out[i + 1] = __uint_as_float(word & 0xFFFF0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = widen(packed.v[i]);
+  }
+}
+
+template <typename T, int N>
+__device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
+  Packed<T, N> packed;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0)
+      reinterpret_cast<__nv_bfloat162&>(packed.v[i]) = __floats2bfloat162_rn(values[i], values[i + 1]);
+    else if constexpr (std::is_same_v<T, float16> && N % 2 == 0)
+      reinterpret_cast<__half2&>(packed.v[i]) = __floats2half2_rn(values[i], values[i + 1]);
+    else
+      for (int j = i; j < i + 2 && j < N; ++j) packed.v[j] = narrow<T>(values[j]);
+  }
+  return packed;
+}
+
 template <int N, typename T>
 __device__ Packed<T, N> load(const T* p) {
   return *reinterpret_cast<const Packed<T, N>*>(p);
@@ -44,17 +77,12 @@ __device__ void store(T* p, const Packed<T, N>& value) {
 // N neighbouring elements as accumulators.
 template <int N, typename T>
 __device__ void load_wide(accumulate_t<T> (&out)[N], const T* p) {
-  const Packed<T, N> packed = load<N>(p);
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = widen(packed.v[i]);
+  widen(out, load<N>(p));
 }
 
 template <int N, typename T>
 __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
-  Packed<T, N> packed;
-#pragma unroll
-  for (int i = 0; i < N; ++i) packed.v[i] = narrow<T>(values[i]);
-  store<N>(p, packed);
+  store<N>(p, narrow<T>(values));
 }
 
 // Whether rows of `width` elements that start at these pointers can all be moved 16 bytes at a time. Null is aligned.

@@ -1,0 +1,56 @@
+// The second stage of every sum over the rows of a large matrix: the blocks of the first have each left a row of
+// partial sums, and these are added in order.
+#pragma once
+
+#include <cstdint>
+
+#include "launch.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+// partials (count, width) are added over count. The first `split` columns go to `first`, the others to `second`; where
+// one of these is null its sums are dropped.
+template <typename T>
+struct PartialSums {
+  T* first;
+  T* second;
+  const accumulate_t<T>* partials;
+  int64_t count;
+  int64_t width;
+  int64_t split;
+};
+
+// A block takes kWarp columns; each of its kSumRows warps every kSumRows-th row, then one of them adds the warps' sums.
+// There is one row of partials a block of the first stage, so a thread has a handful of loads, all under way at once.
+constexpr int kSumRows = 32;
+
+template <typename T>
+__global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const PartialSums<T> p) {
+  using A = accumulate_t<T>;
+  __shared__ A sums[kSumRows][kWarp + 1];
+  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+  A sum = 0;
+  wait_for_first_stage();
+  if (column < p.width) {
+#pragma unroll 8
+    for (int64_t row = threadIdx.y; row < p.count; row += kSumRows) sum += p.partials[row * p.width + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  // Turned about: a warp adds one column's kSumRows sums.
+  const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
+  const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
+  if (threadIdx.x != 0 || mine >= p.width) return;
+  T* out = mine < p.split ? p.first : p.second;
+  if (out) out[mine < p.split ? mine : mine - p.split] = narrow<T>(total);
+}
+
+template <typename T>
+void launch_partial_sums(const PartialSums<T>& p, Stream stream) {
+  static_assert(kSumRows == kWarp);
+  launch_second_stage(partial_sums_kernel<T>, grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), stream, p);
+}
+
+}  // namespace gptkernels::cuda
