@@ -1,5 +1,5 @@
 # make train   a GPT-2 learns on this machine, from nothing but Python >= 3.10, make and a C++20 compiler
-# make test    every test           make bench   ours beside torch's kernels
+# make test    every test           make bench   ours beside everybody else's kernels
 # make lint    what CI demands      make format  mends what can be mended      make wheel   a wheel in dist/
 #
 # Everything is set up in .venv, with pinned versions. TORCH=installed uses the Python and the torch at hand instead (and

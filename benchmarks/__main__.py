@@ -1,88 +1,127 @@
-"""``python -m benchmarks``: a table of ours beside torch's kernels. Whether they are right is the tests' part."""
+"""``python -m benchmarks``: measures, shows, draws, keeps and compares. ``docs/benchmarks.md`` is its page."""
 
 import argparse
-import importlib
-import json
-import pkgutil
-import platform
+import sys
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
-import benchmarks
-import gptkernels
-from benchmarks.timing import host_seconds, kernel_seconds
-
-NOT_OPS = {"__main__", "case", "timing"}
-OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in NOT_OPS)
+from benchmarks.harness import compare, measure, report, roof
+from benchmarks.harness.machine import describe, title
+from benchmarks.harness.peers import PEERS, absent
+from benchmarks.harness.run import load, save
+from benchmarks.harness.warm import warm
 
 
-def parse():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ours beside torch's kernels.")
-    parser.add_argument("ops", nargs="*", metavar="OP", help=f"which ops (default: all of {', '.join(OPS)})")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="float32,bfloat16", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--host", action="store_true", help="time the host's part of a call on tiny tensors")
-    parser.add_argument("--repeats", type=int, default=20, help="timed runs of each (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args()
-    unknown = set(arguments.ops) - set(OPS)
-    if unknown:
-        parser.error(f"no benchmark for {', '.join(sorted(unknown))}; there is {', '.join(OPS)}")
-    return arguments
+def parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Ours beside everybody else's kernels.",
+        epilog="peers: " + "; ".join(f"{name}: {what}" for name, what in PEERS.items()),
+    )
+    add = parser.add_argument
+    add("ops", nargs="*", metavar="OP", help=f"which ops (default: all of {', '.join(measure.OPS)})")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--peers", help="comma-separated, or none (default: all that are here; on the CPU, and with --host, torch)")
+    add("--dtype", help="comma-separated (default: bfloat16,float32; on the CPU float32)")
+    add(
+        "--shape", help="sizes in place of an op's own, e.g. 65536x768,4096x1600: for the ops that take as many numbers"
+    )
+    add("--host", action="store_true", help="time the host's part of a call on tiny tensors")
+    add("--repeats", type=int, default=20, help="timed runs of each (default: %(default)s)")
+    add("--json", type=Path, metavar="FILE", help="keep the run here")
+    add("--plot", type=Path, metavar="DIR", help="draw each op and a roofline here, with a Markdown page of tables")
+    add("--compare", type=Path, metavar="OLD.json", help="name what became slower than in this run; then exit with 1")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept runs and measure nothing")
+    return parser
 
 
-def measure(case, device, arguments):
-    """Seconds by name, ours first."""
-    names = ["ours", *case.peers]
-    functions = [case.ours, *case.peers.values()]
-    if arguments.host:
-        return dict(zip(names, (host_seconds(f, device) for f in functions), strict=True))
-    return dict(zip(names, kernel_seconds(functions, device, arguments.repeats), strict=True))
+def settings_of(arguments, error):
+    """The command line as ``measure.Settings``; what is not here is left out with a line that says so."""
+    device = torch.device(arguments.device)
+    missing = absent(device)
+    default = "torch" if arguments.host or device.type == "cpu" else ",".join(PEERS)
+    peers = _list(arguments.peers if arguments.peers is not None else default, PEERS, "peer", error, also=["none"])
+    for peer in peers:
+        if peer in missing:
+            print(f"{peer} left out: {missing[peer]}", file=sys.stderr)
+    dtypes = arguments.dtype or ("float32" if device.type == "cpu" else "bfloat16,float32")
+    known = {"float64", "float32", "bfloat16", "float16"}
+    return measure.Settings(
+        device=device,
+        dtypes=[getattr(torch, name) for name in _list(dtypes, known, "dtype", error)],
+        peers=[p for p in peers if p not in missing],
+        sizes=_sizes(arguments.shape, error),
+        host=arguments.host,
+        repeats=arguments.repeats,
+    )
 
 
-def row(op, dtype, case, seconds):
-    """One measured case as plain data."""
-    return {
-        "op": op,
-        "name": case.name,
-        "shape": case.shape,
-        "dtype": str(dtype).removeprefix("torch."),
-        "seconds": seconds,
-        "bytes": case.bytes,
-        "flops": case.flops,
+def _list(text, known, what, error, also=()):
+    names = [name for name in text.split(",") if name]
+    for name in names:
+        if name not in known and name not in also:
+            error(f"no {what} {name}; there is {', '.join(known)}")
+    return [name for name in names if name not in also]
+
+
+def _sizes(text, error):
+    try:
+        return text and [tuple(int(n) for n in size.split("x")) for size in text.split(",")]
+    except ValueError:
+        error(f"--shape takes sizes such as 65536x768,4096x1600, not {text}")
+
+
+def run_of(arguments, settings):
+    """Measure op after op; each one's table is shown, and the file brought up to date, as soon as it is there."""
+    run = {"machine": describe(settings.device), "settings": _plain(settings), "rows": []}
+    print(title(run["machine"]), flush=True)
+    ops = arguments.ops or measure.OPS
+    warm(ops, settings)
+    for op in ["roof", *ops]:
+        if op == "roof":
+            rows = [] if settings.host else roof.rows(settings.device, settings.repeats)
+        else:
+            rows = list(measure.measure(op, settings))
+        run["rows"] += rows
+        if rows:
+            report.show(rows)
+        if arguments.json:
+            save(arguments.json, run)
+    return run
+
+
+def _plain(settings):
+    return {name: str(value) if name == "device" else value for name, value in vars(settings).items()} | {
+        "dtypes": [str(dtype).removeprefix("torch.") for dtype in settings.dtypes]
     }
 
 
-def show(rows, host):
-    """A table: microseconds, the rate of ours, and how many times as fast as each peer."""
-    table = Table(box=None)
-    for column in ("name", "shape", "dtype", "ours us", "rate", "beside"):
-        table.add_column(column, justify="left" if column in ("name", "shape", "dtype", "beside") else "right")
-    for r in rows:
-        ours = r["seconds"]["ours"]
-        rate = f"{r['flops'] / ours / 1e12:.1f} TFLOP/s" if r["flops"] else f"{r['bytes'] / ours / 1e9:.0f} GB/s"
-        beside = ", ".join(f"{n} {s * 1e6:.1f} us ({s / ours:.2f}x)" for n, s in r["seconds"].items() if n != "ours")
-        table.add_row(r["name"], r["shape"], r["dtype"], f"{ours * 1e6:.1f}", "" if host else rate, beside)
-    Console(width=160).print(table)
+def main(arguments=None):
+    """The exit status: 1 where one of ours is wrong or became slower."""
+    cli = parser()
+    arguments = cli.parse_args(arguments)
+    unknown = sorted(set(arguments.ops) - set(measure.OPS))
+    if unknown:
+        cli.error(f"no benchmark for {', '.join(unknown)}; there is {', '.join(measure.OPS)}")
+    if arguments.kept:
+        run = load(*arguments.kept)
+        for rows in report.by_op(run["rows"]).values():
+            report.show(rows)
+        if arguments.json:
+            save(arguments.json, run)
+    else:
+        run = run_of(arguments, settings_of(arguments, cli.error))
+    if arguments.plot:
+        from benchmarks.harness.plot import draw
 
-
-def main():
-    arguments = parse()
-    device = torch.device(arguments.device)
-    rows = []
-    for op in arguments.ops or OPS:
-        module = importlib.import_module(f"benchmarks.{op}")
-        for dtype in (getattr(torch, name) for name in arguments.dtype.split(",")):
-            for case in module.cases(device, dtype, small=arguments.host):
-                rows.append(row(op, dtype, case, measure(case, device, arguments)))
-    show(rows, arguments.host)
-    if arguments.json:
-        machine = {**gptkernels.info(), "platform": platform.platform(), "threads": torch.get_num_threads()}
-        arguments.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1))
+        draw(run, arguments.plot)
+    lines = compare.slower(load(arguments.compare)["rows"], run["rows"]) if arguments.compare else []
+    print(*lines, sep="\n", end="\n" if lines else "")
+    if arguments.compare and not lines:
+        print(f"nothing is slower than in {arguments.compare}")
+    return int(bool(lines) or any("ours" in row.faults for row in run["rows"]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,32 +1,137 @@
 import torch
+from torch.optim.adamw import adamw
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
+# Layers, channels, vocabulary, positions: all of GPT-2 124M, 148 tensors.
+SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024)]}
+CPU_SIZES = [(2, 128, 256, 128)]
+TINY = (1, 8, 16, 8)
+MAX_NORM = 1.0
+# A step large enough to be seen in bfloat16, so that one which does not happen is called wrong.
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+LR = 0.1
 
 
-def gpt2_shapes(layers=12, channels=768, vocabulary=50304, positions=1024):
-    """GPT-2's 148 parameters."""
+def parameter_shapes(layers, channels, vocabulary, positions):
     block = [(channels,)] * 2 + [(3 * channels, channels), (3 * channels,), (channels, channels), (channels,)]
     block += [(channels,)] * 2 + [(4 * channels, channels), (4 * channels,), (channels, 4 * channels), (channels,)]
     return [(vocabulary, channels), (positions, channels), *(block * layers), (channels,), (channels,)]
 
 
-def cases(device, dtype, small):
-    shapes = gpt2_shapes(1, 8, 16, 8) if small else gpt2_shapes(*(() if device.type == "cuda" else (2, 128, 256, 128)))
-    lists = [[torch.rand(s, device=device, dtype=dtype) for s in shapes] for _ in range(4)]
-    steps = [torch.ones((), device=device) for _ in shapes]
-    lr = torch.tensor(1e-4, device=device)
-    options = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-    elements = sum(t.numel() for t in lists[0])
+def label(tensors):
+    return f"{len(tensors)} tensors, {sum(t.numel() for t in tensors) / 1e6:.3g}M"
 
-    def torchs():
-        torch._fused_adamw_(*lists, [], steps, lr=lr, amsgrad=False, maximize=False, **options)
 
+class State:
+    """What a step reads and writes: with float32 master weights and moments where the parameters have 16 bits."""
+
+    def __init__(self, shapes, device, dtype):
+        self.low = dtype.itemsize == 2
+        wide = torch.float32 if self.low else dtype
+        self.masters = [torch.rand(shape, device=device, dtype=wide) for shape in shapes]
+        self.params = [t.to(dtype) for t in self.masters] if self.low else self.masters
+        self.grads = [torch.rand(shape, device=device, dtype=dtype) for shape in shapes]
+        for param, grad in zip(self.params, self.grads, strict=True):
+            param.grad = grad
+        self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
+        self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
+        self.steps = [torch.ones((), device=device) for _ in shapes]
+        self.counts = [torch.zeros((), device=device) for _ in shapes]  # of the one who counts the steps itself
+        self.lr = torch.tensor(LR, device=device)
+        self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
+        self.start = [t.clone() for t in [*self.written, *self.grads]]
+        self.bytes = nbytes(*self.grads) + 2 * nbytes(*self.masters, *self.moments[0], *self.moments[1])
+        self.bytes += nbytes(*self.params) if self.low else 0
+
+    def reset(self):
+        for t, start in zip([*self.written, *self.grads], self.start, strict=True):
+            t.copy_(start)
+        for count in self.counts:
+            count.zero_()
+
+    def ours(self, **options):
+        masters = self.masters if self.low else None
+        ops.adamw_(
+            self.params, self.grads, *self.moments, self.steps, lr=self.lr, master_params=masters, **OPTIONS, **options
+        )
+
+    def torchs(self):
+        """torch's fused kernel knows no master weights: the gradients are widened for it, and its result narrowed."""
+        if self.low:
+            torch._foreach_copy_(self.wide_grads, self.grads)
+        options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
+        torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **options)
+        if self.low:
+            torch._foreach_copy_(self.params, self.masters)
+
+    def formula(self):
+        """torch.optim's own, which Inductor makes a few large kernels of: conversions and step in one pass."""
+        grads = [grad.float() for grad in self.grads] if self.low else self.grads
+        options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
+        adamw(self.masters, grads, *self.moments, [], self.counts, foreach=True, capturable=True, **options)
+        if self.low:
+            torch._foreach_copy_(self.params, self.masters)
+
+    # Norm, clip and step.
+
+    def ours_clipped(self):
+        """The gradients are divided as the step reads them, and not written."""
+        norm = ops.global_norm(self.grads)
+        self.ours(grad_scale=(norm / MAX_NORM).clamp_(min=1))
+
+    def torchs_clipped(self):
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.torchs()
+
+    def exact(self, clip):
+        """Every tensor written, from how it was at the start."""
+        masters, firsts, seconds, _, grads = self.split(self.start)
+        divisor = 1.0
+        if clip:
+            divisor = max(1.0, sum(g.double().square().sum() for g in grads).sqrt().item() / MAX_NORM)
+        count = len(masters)
+        for i, tensors in enumerate(zip(masters, grads, firsts, seconds, strict=True)):
+            master, grad, first, second = (t.double() for t in tensors)
+            grad = grad / divisor
+            first = first + (1 - OPTIONS["beta1"]) * (grad - first)
+            second = OPTIONS["beta2"] * second + (1 - OPTIONS["beta2"]) * grad**2
+            root = (second / (1 - OPTIONS["beta2"])).sqrt() + OPTIONS["eps"]
+            master = master * (1 - LR * OPTIONS["weight_decay"]) - LR * first / (1 - OPTIONS["beta1"]) / root
+            for j, value in enumerate((master, first, second, master)[: 4 if self.low else 3]):
+                yield i + j * count, ..., value
+
+    def split(self, tensors):
+        """Masters, moments, low-precision parameters if any, gradients."""
+        n = len(self.masters)
+        parts = [tensors[i : i + n] for i in range(0, len(tensors), n)]
+        return parts if self.low else [*parts[:3], [], parts[3]]
+
+
+def cases(device, dtype, *model):
+    state = State(parameter_shapes(*model), device, dtype)
+    shape = label(state.params)
+    elements = sum(t.numel() for t in state.params)
+    look = {"look": lambda _: tuple(state.written), "reset": state.reset}
     yield Case(
         "adamw_",
-        f"{len(shapes)} tensors, {elements / 1e6:.1f}M",
-        lambda: ops.adamw_(*lists, steps, lr=lr, **options),
-        {"torch fused": torchs},
-        bytes=7 * nbytes(*lists[0]),
+        shape,
+        state.ours,
+        lambda: state.exact(clip=False),
+        bytes=state.bytes,
+        flops=16 * elements,
+        peers={"torch": state.torchs, "compile": compiled(state.formula)},
+        **look,
+    )
+    yield Case(
+        "global_norm, clip, adamw_",
+        shape,
+        state.ours_clipped,
+        lambda: state.exact(clip=True),
+        bytes=state.bytes + nbytes(*state.grads),
+        flops=19 * elements,
+        peers={"torch": state.torchs_clipped},
+        **look,
     )

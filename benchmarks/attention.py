@@ -1,39 +1,45 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness import exact
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-SIZES = {"cuda": [(16, 12, 1024, 64)], "cpu": [(2, 4, 256, 32)]}
+SIZES = {"bfloat16": [(16, 12, 1024, 64)], "float32": [(16, 12, 1024, 64)]}
+CPU_SIZES = [(2, 4, 256, 32)]
+TINY = (1, 1, 8, 8)
 
 
-def torch_forward(qkv, heads):
-    batch, tokens, width = qkv.shape
-    q, k, v = qkv.view(batch, tokens, 3, heads, width // 3 // heads).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, tokens, width // 3)
+def cases(device, dtype, batch, heads, tokens, size):
+    width = heads * size
+    qkv = torch.randn(batch, tokens, 3 * width, device=device, dtype=dtype)
+    out, probabilities = ops.attention(qkv, heads)
+    dout = torch.randn_like(out)
+    shape = f"B={batch} NH={heads} T={tokens} HS={size}"
+    flops = 2 * batch * heads * tokens * tokens * size  # two products, half of each above the diagonal
 
+    def formula(qkv):
+        q, k, v = qkv.view(-1, tokens, 3, heads, size).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, tokens, width)
 
-def cases(device, dtype, small):
-    for batch, heads, tokens, size in [(1, 1, 8, 8)] if small else SIZES[device.type]:
-        qkv = torch.randn(batch, tokens, 3 * heads * size, device=device, dtype=dtype)
-        out, probabilities = ops.attention(qkv, heads)
-        shape = f"B={batch} NH={heads} T={tokens} HS={size}"
-        flops = 2 * batch * heads * tokens * tokens * size  # two products, half of each above the diagonal
-        yield Case(
-            "attention fwd",
-            shape,
-            lambda qkv=qkv, heads=heads: ops.attention(qkv, heads),
-            {"torch sdpa": lambda qkv=qkv, heads=heads: torch_forward(qkv, heads)},
-            bytes=nbytes(qkv, out),
-            flops=flops,
-        )
-        leaf = qkv.clone().requires_grad_()
-        torch_out, dout = torch_forward(leaf, heads), torch.randn_like(out)
-        yield Case(
-            "attention bwd",
-            shape,
-            lambda a=(dout, qkv, probabilities, heads): ops.attention_backward(*a),
-            {"torch sdpa": lambda a=(torch_out, leaf, dout): torch.autograd.grad(*a, retain_graph=True)},
-            bytes=2 * nbytes(qkv) + 2 * nbytes(out),
-            flops=5 * flops // 2,
-        )
+    yield Case(
+        "attention fwd",
+        shape,
+        lambda: ops.attention(qkv, heads)[0],
+        lambda: exact.outputs(formula, [qkv]),
+        bytes=nbytes(qkv, out),
+        flops=flops,
+        peers={"torch": partial(formula, qkv), "compile": partial(compiled(formula), qkv)},
+    )
+    yield Case(
+        "attention bwd",
+        shape,
+        lambda: ops.attention_backward(dout, qkv, probabilities, heads),
+        lambda: exact.gradients(formula, dout, [qkv]),
+        bytes=2 * nbytes(qkv) + 2 * nbytes(out),
+        flops=5 * flops // 2,
+        peers={"torch": backward(formula, [qkv], dout), "compile": backward(compiled(formula), [qkv], dout)},
+    )

@@ -1,29 +1,55 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness import exact
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-SIZES = {"cuda": [(64, 12, 1024)], "cpu": [(4, 4, 512)]}
+SIZES = {"bfloat16": [(64, 12, 1024)], "float32": []}
+CPU_SIZES = [(4, 4, 512)]
+TINY = (1, 1, 8)
 
 
-def cases(device, dtype, small):
-    for batch, heads, tokens in [(1, 1, 8)] if small else SIZES[device.type]:
-        scores, dout = (torch.randn(batch, heads, tokens, tokens, device=device, dtype=dtype) for _ in range(2))
-        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
-        out = ops.causal_softmax(scores)
-        shape = f"{batch}x{heads}x{tokens}x{tokens}"
-        yield Case(
-            "causal_softmax fwd",
-            shape,
-            lambda scores=scores: ops.causal_softmax(scores),
-            {"torch": lambda scores=scores, mask=mask: F.softmax(scores.masked_fill(mask, float("-inf")), -1)},
-            bytes=nbytes(scores) * 3 // 2,  # the lower triangle is read, the square is written
-        )
-        yield Case(
-            "causal_softmax bwd",
-            shape,
-            lambda dout=dout, out=out: ops.causal_softmax_backward(dout, out),
-            {"torch": lambda a=(dout, out, -1, dtype): torch.ops.aten._softmax_backward_data(*a)},
-            bytes=nbytes(scores) * 2,
-        )
+def formula(scores):
+    i = torch.arange(scores.shape[-1], device=scores.device)
+    return F.softmax(scores.masked_fill(i > i[:, None], float("-inf")), -1)
+
+
+def derivative(dout, out):
+    return out * (dout - (out * dout).sum(-1, keepdim=True))
+
+
+def cases(device, dtype, batch, heads, tokens):
+    scores, dout = (torch.randn(batch, heads, tokens, tokens, device=device, dtype=dtype) for _ in range(2))
+    # What people add where nothing is compiled: its gradient costs nothing.
+    mask = torch.full((tokens, tokens), float("-inf"), device=device, dtype=dtype).triu(1)
+    out = ops.causal_softmax(scores)
+    shape = f"{batch}x{heads}x{tokens}x{tokens}"
+
+    def eager(scores):
+        return F.softmax(scores + mask, -1)
+
+    yield Case(
+        "causal_softmax fwd",
+        shape,
+        lambda: ops.causal_softmax(scores),
+        lambda: exact.outputs(formula, [scores]),
+        bytes=nbytes(scores) * 3 // 2,  # the lower triangle is read, the square is written
+        flops=5 * scores.numel() // 2,
+        peers={"torch": partial(eager, scores), "compile": partial(compiled(formula), scores)},
+    )
+    yield Case(
+        "causal_softmax bwd",
+        shape,
+        lambda: ops.causal_softmax_backward(dout, out),
+        lambda: exact.outputs(derivative, [dout, out]),
+        bytes=nbytes(scores) * 2,
+        flops=4 * scores.numel() // 2,
+        peers={
+            "torch": backward(eager, [scores], dout),
+            "compile": backward(compiled(formula), [scores], dout),
+        },
+    )

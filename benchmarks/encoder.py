@@ -1,49 +1,73 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness import exact
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-SIZES = {"cuda": [(64, 1024, 768)], "cpu": [(8, 512, 768)]}
 VOCABULARY = 50257
+SIZES = {"bfloat16": [(64, 1024, 768)], "float32": [(64, 1024, 768)]}
+CPU_SIZES = [(8, 512, 768)]
+TINY = (1, 4, 8)
 
 
-def zipf(shape, device):
+def uniform(shape):
+    return torch.randint(VOCABULARY, shape)
+
+
+def zipf(shape):
     """Tokens as frequent as words: the k-th with a probability in proportion to 1/k."""
     weights = 1 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64)
-    return torch.multinomial(weights, shape[0] * shape[1], replacement=True).view(shape).to(device)
+    return torch.multinomial(weights, shape[0] * shape[1], replacement=True).view(shape)
 
 
-def torch_forward(tokens, wte, wpe):
-    return F.embedding(tokens, wte) + wpe[: tokens.shape[1]]
+def exact_backward(dout, tokens):
+    dwte = dout.new_zeros(VOCABULARY, dout.shape[-1], dtype=torch.float64)
+    yield 0, ..., dwte.index_add_(0, tokens.flatten(), dout.double().flatten(0, 1))
+    yield 1, ..., dout.sum(0, dtype=torch.float64)
 
 
-def torch_backward(dout, tokens):
-    return torch.ops.aten.embedding_dense_backward(dout, tokens, VOCABULARY, -1, False), dout.sum(0)
+def cases(device, dtype, batch, length, channels):
+    for draw in (uniform, zipf):
+        yield from cases_of(device, dtype, batch, length, channels, draw)
 
 
-def cases(device, dtype, small):
-    for batch, length, channels in [(1, 4, 8)] if small else SIZES[device.type]:
-        wte = torch.randn(VOCABULARY, channels, device=device, dtype=dtype)
-        wpe = torch.randn(length, channels, device=device, dtype=dtype)
-        dout = torch.randn(batch, length, channels, device=device, dtype=dtype)
-        for kind in ("uniform", "zipf"):
-            tokens = zipf((batch, length), device)
-            if kind == "uniform":
-                tokens = torch.randint(VOCABULARY, (batch, length), device=device)
-            touched = tokens.unique().numel() * channels * wte.element_size()
-            shape = f"{batch}x{length}x{channels} {kind}"
-            yield Case(
-                "encoder fwd",
-                shape,
-                lambda a=(tokens, wte, wpe): ops.encoder(*a),
-                {"torch": lambda a=(tokens, wte, wpe): torch_forward(*a)},
-                bytes=touched + nbytes(dout, wpe, tokens),
-            )
-            yield Case(
-                "encoder bwd",
-                shape,
-                lambda a=(dout, tokens, VOCABULARY, length): ops.encoder_backward(*a),
-                {"torch": lambda a=(dout, tokens): torch_backward(*a)},
-                bytes=nbytes(dout, tokens, wte, wpe),
-            )
+def formula(wte, wpe, tokens):
+    return F.embedding(tokens, wte) + wpe
+
+
+def cases_of(device, dtype, batch, length, channels, draw):
+    wte = torch.randn(VOCABULARY, channels, device=device, dtype=dtype)
+    wpe = torch.randn(length, channels, device=device, dtype=dtype)
+    dout = torch.randn(batch, length, channels, device=device, dtype=dtype)
+    tokens = draw((batch, length)).to(device)
+    touched = tokens.unique().numel() * channels * wte.element_size()
+    shape = f"{batch}x{length}x{channels} {draw.__name__}"
+
+    yield Case(
+        "encoder fwd",
+        shape,
+        lambda: ops.encoder(tokens, wte, wpe),
+        lambda: exact.outputs(lambda tokens, wte, wpe: formula(wte, wpe, tokens), [tokens], [wte, wpe]),
+        bytes=touched + nbytes(dout, wpe, tokens),
+        flops=dout.numel(),
+        peers={
+            "torch": partial(formula, wte, wpe, tokens),
+            "compile": partial(compiled(formula), wte, wpe, tokens),
+        },
+    )
+    yield Case(
+        "encoder bwd",
+        shape,
+        lambda: ops.encoder_backward(dout, tokens, VOCABULARY, length),
+        lambda: exact_backward(dout, tokens),
+        bytes=nbytes(dout, tokens, wte, wpe),
+        flops=2 * dout.numel(),
+        peers={
+            "torch": backward(formula, (wte, wpe, tokens), dout),
+            "compile": backward(compiled(formula), (wte, wpe, tokens), dout),
+        },
+    )

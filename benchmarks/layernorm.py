@@ -1,34 +1,75 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness import exact
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-SIZES = {"cuda": [(65536, 768), (16384, 1600), (8192, 8192), (4096, 768)], "cpu": [(4096, 768)]}
+SIZES = {
+    "bfloat16": [(65536, 768), (16384, 1600), (8192, 8192), (4096, 768)],
+    "float32": [(65536, 768), (16384, 1600)],
+}
+CPU_SIZES = [(4096, 768)]
+TINY = (4, 8)
 
 
-def cases(device, dtype, small):
-    for rows, width in [(4, 8)] if small else SIZES[device.type]:
-        x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
-        weight, bias = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
-        shape = f"{rows}x{width}"
-        _, mean, rstd = ops.layernorm(x, weight, bias)
-        native = torch.ops.aten.native_layer_norm(x, [width], weight, bias, 1e-5)[1:]
-        yield Case(
-            "layernorm fwd",
-            shape,
-            lambda x=x, weight=weight, bias=bias: ops.layernorm(x, weight, bias),
-            {"torch": lambda x=x, weight=weight, bias=bias: F.layer_norm(x, x.shape[-1:], weight, bias)},
-            bytes=2 * nbytes(x),
-        )
-        yield Case(
-            "layernorm bwd",
-            shape,
-            lambda a=(dout, x, weight, mean, rstd): ops.layernorm_backward(*a, [True] * 3),
-            {
-                "torch": lambda a=(dout, x, [width], *native, weight, bias): torch.ops.aten.native_layer_norm_backward(
-                    *a, [True] * 3
-                )
-            },
-            bytes=3 * nbytes(x),
-        )
+def formula(x, weight, bias):
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+def liger(x, weight, bias):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return LigerLayerNormFunction.apply(x, weight, bias, 1e-5)
+
+
+def quack_forward(x, weight, bias):
+    from quack.rmsnorm import layernorm_fwd
+
+    return layernorm_fwd(x, weight, bias, 1e-5, return_rstd=True, return_mean=True)[0]
+
+
+def quack_backward(dout, x, weight, mean, rstd):
+    from quack.rmsnorm import layernorm_bwd
+
+    return layernorm_bwd(x, weight, dout, rstd, mean)
+
+
+def cases(device, dtype, rows, width):
+    x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
+    weight, bias = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
+    wide_weight, wide_bias = weight.float(), bias.float()  # quack takes no others
+    _, mean, rstd = ops.layernorm(x, weight, bias)
+    shape = f"{rows}x{width}"
+
+    yield Case(
+        "layernorm fwd",
+        shape,
+        lambda: ops.layernorm(x, weight, bias)[0],
+        lambda: exact.outputs(formula, [x], [weight, bias]),
+        bytes=2 * nbytes(x),
+        flops=8 * x.numel(),
+        peers={
+            "torch": partial(formula, x, weight, bias),
+            "compile": partial(compiled(formula), x, weight, bias),
+            "liger": partial(liger, x, weight, bias),
+            "quack": partial(quack_forward, x, wide_weight, wide_bias),
+        },
+    )
+    yield Case(
+        "layernorm bwd",
+        shape,
+        lambda: ops.layernorm_backward(dout, x, weight, mean, rstd, [True] * 3),
+        lambda: exact.gradients(formula, dout, [x], [weight, bias]),
+        bytes=3 * nbytes(x),
+        flops=16 * x.numel(),
+        peers={
+            "torch": backward(formula, (x, weight, bias), dout),
+            "compile": backward(compiled(formula), (x, weight, bias), dout),
+            "liger": backward(liger, (x, weight, bias), dout),
+            "quack": partial(quack_backward, dout, x, wide_weight, mean, rstd),
+        },
+    )

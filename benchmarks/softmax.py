@@ -1,28 +1,70 @@
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
-from benchmarks.case import Case, nbytes
+from benchmarks.harness import exact
+from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-SIZES = {"cuda": [(65536, 128), (65536, 768), (8192, 4096), (4096, 32768)], "cpu": [(4096, 768)]}
+NARROW = [(65536, width) for width in (64, 128, 256, 768, 1000, 1024)]
+WIDE = [(8192, 4096), (4096, 50257), (512, 100000), (256, 262144)]
+SIZES = {"bfloat16": NARROW + WIDE, "float32": []}
+CPU_SIZES = [(4096, 768)]
+TINY = (4, 8)
 
 
-def cases(device, dtype, small):
-    for rows, width in [(4, 8)] if small else SIZES[device.type]:
-        x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
-        out = ops.softmax(x)
-        shape = f"{rows}x{width}"
-        yield Case(
-            "softmax fwd",
-            shape,
-            lambda x=x: ops.softmax(x),
-            {"torch": lambda x=x: F.softmax(x, -1)},
-            bytes=2 * nbytes(x),
-        )
-        yield Case(
-            "softmax bwd",
-            shape,
-            lambda dout=dout, out=out: ops.softmax_backward(dout, out),
-            {"torch": lambda a=(dout, out, -1, dtype): torch.ops.aten._softmax_backward_data(*a)},
-            bytes=3 * nbytes(x),
-        )
+def formula(x):
+    return F.softmax(x, -1)
+
+
+def derivative(dout, out):
+    return out * (dout - (out * dout).sum(-1, keepdim=True))
+
+
+def liger(x):
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply(x)
+
+
+def quack(x):
+    from quack.softmax import softmax
+
+    return softmax(x)
+
+
+def cases(device, dtype, rows, width):
+    x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
+    out = ops.softmax(x)
+    shape = f"{rows}x{width}"
+
+    yield Case(
+        "softmax fwd",
+        shape,
+        lambda: ops.softmax(x),
+        lambda: exact.outputs(formula, [x]),
+        bytes=2 * nbytes(x),
+        flops=5 * x.numel(),
+        peers={
+            "torch": partial(formula, x),
+            "compile": partial(compiled(formula), x),
+            "liger": partial(liger, x),
+            "quack": partial(quack, x),
+        },
+    )
+    yield Case(
+        "softmax bwd",
+        shape,
+        lambda: ops.softmax_backward(dout, out),
+        lambda: exact.outputs(derivative, [dout, out]),
+        bytes=3 * nbytes(x),
+        flops=4 * x.numel(),
+        peers={
+            "torch": backward(formula, [x], dout),
+            "compile": backward(compiled(formula), [x], dout),
+            "liger": backward(liger, [x], dout),
+            "quack": backward(quack, [x], dout),
+        },
+    )

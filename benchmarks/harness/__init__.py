@@ -1,0 +1,1 @@
+"""What measures, checks and shows the cases that the ops' files yield."""

@@ -1,0 +1,39 @@
+"""What became slower since a run that was kept."""
+
+import statistics
+
+from benchmarks.harness.report import microseconds
+
+LEAST = 0.03
+
+
+def slower(old_rows, new_rows):
+    """A line for each row whose kernel takes over 3 % longer than it did, and longer by more than both runs' spread.
+
+    One machine differs from the next by a few per cent: all times are first divided by how much longer the copies take
+    here, the median over all rows, since a single copy would bring its own noise into its row.
+    """
+    old = {row.key: row for row in old_rows if "ours" in row.times}
+    pairs = [(old[row.key], row) for row in new_rows if row.key in old]
+    copies = [_ratio(before, now, "copy") for before, now in pairs if "copy" in before.times and "copy" in now.times]
+    machine = statistics.median(copies) if copies else 1.0
+    lines = []
+    for before, now in pairs:
+        name = " ".join(now.key)
+        if "ours" not in now.times:
+            lines.append(f"{name}: {now.faults['ours']}")
+            continue
+        increase = _ratio(before, now, "ours") / machine - 1
+        if increase > max(LEAST, _spread(before) + _spread(now)):
+            was, took = (microseconds(row.times["ours"].median) for row in (before, now))
+            lines.append(f"{name}: {increase:.1%} slower ({was} -> {took} us; copies take {machine:.3f} times as long)")
+    return lines
+
+
+def _ratio(before, now, name):
+    return now.times[name].median / before.times[name].median
+
+
+def _spread(row):
+    median, low, high = row.times["ours"]
+    return (high - low) / median

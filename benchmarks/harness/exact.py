@@ -1,0 +1,47 @@
+"""Outputs and gradients of a formula in float64, a few rows at a time, so that float64 needs little memory."""
+
+import torch
+
+from benchmarks.harness.case import as_tuple
+
+ELEMENTS = 1 << 24  # of one piece
+
+
+def outputs(function, rows, shared=()):
+    """What ``function(*rows, *shared)`` gives, as ``Case.exact`` wants it.
+
+    Args:
+        function: the formula; it treats each row alone.
+        rows: tensors with the same first dimension, cut into pieces along it.
+        shared: tensors that every row sees, such as weights.
+    """
+    shared = [double(t) for t in shared]
+    for part in _parts(rows[0]):
+        for i, out in enumerate(as_tuple(function(*(double(t[part]) for t in rows), *shared))):
+            yield i, part, out
+
+
+def gradients(function, douts, rows, shared=()):
+    """The gradients of ``rows``, piece by piece, then those of ``shared``, summed over all pieces."""
+    shared = [double(t).requires_grad_() for t in shared]
+    totals = [torch.zeros_like(t) for t in shared]
+    for part in _parts(rows[0]):
+        leaves = [double(t[part]).requires_grad_() for t in rows]
+        outs = as_tuple(function(*leaves, *shared))
+        found = torch.autograd.grad(outs, [*leaves, *shared], [double(d[part]) for d in as_tuple(douts)])
+        for i, grad in enumerate(found[: len(rows)]):
+            yield i, part, grad
+        for total, grad in zip(totals, found[len(rows) :], strict=True):
+            total += grad
+    for i, total in enumerate(totals):
+        yield len(rows) + i, ..., total
+
+
+def double(t):
+    """A float64 leaf of the tensor's values; integers stay what they are."""
+    return t.detach().double() if t.is_floating_point() else t
+
+
+def _parts(t):
+    step = max(1, ELEMENTS // max(1, t[0].numel()))
+    return [slice(start, start + step) for start in range(0, len(t), step)]

@@ -1,0 +1,85 @@
+"""Where and with what a run was made."""
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import gptkernels
+
+PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
+
+
+def describe(device) -> dict:
+    """All that the figures may depend on, as JSON."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "device": device.type,
+        "gpu": _gpu() if device.type == "cuda" else None,
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "platform": platform.platform(),
+        "versions": {
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+            **{name: version for name in PACKAGES if (version := _version(name))},
+        },
+        "gptkernels": gptkernels.info(),
+    }
+
+
+def title(machine) -> str:
+    """One line of it."""
+    gpu, versions = machine["gpu"], machine["versions"]
+    where = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['threads']} threads"
+    what = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
+    return f"{where}; {what}; {machine['commit']}, {machine['date'][:10]}"
+
+
+def _gpu():
+    found = torch.cuda.get_device_properties()
+    return {
+        "name": found.name,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0] or "?",
+        "multiprocessors": found.multi_processor_count,
+        "memory": found.total_memory,
+        "l2": found.L2_cache_size,
+        "capability": f"{found.major}.{found.minor}",
+    }
+
+
+def _cpu():
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package):
+    if package == "gptkernels":
+        return gptkernels.info()["gptkernels"]
+    try:
+        return torch.__version__ if package == "torch" else metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit():
+    """The checkout's commit; where the files came without a repository, what GIT_COMMIT says."""
+    commit = _output("git", "rev-parse", "--short=12", "HEAD").strip()
+    if not commit:
+        return os.environ.get("GIT_COMMIT", "unknown commit")
+    return commit + (" with changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _output(*command):
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{command[0]}: {error}", file=sys.stderr)
+        return ""

@@ -1,0 +1,60 @@
+"""Who ours are measured beside, and how the others are called."""
+
+import importlib.util
+import warnings
+
+import torch
+
+from benchmarks.harness.case import as_tuple
+
+PEERS = {
+    "torch": "torch's own kernels, eager",
+    "compile": "torch.compile: what Inductor makes of the formula",
+    "liger": "Liger-Kernel (Triton)",
+    "quack": "quack (CuTe DSL)",
+}
+PACKAGES = {"compile": "triton", "liger": "liger_kernel", "quack": "quack"}
+
+
+def absent(device) -> dict[str, str]:
+    """Peers that cannot run here, with the reason."""
+    reasons = {}
+    for peer, package in PACKAGES.items():
+        if peer == "compile" and device.type == "cpu":
+            continue  # C++, not Triton
+        if device.type == "cpu":
+            reasons[peer] = "it has no CPU kernels"
+        elif importlib.util.find_spec(package) is None:
+            reasons[peer] = f"no package {package}"
+    return reasons
+
+
+def compiled(function):
+    """The function under torch.compile, for one case's shapes alone; it compiles when it is first called."""
+    made = []
+
+    def call(*inputs):
+        if not made:
+            torch._dynamo.reset()  # no other case's shapes: they would make this one's dynamic, or run into a limit
+            torch._functorch.config.donated_buffer = False  # backwards run many times over one forward
+            made.append(torch.compile(function, fullgraph=True, dynamic=False))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler's advice to the formula's author
+                return made[0](*inputs)
+        return made[0](*inputs)
+
+    return call
+
+
+def backward(function, inputs, douts):
+    """A variant that runs autograd through the function, as people do; its forward runs once, untimed."""
+    graph = []
+
+    def run():
+        if not graph:
+            leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in inputs]
+            graph.append((as_tuple(function(*leaves)), [t for t in leaves if t.requires_grad]))
+        outs, leaves = graph[0]
+        return torch.autograd.grad(outs, leaves, as_tuple(douts), retain_graph=True)
+
+    return run

@@ -1,0 +1,90 @@
+"""Tables: for the terminal, and as Markdown."""
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness.machine import title
+
+PAD = {"justify": "right", "no_wrap": True}
+
+
+def show(rows, console=None):
+    """One op's table on the terminal, then one line for each variant that has no time."""
+    console = console or Console(width=190)
+    table = Table(box=None, header_style="dim")
+    for i, column in enumerate(header(rows)):
+        table.add_column(column, **({"no_wrap": True} if i < 3 else PAD))
+    for row in rows:
+        table.add_row(*cells(row, columns_of(rows), "[bold]{}[/bold]"))
+    console.print(table)
+    for line in faults(rows):
+        console.print(f"[red]{line}[/red]", highlight=False)
+
+
+def columns_of(rows):
+    return list(dict.fromkeys(peer for row in rows for peer in row.peers))
+
+
+def header(rows):
+    return ["", "size", "dtype", "us", "+-", "rate", "of copy", *columns_of(rows), "ahead of ours"]
+
+
+def cells(row, peers, strong):
+    """A row's texts: ours, its rate and share, then each peer's microseconds and how many times as fast ours is."""
+    texts = [row.name, row.shape, row.dtype]
+    if "ours" in row.times:
+        median, low, high = row.times["ours"]
+        share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
+        rate = f"{number(row.rate('ours'))} {row.unit}" if "copy" in row.times else ""
+        texts += [microseconds(median), f"{(high - low) / median:.0%}", rate, share]
+    elif row.op == "roof":
+        texts += ["", "", f"{number(row.rate('torch'))} {row.unit}", ""]
+    else:
+        texts += [row.faults["ours"].split(":")[0], "", "", ""]
+    for peer in peers:
+        if peer in row.times:
+            ratio = row.beside(peer)
+            text = microseconds(row.times[peer].median) + (f" ({ratio:.2f}x)" if ratio else "")
+            texts.append(strong.format(text) if peer in row.ahead and row.op != "roof" else text)
+        else:
+            texts.append(row.faults[peer].split(":")[0] if peer in row.faults else "")
+    return [*texts, ", ".join(row.ahead) if row.op != "roof" else ""]
+
+
+def microseconds(seconds):
+    return number(seconds * 1e6)
+
+
+def number(value):
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def faults(rows):
+    """Why there is no time, for every variant that has none."""
+    return [f"{row.name} {row.shape} {row.dtype}, {name}: {why}" for row in rows for name, why in row.faults.items()]
+
+
+def table(rows) -> str:
+    """The same as Markdown; a peer ahead of ours in bold."""
+    head = header(rows)
+    lines = [head, ["---" if i < 3 else "---:" for i in range(len(head))]]
+    lines += [cells(row, columns_of(rows), "**{}**") for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def page(run) -> str:
+    """A whole run as a Markdown page, its plots beside it."""
+    parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
+    parts.append("![Roofline of all ops](roofline.png)")
+    for op, rows in by_op(run["rows"]).items():
+        parts += [f"## {op}", *([f"![{op}]({op}.png)"] if op != "roof" else []), table(rows)]
+        parts += ["\n".join(f"- {line}" for line in faults(rows))] if faults(rows) else []
+    return "\n\n".join(parts) + "\n"
+
+
+def by_op(rows):
+    """Rows by op, in the order they came."""
+    found = {}
+    for row in rows:
+        found.setdefault(row.op, []).append(row)
+    return found

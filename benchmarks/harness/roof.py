@@ -1,0 +1,30 @@
+"""What the machine can do at most: the copies that every row is held against, and one large matrix product."""
+
+import torch
+
+from benchmarks.harness.row import Row
+from benchmarks.harness.timing import kernel_times
+
+
+def copy(nbytes, device):
+    """A variant: torch's copy on the device that reads half of these bytes and writes the other half.
+
+    A small kernel is held against a small copy: neither reaches the rate of a large one.
+    """
+    source = torch.zeros(max(1, nbytes // 2), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def rows(device, repeats) -> list[Row]:
+    """The large copy and the large product, as rows of their own."""
+    cuda = device.type == "cuda"
+    nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    copied, multiplied = kernel_times([copy(nbytes, device), lambda: a @ b], device, repeats)
+    name = str(dtype).removeprefix("torch.")
+    size = f"{nbytes >> 21} MiB"
+    return [
+        Row("roof", "copy", size, "bytes", nbytes, 0, {"torch": copied}),
+        Row("roof", "matmul", f"{n}x{n}x{n}", name, 3 * a.nbytes, 2 * n**3, {"torch": multiplied}),
+    ]

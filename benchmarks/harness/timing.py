@@ -1,0 +1,79 @@
+"""How long a kernel takes, and how long the host takes to queue it."""
+
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+
+class Time(NamedTuple):
+    """Seconds: the median and the quartiles of some runs."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, seconds):
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
+        return cls(median, low, high)
+
+
+def kernel_times(functions, device, repeats):
+    """The time of each function, the functions taken in turn so that a drifting machine is fair to all.
+
+    On CUDA: the L2 cache is flushed before each run, and the launches wait behind a device-side delay, so that neither
+    warm data nor launch gaps count. On the CPU: wall time, after a warm-up.
+    """
+    time_once = _cuda_timer() if device.type == "cuda" else _cpu_seconds
+    for function in functions:
+        for _ in range(3):
+            function()
+    rounds = [[time_once(function) for function in functions] for _ in range(repeats)]
+    return [Time.of(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _cpu_seconds(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
+    flush = torch.zeros(torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int32, device="cuda")
+
+    def seconds(function):
+        nonlocal cycles
+        while True:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.sum()  # four times the cache, read: nothing is left to be written back when the clock starts
+            torch.cuda._sleep(cycles)
+            begin.record()
+            function()
+            end.record()
+            late = begin.query()  # the device was here before the host had queued everything
+            torch.cuda.synchronize()
+            if not late or cycles >= most_cycles:
+                return begin.elapsed_time(end) * 1e-3
+            cycles *= 2
+
+    return seconds
+
+
+def host_times(functions, device, repeats):
+    """The time the host takes for one call of each, the functions taken in turn, many calls at a time."""
+    for function in functions:
+        _host_seconds(function, device)
+    rounds = [[_host_seconds(function, device) for function in functions] for _ in range(repeats)]
+    return [Time.of(seconds) for seconds in zip(*rounds, strict=True)]
+
+
+def _host_seconds(function, device, calls=200):
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    seconds = time.perf_counter() - start
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return seconds / calls

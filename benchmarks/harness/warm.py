@@ -1,0 +1,40 @@
+"""Peers compiled ahead, many at a time: a run would else wait for one compiler after the other, ten times as long."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor, wait
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.harness.measure import Settings, cases, sizes_of
+
+COMPILERS = {"compile", "liger", "quack"}  # Each keeps what it compiled on disk, where the run then finds it.
+MEMORY = 8 << 30  # what the largest case may take
+
+
+def warm(ops, settings):
+    """Run every compiled peer of these ops once, in processes of their own, for the sake of its compiler's cache."""
+    if settings.device.type != "cuda" or settings.host or not COMPILERS & set(settings.peers):
+        return
+    tasks = [(op, settings, dtype, size) for op in ops for dtype, size in sizes_of(op, settings)]
+    workers = min(len(tasks), os.cpu_count() or 1, max(1, torch.cuda.mem_get_info()[0] // MEMORY))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+        wait([pool.submit(_run_once, *task) for task in tasks])  # what fails here is said by the run itself
+
+
+def _one_thread():
+    import torch._inductor.config
+
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+
+
+def _run_once(op, settings: Settings, dtype, size):
+    for case in cases(op, settings, dtype, size):
+        for peer in COMPILERS & set(settings.peers) & set(case.peers):
+            try:
+                case.peers[peer]()
+            except Exception:
+                torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

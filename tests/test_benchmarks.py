@@ -1,0 +1,179 @@
+import importlib
+import json
+
+import pytest
+import torch
+from benchmarks.__main__ import main
+from benchmarks.harness import compare, exact, measure, report
+from benchmarks.harness.case import Case
+from benchmarks.harness.run import load, save
+from benchmarks.harness.timing import Time
+
+pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="the benchmark of the CPU kernels")
+CPU = torch.device("cpu")
+
+
+def settings(**changes):
+    return measure.Settings(**{"device": CPU, "dtypes": [torch.float32], "peers": ["torch"], "repeats": 2, **changes})
+
+
+def tiny(op):
+    return settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY])
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Two ops' run, as --json keeps it."""
+    path = tmp_path_factory.mktemp("bench") / "run.json"
+    assert main(["gelu", "layernorm", "--device", "cpu", "--shape", "4x8", "--repeats", "3", "--json", str(path)]) == 0
+    return path
+
+
+@pytest.mark.parametrize("op", measure.OPS)
+def test_every_op_is_measured_and_right(op):
+    rows = list(measure.measure(op, tiny(op)))
+    assert rows
+    for row in rows:
+        assert not row.faults
+        assert {"ours", "copy"} <= set(row.times)
+        assert row.bytes > 0
+        assert row.flops > 0
+
+
+@pytest.mark.parametrize("op", ["adamw", "layernorm", "fused_classifier"])
+def test_16_bits(op):
+    for row in measure.measure(op, settings(sizes=tiny(op).sizes, dtypes=[torch.bfloat16])):
+        assert row.dtype == "bfloat16"
+        assert not row.faults
+
+
+def test_json_says_where_and_what(kept):
+    run = json.loads(kept.read_text())
+    assert {"date", "commit", "cpu", "platform", "versions", "gpu"} <= set(run["machine"])
+    assert run["machine"]["versions"]["torch"] == torch.__version__
+    assert run["settings"]["peers"] == ["torch"]
+    row = next(row for row in run["rows"] if row["name"] == "layernorm bwd")
+    assert (row["shape"], row["dtype"], row["bytes"]) == ("4x8", "float32", 3 * 4 * 8 * 4)
+    for median, low, high in row["times"].values():
+        assert 0 < low <= median <= high
+    assert [r.key for r in load(kept)["rows"]] == [(r["name"], r["shape"], r["dtype"]) for r in run["rows"]]
+
+
+def test_plots_and_tables_of_a_kept_run(kept, tmp_path):
+    assert main(["--from", str(kept), "--plot", str(tmp_path)]) == 0
+    assert {p.name for p in tmp_path.iterdir()} == {"gelu.png", "layernorm.png", "roofline.png", "README.md"}
+    page = (tmp_path / "README.md").read_text()
+    assert "## layernorm" in page
+    assert "| layernorm bwd | 4x8 | float32 |" in page
+
+
+def test_a_planted_regression_is_named(kept, tmp_path, capsys):
+    run = load(kept)
+    for row in run["rows"]:  # quiet, so that only what is planted is seen
+        row.times = {name: Time(t.median, t.median, t.median) for name, t in row.times.items()}
+    quiet, slow = tmp_path / "quiet.json", tmp_path / "slow.json"
+    save(quiet, run)
+    planted = next(row for row in run["rows"] if row.name == "gelu fwd")
+    planted.times["ours"] = Time(*(1.1 * t for t in planted.times["ours"]))
+    save(slow, run)
+
+    assert main(["--from", str(quiet), "--compare", str(quiet)]) == 0
+    assert main(["--from", str(slow), "--compare", str(quiet)]) == 1
+    assert f"{' '.join(planted.key)}: 10.0% slower" in capsys.readouterr().out
+    assert main(["--from", str(quiet), "--compare", str(slow)]) == 0
+
+
+def test_another_machine_is_no_regression(kept):
+    """All times, the copy's too, 30 % longer: ours keeps its share of a copy."""
+    rows = load(kept)["rows"]
+    slower_machine = load(kept)["rows"]
+    for row in slower_machine:
+        row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
+    assert compare.slower(rows, slower_machine) == []
+
+
+def test_noise_is_no_regression(kept):
+    rows, noisy = load(kept)["rows"], load(kept)["rows"]
+    for row in (row for row in noisy if row.op != "roof"):
+        median = row.times["ours"].median
+        row.times["ours"] = Time(1.2 * median, 0.8 * median, 1.6 * median)
+    assert compare.slower(rows, noisy) == []
+
+
+def case(ours, **changes):
+    x = torch.randn(64, 8)
+    return Case(
+        "square",
+        "64x8",
+        lambda: ours(x),
+        lambda: exact.outputs(lambda x: x * x, [x]),
+        bytes=2 * x.nbytes,
+        flops=x.numel(),
+        peers={"torch": lambda: x * x, "compile": lambda: x.no_such_method()},
+        **changes,
+    )
+
+
+def half_written(x):
+    out = x * x
+    out[40] = 0
+    return out
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: x * x * 1.001, half_written, lambda x: x * x * float("nan"), lambda x: (x * x)[:, :4]]
+)
+def test_a_wrong_kernel_is_called_wrong_and_not_timed(wrong, capsys):
+    row = measure.measure_case("square", case(wrong), torch.float32, settings())
+    assert row.faults["ours"].startswith("WRONG")
+    assert set(row.times) == {"torch", "copy"}
+    report.show([row])
+    shown = capsys.readouterr().out
+    assert "WRONG" in shown
+    assert "square 64x8 float32, ours: WRONG: output 0" in shown
+
+
+def test_a_peer_that_fails_ends_nothing():
+    row = measure.measure_case("square", case(lambda x: x * x), torch.float32, settings(peers=["torch", "compile"]))
+    assert row.faults["compile"].startswith("failed: AttributeError")
+    assert set(row.times) == {"ours", "torch", "copy"}
+
+
+def test_a_wrong_kernel_fails_the_command(monkeypatch):
+    monkeypatch.setattr("benchmarks.gelu.ops.gelu", lambda x, approximate: x + 1, raising=False)
+    assert main(["gelu", "--device", "cpu", "--shape", "4x8", "--repeats", "2"]) == 1
+
+
+def test_inputs_written_in_place_are_put_back():
+    x = torch.ones(4)
+    start = x.clone()
+    in_place = Case(
+        "add_",
+        "4",
+        lambda: x.add_(1),
+        lambda: [(0, ..., start.double() + 1)],
+        bytes=32,
+        flops=4,
+        peers={"torch": lambda: x.add_(1)},
+        reset=lambda: x.copy_(start),
+    )
+    assert not measure.measure_case("add", in_place, torch.float32, settings()).faults
+
+
+def test_host_mode_times_calls(capsys):
+    assert main(["gelu", "--host", "--device", "cpu", "--repeats", "2"]) == 0
+    assert "4x8" in capsys.readouterr().out
+
+
+def test_what_is_not_here_is_said(capsys):
+    main(["global_norm", "--device", "cpu", "--peers", "liger", "--repeats", "2"])
+    assert "liger left out: it has no CPU kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["--peers", "nobody"], ["--dtype", "int8"], ["--shape", "4xmany"]], ids=lambda a: a[-1]
+)
+def test_what_the_command_line_does_not_take(arguments, capsys):
+    with pytest.raises(SystemExit):
+        main([*arguments, "--device", "cpu"])
+    assert arguments[-1] in capsys.readouterr().err
