@@ -41,16 +41,12 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
   p.rstd[row] = m.rstd;
 }
 
-// Packs a thread, and the most threads a block by the registers these take: weight and bias, a word for every one of
-// memory, the row widened and two words of addresses, beside some 46 (float64: 92) for everything else.
+// Packs a thread, and the most threads of a row by the registers these take.
 constexpr int kForwardMaxItems = 4;
 
-template <typename T, int kVec, int kItems, bool kResidual>
-constexpr int kForwardRegisters = 46 * sizeof(accumulate_t<T>) / 4 + (kResidual ? 8 : 0) +
-                                  kItems * (kVec * (2 * sizeof(T) + sizeof(accumulate_t<T>)) / 4 + 2);
-
-template <typename T, int kVec, int kItems, bool kResidual>
-constexpr int kForwardMaxThreads = max_threads(kForwardRegisters<T, kVec, kItems, kResidual>);
+template <typename T, int kVec, int kItems>
+constexpr int kForwardMaxThreads =
+    max_threads(12 * sizeof(accumulate_t<T>) + kItems * kVec * (3 * sizeof(T) + sizeof(accumulate_t<T>)) / 4);
 
 // Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
 template <int kThreads, typename R, typename A, int kItems, int kVec>
@@ -79,63 +75,68 @@ __device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double 
   return moments(mean, about_mean[0], about_mean[1], inverse, eps);
 }
 
-// One block a multiprocessor walks over the rows, several at a time; weight and bias are loaded once a thread. A row
-// stays in registers from its place in the ring to its store, so the variance is taken about the mean in a second pass
-// that costs no memory traffic. bfloat16 leaves 30 instructions an element before they are slower than the memory.
-template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
-__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems, kResidual>)
-    layernorm_forward_ring_kernel(const LayernormForward<T> p, int stages) {
+// x + residual rounded to T, in the place of x, and written as the sum.
+template <typename T, int kVec, int kItems, int kThreads>
+__device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, kVec, kItems, kThreads>& x,
+                             const Row<T, kVec, kItems, kThreads>& residual) {
+  const int width = static_cast<int>(p.width);
+  x.update(width, [&](int i, accumulate_t<T>(&x)[kVec]) {
+    accumulate_t<T> r[kVec];
+    widen(r, residual.packs[i]);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) x[k] += r[k];
+  });
+  x.store(p.sum + row * width, width);
+}
+
+// Everything from a row in registers to its output. weight_and_bias(i, w, b) gives those of pack i.
+template <typename T, int kVec, int kItems, int kThreads, typename WeightAndBias>
+__device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const Row<T, kVec, kItems, kThreads>& packs,
+                              const WeightAndBias& weight_and_bias) {
   using A = accumulate_t<T>;
   using R = Row<T, kVec, kItems, kThreads>;
-  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 2 : 1>;
-  extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
-  const auto begin = [&] {
-    if constexpr (kResidual)
-      return Ring(shared, {p.x, p.residual}, p.rows, width, stages);
-    else
-      return Ring(shared, {p.x}, p.rows, width, stages);
-  };
-  Ring ring = begin();
-  R weight, bias;
+  A x[kItems][kVec];
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
+  const Moments<A> m = centre<kThreads, R>(x, width, A(1) / A(width), p.eps);
+  write_statistics(p, row, m);
+  const A offset = -m.rest * m.rstd;
+  T* out = p.out + row * width;
+#pragma unroll
+  for (int i = 0; i < kItems; ++i) {
+    if (R::column(i) >= width) continue;
+    A w[kVec], b[kVec];
+    weight_and_bias(i, w, b);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
+    store_narrow<kVec>(out + R::column(i), x[i]);
+  }
+}
+
+// A row a thread group, and no more: small blocks that come and go keep reads and writes evenly mixed. The row stays in
+// registers between its load and its store, so the variance is taken about the mean in a second pass that costs no memory
+// traffic. Weight and bias come from the L1 cache, asked for together with the row.
+template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
+    layernorm_forward_registers_kernel(const LayernormForward<T> p) {
+  using A = accumulate_t<T>;
+  using R = Row<T, kVec, kItems, kThreads>;
+  const int width = static_cast<int>(p.width);
+  const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  if (row >= p.rows) return;
+  R x, residual, weight, bias;
+  x.load(p.x + row * width, width);
+  if constexpr (kResidual) residual.load(p.residual + row * width, width);
   weight.fill(1);
   bias.fill(0);
   if (p.weight) weight.load(p.weight, width);
   if (p.bias) bias.load(p.bias, width);
-  const A inverse = A(1) / A(width);
-  T* out = p.out + Ring::first() * width;
-  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step(), out += Ring::step() * width) {
-    weight.stay_packed();
-    bias.stay_packed();
-    const T* x_row = ring.next();
-    R packs;
-    packs.load(x_row, width);
-    if constexpr (kResidual) {
-      packs.update(width, [&](int i, A(&x)[kVec]) {
-        A residual[kVec];
-        load_wide<kVec>(residual, x_row + ring.pitch() + R::column(i));
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) x[k] += residual[k];
-      });
-      packs.store(p.sum + row * width, width);
-    }
-    A x[kItems][kVec];
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
-    const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
-    write_statistics(p, row, m);
-    const A offset = -m.rest * m.rstd;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (R::column(i) >= width) continue;
-      A w[kVec], b[kVec];
-      widen(w, weight.packs[i]);
-      widen(b, bias.packs[i]);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
-      store_narrow<kVec>(out + R::column(i), x[i]);
-    }
-  }
+  if constexpr (kResidual) add_residual(p, row, x, residual);
+  normalise_row(p, row, x, [&](int i, A(&w)[kVec], A(&b)[kVec]) {
+    widen(w, weight.packs[i]);
+    widen(b, bias.packs[i]);
+  });
 }
 
 // x, or x + residual rounded to T.
@@ -195,26 +196,24 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
 template <typename T, int kVec>
 constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems : 1;
 template <typename T, int kVec>
-constexpr int kForwardMaxWarpItems = kForwardMinItems<T, kVec> == 1 ? 8 : kForwardMaxItems;
+constexpr int kForwardMaxWarpItems = kForwardMinItems<T, kVec> == 1 ? 7 : kForwardMaxItems;
 
 template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
   constexpr int kMin = kForwardMinItems<T, kVec>;
   constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
-  const RowThreads row = row_threads<kVec, kMin, kForwardMaxItems, kMaxWarp>(
-      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value, kResidual>; });
-  bool launched = false;
-  if (row.items)
-    with_row_threads<kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
-      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
-      const RingShape shape =
-          ring_shape(p.rows, ring_row_bytes<T, kResidual ? 2 : 1>(p.width), row.threads,
-                     kForwardMaxThreads<T, kVec, items.value, kResidual>, max_dynamic_shared_memory<kKernel>());
-      if (shape.stages == 0) return;
-      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages);
-      launched = true;
-    });
-  if (!launched) layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
+  RowThreads row = row_threads<kVec, kMin, kForwardMaxItems, kMaxWarp>(
+      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  if (row.items == 0) {
+    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
+    return;
+  }
+  if (int it = knob("FI", 0)) { row.items = it; row.threads = ceil_div(ceil_div(ceil_div(p.width, kVec), it), 32) * 32; }
+  const dim3 block(row.threads, row.threads > 32 ? 1 : std::max<int>(1, knob("FT", 128) / row.threads));
+  with_row_threads<kBlock, kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
+    layernorm_forward_registers_kernel<T, kVec, threads.value, items.value, kResidual>
+        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -423,7 +422,7 @@ unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
       p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_threads<kMin, kMax, kMax>(row, [&](auto threads, auto items) {
+  with_row_threads<kPart, kMin, kMax, kMax>(row, [&](auto threads, auto items) {
     constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
     const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
                                        kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());

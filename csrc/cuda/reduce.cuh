@@ -49,35 +49,46 @@ __device__ A row_sum(A value) {
   return row_reduce<Sum>(value, A(0));
 }
 
-// Waits for the threads of this block row alone: its neighbours in y may be elsewhere. At most 15 rows of several warps
-// a block, the barriers that CUDA leaves free.
-__device__ inline void row_barrier() {
-  asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+// How many threads share a row, where a kernel is compiled for it: kWarp, or one of these two with blockDim.x known at
+// the launch only. kBlock: the row is alone in its block. kPart: a block has several rows of several warps, each with a
+// barrier of its own. CUDA has 15 of these a block to spare, and few blocks fit on a multiprocessor that ask for all:
+// kPart is for kernels with one block a multiprocessor.
+constexpr int kBlock = 0;
+constexpr int kPart = -1;
+constexpr int kMaxParts = 15;
+
+template <int kThreads>
+__device__ void row_barrier() {
+  if constexpr (kThreads == kPart)
+    asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
+  else
+    __syncthreads();
 }
 
-constexpr int kMaxBlockRows = 15;
-
-// Reduces kN values over threadIdx.x with one barrier, for rows of any number of warps beside any neighbours in y (at
-// most kMaxBlockRows of several warps). Reductions that follow each other on different `slot`s, 0 and 1 in turn, need
-// no second barrier: whoever writes to a slot has passed the other one's barrier, before which all had read it.
-template <typename Op, int kThreads = 0, typename A, int kN>
+// Reduces kN values over threadIdx.x with one barrier. Reductions that follow each other on different `slot`s, 0 and 1
+// in turn, need no second one: whoever writes to a slot has passed the other one's barrier, before which all had read
+// it.
+template <typename Op, int kThreads = kBlock, typename A, int kN>
 __device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(values[n]);
-  if (kThreads == kWarp || blockDim.x == kWarp) return;
-  __shared__ A warps[2][kN][kWarp];  // all the warps of a block, row after row
-  const int lane = threadIdx.x % kWarp;
-  const int row_warps = blockDim.x / kWarp;
-  const int first = threadIdx.y * row_warps;
-  if (lane == 0)
+  if constexpr (kThreads != kWarp) {
+    if (blockDim.x == kWarp) return;
+    __shared__ A warps[2][kN][kWarp];  // all the warps of a block, row after row
+    const int lane = threadIdx.x % kWarp;
+    const int row_warps = blockDim.x / kWarp;
+    const int first = threadIdx.y * row_warps;
+    if (lane == 0)
 #pragma unroll
-    for (int n = 0; n < kN; ++n) warps[slot][n][first + threadIdx.x / kWarp] = values[n];
-  row_barrier();
+      for (int n = 0; n < kN; ++n) warps[slot][n][first + threadIdx.x / kWarp] = values[n];
+    row_barrier<kThreads>();
 #pragma unroll
-  for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
+    for (int n = 0; n < kN; ++n)
+      values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
+  }
 }
 
-template <int kThreads = 0, typename A, int kN>
+template <int kThreads = kBlock, typename A, int kN>
 __device__ void row_sums(A (&values)[kN], int slot) {
   row_reduce<Sum, kThreads>(values, A(0), slot);
 }

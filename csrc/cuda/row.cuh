@@ -15,8 +15,6 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kBlock = 0;
-
 template <typename T, int kVec, int kItems, int kThreads = kBlock>
 struct Row {
   using A = accumulate_t<T>;
@@ -24,7 +22,7 @@ struct Row {
 
   // The first column of a thread's pack i.
   static __device__ int column(int i) {
-    const int threads = kThreads == kBlock ? static_cast<int>(blockDim.x) : kThreads;
+    const int threads = kThreads == kWarp ? kWarp : static_cast<int>(blockDim.x);
     return (i * threads + static_cast<int>(threadIdx.x)) * kVec;
   }
 
@@ -129,13 +127,13 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   return best;
 }
 
-// Calls fn with the constants Threads<kWarp or kBlock> and Items<items>.
-template <int kMin, int kMax, int kMaxWarp, typename Fn>
+// Calls fn with kWarp or kMany, which is kBlock or kPart, and `items` as types.
+template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
   if (row.threads == kWarp)
     with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, items); });
   else
-    with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kBlock>{}, items); });
+    with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kMany>{}, items); });
 }
 
 }  // namespace gptkernels::cuda

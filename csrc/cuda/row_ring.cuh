@@ -25,7 +25,7 @@ struct RingShape {
 // One block a multiprocessor, with as many rows as its threads allow and as many stages as fit.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
   const int64_t fitting = max_shared_bytes / (2 * row_bytes);
-  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, kMaxBlockRows);
+  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, kMaxParts);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
