@@ -228,7 +228,6 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
   check_lr(lr);
   if (params.empty()) return;
   const Lists lists = {params, grads, exp_avgs, exp_avg_sqs, steps, master_params};
-  const Launcher launcher(op, params[0]);
   const std::vector<Group> groups = checked_groups(lists, grads);
   if (!lr.is_cpu()) check_same_device(op, "lr", lr, "params[0]", params[0]);
   check_number("grad_scale", grad_scale, params[0]);
@@ -248,6 +247,7 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
                                 .grad_scale = pointer<float>(grad_scale),
                                 .grad_norm = pointer<float>(grad_norm),
                                 .found_inf = pointer<float>(found_inf)};
+  const Launcher launcher(op, params[0]);
   for (const Group& group : groups) {
     const size_t first = group.members[0];
     dispatch_floating(params[first], [&]<typename T>() {

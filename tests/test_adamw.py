@@ -411,7 +411,7 @@ def test_cuda_graph_replays_with_other_numbers(device):
     with torch.cuda.graph(graph):
         lists.step(gradients[0], **options)
     expected = Lists([p.clone() for p in params])
-    expected.step(gradients[0], lr=0.0)
+    expected.step(gradients[0], **options)
     for value in (0.5, 0.25):
         lr.fill_(value)
         norm.fill_(8 * value)

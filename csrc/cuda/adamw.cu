@@ -20,14 +20,14 @@ constexpr int kPacks = 2;  // of each array, a thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
 
-using AdamwList = LongestList<kSlots, sizeof(AdamwOptions) + sizeof(AdamwNumbers)>;
+using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148
 
 struct AdamwArguments {
   AdamwOptions options;
   AdamwNumbers numbers;
   AdamwList list;
 };
-static_assert(sizeof(AdamwArguments) <= kListBytes);
+static_assert(sizeof(AdamwArguments) <= kArgumentBytes);
 
 struct Exact {
   static __device__ float product(float a, float b) { return __fmul_rn(a, b); }

@@ -7,7 +7,8 @@
 namespace gptkernels::cuda {
 namespace {
 
-using NormList = LongestList<1, sizeof(double*)>;
+using NormList = TensorList<1, 512>;
+static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
 // ---- the partial sums: every element is read once, a block reads a chunk --------------------------------------------
 

@@ -9,9 +9,10 @@
 
 namespace gptkernels::cuda {
 
-// Of a kernel's arguments. 32764 are possible (4096 before CUDA 12.1 and driver 530), but the host writes all of them
-// at every launch: 9 KB cost no more than 4 on an H200, 16 KB 2 us more, 32 KB 4.
-constexpr size_t kListBytes = CUDART_VERSION >= 12010 ? 9216 : 4096;
+// The most that a list and what goes with it may take. 32764 bytes are possible (since CUDA 12.1 and driver 530; 4096
+// before), but the host writes all of them at every launch: 9 KB cost no more than 4 on an H200, 16 KB 2 us more, 32
+// KB 4.
+constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
 struct TensorList {
@@ -21,10 +22,6 @@ struct TensorList {
   int32_t last_chunk_size[kCapacity];  // elements; the chunks before it are full
   void* pointers[kCapacity][kPointers];
 };
-
-// The longest list whose arguments, beside `others` bytes, stay within kListBytes.
-template <int kPointers, size_t others>
-using LongestList = TensorList<kPointers, (kListBytes - others - 16) / (sizeof(void*) * kPointers + 8)>;
 
 struct Chunk {
   int tensor;
