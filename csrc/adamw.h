@@ -73,8 +73,8 @@ GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// 1 - beta^t from log(beta): a tenth of the work of a power. That is rounded once before it is subtracted, as torch's is,
-// or the two would differ in the digits that a small t leaves.
+// 1 - beta^t from log(beta), less work than a power. beta^t is rounded once before it is subtracted, as torch's is, or
+// the two would differ in the digits that a small t leaves.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
