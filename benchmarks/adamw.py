@@ -78,9 +78,8 @@ class State:
     # Norm, clip and step.
 
     def ours_clipped(self):
-        """The gradients are divided as the step reads them, and not written."""
-        norm = ops.global_norm(self.grads)
-        self.ours(grad_scale=(norm / MAX_NORM).clamp_(min=1))
+        """The gradients are scaled as the step reads them, and not written."""
+        self.ours(grad_norm=ops.global_norm(self.grads), max_grad_norm=MAX_NORM)
 
     def torchs_clipped(self):
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)

@@ -1,7 +1,8 @@
 #include "../csrc/adamw.h"
 
+#include <algorithm>
 #include <array>
-#include <map>
+#include <cmath>
 
 #include "op.h"
 
@@ -14,70 +15,105 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
+// What the checks ask of a tensor. Every question is a call into LibTorch and the lists are long, so each is asked
+// once, and words are looked for only when an answer is wrong.
+struct Facts {
+  int32_t dtype;  // by LibTorch's numbers
+  int32_t device_type;
+  int32_t device;
+  bool dense;
+  int64_t dim;
+  const int64_t* sizes;
+
+  explicit Facts(const Tensor& t) {
+    int64_t* shape;
+    check_shim(aoti_torch_get_dtype(t.get(), &dtype));
+    check_shim(aoti_torch_get_device_type(t.get(), &device_type));
+    check_shim(aoti_torch_get_device_index(t.get(), &device));
+    check_shim(aoti_torch_is_contiguous(t.get(), &dense));
+    check_shim(aoti_torch_get_dim(t.get(), &dim));
+    check_shim(aoti_torch_get_sizes(t.get(), &shape));
+    sizes = shape;
+  }
+  bool is_beside(const Facts& other) const { return device_type == other.device_type && device == other.device; }
+  bool has_shape_of(const Facts& other) const {
+    return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+  }
+  bool has_one_element() const {
+    return std::all_of(sizes, sizes + dim, [](int64_t size) { return size == 1; });
+  }
+};
+
 void check_length(const char* name, const Tensors& list, const Tensors& params) {
   if (list.size() != params.size())
     fail(op, name, " must have as many tensors as params (", params.size(), "), got ", list.size());
 }
 
-bool same_device(const Tensor& t, const Tensor& other) {
-  return t.is_cpu() == other.is_cpu() && t.get_device_index() == other.get_device_index();
-}
-
-// A tensor of one of the lists beside its parameter. Names are put together only for an error: lists are long.
-void check_beside(const char* name, size_t i, const Tensor& t, const Tensor& param) {
-  if (!same_device(t, param))
+// A tensor of one of the lists beside its parameter.
+void check_beside(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
+                  const Facts& wanted) {
+  if (!facts.is_beside(wanted))
     fail(op, name, '[', i, "] is on ", describe_device(t), " but params[", i, "] is on ", describe_device(param));
-  if (t.scalar_type() != param.scalar_type() && t.scalar_type() != ScalarType::Float)
+  if (facts.dtype != wanted.dtype && facts.dtype != aoti_torch_dtype_float32())
     fail(op, name, '[', i, "] must be ", describe(param.scalar_type()), " as params[", i, "] or float32, got ",
          describe(t.scalar_type()));
-  if (shape_of(t) != shape_of(param))
+  if (!facts.has_shape_of(wanted))
     fail(op, name, '[', i, "] must have shape ", describe(shape_of(param)), ", got ", describe(shape_of(t)));
 }
 
-void check_dense(const char* name, size_t i, const Tensor& t) {
+void check_dense(const char* name, size_t i, const Tensor& t, const Facts& facts) {
+  if (facts.dense) return;
   const auto strides = t.strides();
-  if (!t.is_contiguous())
-    fail(op, name, '[', i, "] is written in place and must be contiguous, got shape ", describe(shape_of(t)),
-         " with strides ", describe(Shape(strides.begin(), strides.end())));
+  fail(op, name, '[', i, "] is written in place and must be contiguous, got shape ", describe(shape_of(t)),
+       " with strides ", describe(Shape(strides.begin(), strides.end())));
 }
 
-void check_number(const char* name, const Tensor& t, const Tensor& param) {
-  check_same_device(op, name, t, "params[0]", param);
-  check_dtype(op, name, t, ScalarType::Float);
-  if (t.numel() != 1) fail(op, name, " must have one element, got shape ", describe(shape_of(t)));
+void check_number(const char* name, const OptionalTensor& t, const Tensor& param) {
+  if (!t) return;
+  check_same_device(op, name, *t, "params[0]", param);
+  check_dtype(op, name, *t, ScalarType::Float);
+  if (t->numel() != 1) fail(op, name, " must have one element, got shape ", describe(shape_of(*t)));
 }
 
-void check_step(size_t i, const Tensor& step, const Tensor& param) {
-  if (!same_device(step, param) || step.scalar_type() != ScalarType::Float || step.numel() != 1)
+void check_step(size_t i, const Tensor& step, const Tensor& param, const Facts& wanted) {
+  const Facts facts(step);
+  if (!facts.is_beside(wanted) || facts.dtype != aoti_torch_dtype_float32() || !facts.has_one_element())
     fail(op, "steps[", i, "] must be one float32 on ", describe_device(param), ", got ", describe(step.scalar_type()),
          " of shape ", describe(shape_of(step)), " on ", describe_device(step));
 }
 
-void check_param(size_t i, const Tensor& param, const Tensor& first) {
-  if (!is_floating(param.scalar_type()))
+void check_param(size_t i, const Tensor& param, const Facts& facts, const Tensor& first, const Facts& wanted) {
+  if ((i == 0 || facts.dtype != wanted.dtype) && !is_floating(param.scalar_type()))
     fail(op, "params[", i, "] must be float64, float32, bfloat16 or float16, got ", describe(param.scalar_type()));
-  if (!same_device(param, first))
+  if (!facts.is_beside(wanted))
     fail(op, "params[", i, "] is on ", describe_device(param), " but params[0] is on ", describe_device(first));
-  check_dense("params", i, param);
+  check_dense("params", i, param, facts);
 }
 
-void check_master(size_t i, const Tensor& master, const Tensor& param) {
+void check_master(size_t i, const Tensor& master, const Tensor& param, const Facts& wanted) {
+  const Facts facts(master);
   if (param.scalar_type() != ScalarType::BFloat16 && param.scalar_type() != ScalarType::Half)
     fail(op, "master_params belong to bfloat16 and float16 parameters, params[", i, "] is ",
          describe(param.scalar_type()));
-  if (master.scalar_type() != ScalarType::Float)
+  if (facts.dtype != aoti_torch_dtype_float32())
     fail(op, "master_params[", i, "] must be float32, got ", describe(master.scalar_type()));
-  check_beside("master_params", i, master, param);
-  check_dense("master_params", i, master);
+  check_beside("master_params", i, master, facts, param, wanted);
+  check_dense("master_params", i, master, facts);
 }
 
 void check_option(const char* name, double value, bool good, const char* wanted) {
   if (!good) fail(op, name, " must be ", wanted, ", got ", value);
 }
 
+void check_lr(const Tensor& lr) {
+  if (lr.numel() != 1) fail(op, "lr must have one element, got shape ", describe(shape_of(lr)));
+  if (lr.scalar_type() != ScalarType::Float && (lr.scalar_type() != ScalarType::Double || !lr.is_cpu()))
+    fail(op, "lr must be float32, or float64 on the cpu, got ", describe(lr.scalar_type()), " on ",
+         describe_device(lr));
+}
+
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// The lists, with gradients made dense.
 struct Lists {
   const Tensors& params;
   const Tensors& grads;
@@ -87,27 +123,65 @@ struct Lists {
   const std::optional<Tensors>& masters;
 };
 
-using Indices = std::vector<size_t>;
+// Tensors of the same dtypes, which share a launch.
+struct Group {
+  std::array<int32_t, 3> dtypes;  // of the parameters, gradients and moments
+  std::vector<size_t> members;    // by their places in the lists
+};
+
+// Checks the tensors and sorts them into groups. A gradient that is not contiguous is replaced by a copy.
+std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
+  std::vector<Group> groups;
+  const Tensor& first = lists.params[0];
+  const Facts first_facts(first);
+  for (size_t i = 0; i < lists.params.size(); ++i) {
+    const Tensor& param = lists.params[i];
+    const Facts facts(param), grad(grads[i]), exp_avg(lists.exp_avgs[i]), exp_avg_sq(lists.exp_avg_sqs[i]);
+    check_param(i, param, facts, first, first_facts);
+    check_beside("grads", i, grads[i], grad, param, facts);
+    check_beside("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
+    check_beside("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
+    check_dense("exp_avgs", i, lists.exp_avgs[i], exp_avg);
+    check_dense("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq);
+    if (exp_avg_sq.dtype != exp_avg.dtype)
+      fail(op, "exp_avg_sqs[", i, "] must have the dtype of exp_avgs[", i, "] (",
+           describe(lists.exp_avgs[i].scalar_type()), "), got ", describe(lists.exp_avg_sqs[i].scalar_type()));
+    check_step(i, lists.steps[i], first, first_facts);
+    if (lists.masters) check_master(i, (*lists.masters)[i], param, facts);
+    if (!grad.dense) grads[i] = dense(grads[i]);
+
+    const std::array<int32_t, 3> dtypes = {facts.dtype, grad.dtype, exp_avg.dtype};
+    auto group = std::find_if(groups.rbegin(), groups.rend(), [&](const Group& g) { return g.dtypes == dtypes; });
+    if (group == groups.rend()) {
+      groups.push_back({dtypes, {}});
+      groups.back().members.reserve(lists.params.size());
+      group = groups.rbegin();
+    }
+    group->members.push_back(i);
+  }
+  return groups;
+}
 
 template <typename T>
-std::vector<T*> pointers(const Tensors& list, const Indices& indices) {
+std::vector<T*> pointers(const Tensors& list, const Group& group) {
   std::vector<T*> found;
-  found.reserve(indices.size());
-  for (size_t i : indices) found.push_back(static_cast<T*>(list[i].data_ptr()));
+  found.reserve(group.members.size());
+  for (size_t i : group.members) found.push_back(static_cast<T*>(list[i].data_ptr()));
   return found;
 }
 
 template <typename T, typename Gradient, typename State>
-void launch(const Launcher& launcher, const Lists& lists, const Indices& indices, const AdamwOptions& options,
-            const float* lr, const float* grad_scale, const float* found_inf) {
-  const auto params = pointers<T>(lists.params, indices);
-  const auto masters = lists.masters ? pointers<float>(*lists.masters, indices) : std::vector<float*>();
-  const auto grads = pointers<Gradient>(lists.grads, indices);
-  const auto exp_avgs = pointers<State>(lists.exp_avgs, indices);
-  const auto exp_avg_sqs = pointers<State>(lists.exp_avg_sqs, indices);
-  const auto steps = pointers<float>(lists.steps, indices);
+void launch(const Launcher& launcher, const Lists& lists, const Group& group, const AdamwOptions& options,
+            const AdamwNumbers& numbers) {
+  const auto params = pointers<T>(lists.params, group);
+  const auto masters = lists.masters ? pointers<float>(*lists.masters, group) : std::vector<float*>();
+  const auto grads = pointers<Gradient>(lists.grads, group);
+  const auto exp_avgs = pointers<State>(lists.exp_avgs, group);
+  const auto exp_avg_sqs = pointers<State>(lists.exp_avg_sqs, group);
+  const auto steps = pointers<float>(lists.steps, group);
   std::vector<int64_t> sizes;
-  for (size_t i : indices) sizes.push_back(lists.params[i].numel());
+  sizes.reserve(group.members.size());
+  for (size_t i : group.members) sizes.push_back(lists.params[i].numel());
   launcher.check(adamw<T, Gradient, State>({.params = params.data(),
                                             .masters = lists.masters ? masters.data() : nullptr,
                                             .grads = grads.data(),
@@ -117,9 +191,7 @@ void launch(const Launcher& launcher, const Lists& lists, const Indices& indices
                                             .sizes = sizes.data(),
                                             .count = static_cast<int64_t>(sizes.size()),
                                             .options = options,
-                                            .lr = lr,
-                                            .grad_scale = grad_scale,
-                                            .found_inf = found_inf},
+                                            .numbers = numbers},
                                            launcher.stream()));
 }
 
@@ -131,10 +203,17 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-void adamw_op(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
+// What an lr on the CPU says; one on the device is read by the kernel.
+double host_value(const Tensor& lr) {
+  if (!lr.is_cpu()) return 0;
+  return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);
+}
+
+void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, const Tensors& exp_avg_sqs,
               const Tensors& steps, const Tensor& lr, double beta1, double beta2, double eps, double weight_decay,
               const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool maximize,
-              const std::optional<Tensors>& master_params) {
+              const std::optional<Tensors>& master_params, const OptionalTensor& grad_norm,
+              std::optional<double> max_grad_norm) {
   check_length("grads", grads, params);
   check_length("exp_avgs", exp_avgs, params);
   check_length("exp_avg_sqs", exp_avg_sqs, params);
@@ -143,51 +222,38 @@ void adamw_op(const Tensors& params, const Tensors& grads, const Tensors& exp_av
   check_option("beta1", beta1, beta1 >= 0 && beta1 < 1, "in [0, 1)");
   check_option("beta2", beta2, beta2 >= 0 && beta2 < 1, "in [0, 1)");
   check_option("eps", eps, eps >= 0, "at least 0");
-  if (lr.numel() != 1) fail(op, "lr must have one element, got shape ", describe(shape_of(lr)));
-  if (lr.scalar_type() != ScalarType::Float && (lr.scalar_type() != ScalarType::Double || !lr.is_cpu()))
-    fail(op, "lr must be float32, or float64 on the cpu, got ", describe(lr.scalar_type()), " on ",
-         describe_device(lr));
+  if (max_grad_norm) check_option("max_grad_norm", *max_grad_norm, *max_grad_norm >= 0, "at least 0");
+  if (grad_norm.has_value() != max_grad_norm.has_value())
+    fail(op, "grad_norm and max_grad_norm clip together, got only ", grad_norm ? "grad_norm" : "max_grad_norm");
+  check_lr(lr);
   if (params.empty()) return;
-
-  std::map<std::array<ScalarType, 3>, Indices> groups;  // tensors of the same dtypes share a launch
-  Tensors grads_dense;
-  grads_dense.reserve(grads.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    check_param(i, params[i], params[0]);
-    check_beside("grads", i, grads[i], params[i]);
-    check_beside("exp_avgs", i, exp_avgs[i], params[i]);
-    check_beside("exp_avg_sqs", i, exp_avg_sqs[i], params[i]);
-    check_dense("exp_avgs", i, exp_avgs[i]);
-    check_dense("exp_avg_sqs", i, exp_avg_sqs[i]);
-    if (exp_avg_sqs[i].scalar_type() != exp_avgs[i].scalar_type())
-      fail(op, "exp_avg_sqs[", i, "] must have the dtype of exp_avgs[", i, "] (", describe(exp_avgs[i].scalar_type()),
-           "), got ", describe(exp_avg_sqs[i].scalar_type()));
-    check_step(i, steps[i], params[0]);
-    if (master_params) check_master(i, (*master_params)[i], params[i]);
-  }
+  const Lists lists = {params, grads, exp_avgs, exp_avg_sqs, steps, master_params};
+  const std::vector<Group> groups = checked_groups(lists, grads);
   if (!lr.is_cpu()) check_same_device(op, "lr", lr, "params[0]", params[0]);
-  if (grad_scale) check_number("grad_scale", *grad_scale, params[0]);
-  if (found_inf) check_number("found_inf", *found_inf, params[0]);
+  check_number("grad_scale", grad_scale, params[0]);
+  check_number("found_inf", found_inf, params[0]);
+  check_number("grad_norm", grad_norm, params[0]);
 
+  const AdamwOptions options = {.lr = host_value(lr),
+                                .beta1 = beta1,
+                                .beta2 = beta2,
+                                .log_beta1 = std::log(beta1),
+                                .log_beta2 = std::log(beta2),
+                                .eps = eps,
+                                .weight_decay = weight_decay,
+                                .max_grad_norm = static_cast<float>(max_grad_norm.value_or(0)),
+                                .maximize = maximize};
+  const AdamwNumbers numbers = {.lr = lr.is_cpu() ? nullptr : pointer<float>(lr),
+                                .grad_scale = pointer<float>(grad_scale),
+                                .grad_norm = pointer<float>(grad_norm),
+                                .found_inf = pointer<float>(found_inf)};
   const Launcher launcher(op, params[0]);
-  for (size_t i = 0; i < params.size(); ++i) {
-    grads_dense.push_back(dense(grads[i]));
-    groups[{params[i].scalar_type(), grads[i].scalar_type(), exp_avgs[i].scalar_type()}].push_back(i);
-  }
-  // An lr on the CPU is read here, one on the device by the kernel.
-  const bool is_double = lr.scalar_type() == ScalarType::Double;
-  const double value = !lr.is_cpu() ? 0 : is_double ? *pointer<double>(lr) : double(*pointer<float>(lr));
-  const AdamwOptions options = {
-      .lr = value, .beta1 = beta1, .beta2 = beta2, .eps = eps, .weight_decay = weight_decay, .maximize = maximize};
-  const float* lr_pointer = lr.is_cpu() ? nullptr : pointer<float>(lr);
-  const Lists lists = {params, grads_dense, exp_avgs, exp_avg_sqs, steps, master_params};
-  for (const auto& [dtypes, indices] : groups) {
-    const size_t first = indices[0];
+  for (const Group& group : groups) {
+    const size_t first = group.members[0];
     dispatch_floating(params[first], [&]<typename T>() {
       dispatch_or_float<T>(grads[first], [&]<typename Gradient>() {
         dispatch_or_float<T>(exp_avgs[first], [&]<typename State>() {
-          launch<T, Gradient, State>(launcher, lists, indices, options, lr_pointer, pointer<float>(grad_scale),
-                                     pointer<float>(found_inf));
+          launch<T, Gradient, State>(launcher, lists, group, options, numbers);
         });
       });
     });

@@ -167,14 +167,26 @@ def test_lists_of_mixed_dtypes(device):
         assert torch.equal(together.params[i], alone.params[0])
 
 
-@pytest.mark.parametrize("count", [1, 63, 64, 65, 150])
+@pytest.mark.parametrize("count", [1, 159, 160, 161, 400])
 def test_more_tensors_than_one_launch_takes(count, device):
     params, gradients = make([(1 + i % 7,) for i in range(count)], torch.float64, device, steps=2)
     for a, b in zip(run(params, gradients).params, torch_steps(params, gradients)[0], strict=True):
         same(a, b)
 
 
-@pytest.mark.parametrize("size", [32767, 32768, 32769, 100_003])
+def test_gpt2_is_one_launch(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    params, (grads,) = make([(1 + i % 7,) for i in range(148)], torch.bfloat16, device, steps=1)
+    lists = Lists(params, torch.float32, masters=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        lists.step(grads)
+    kernels = [event.name for event in profile.events() if "adamw" in event.name]
+    assert len(kernels) == 1, kernels
+
+
+# A CUDA block takes 512 elements of float64, 1024 where the widest array is float32, 2048 of 16 bits.
+@pytest.mark.parametrize("size", [511, 512, 513, 1023, 1025, 2047, 2048, 2049, 32767, 32768, 32769, 100_003])
 @all_dtypes
 def test_more_elements_than_a_chunk_holds(size, dtype, device):
     check(*make([(size,), (3,)], dtype, device, steps=2))
@@ -240,6 +252,51 @@ def test_grad_scale_divides(device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_clipping_is_that_of_torch_to_the_bit(norm, dtype, device):
+    """The gradients as clip_grad_norm_ leaves them, without writing them."""
+    params, gradients = make([(5, 7), (3000,)], dtype, device, steps=3)
+    norm = torch.tensor(norm, device=device)
+    scale = (2.0 / (norm + 1e-6)).clamp(max=1.0)
+    expected = run(params, [[grad * scale for grad in grads] for grads in gradients])
+    kept = [grad.clone() for grad in gradients[0]]
+    lists = run(params, gradients, grad_norm=norm, max_grad_norm=2.0)
+    for a, b in zip(lists.all(), expected.all(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    for a, b in zip(gradients[0], kept, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@low_dtypes
+def test_clipped_gradients_are_not_rounded(masters, dtype, device):
+    """A product of 16 bits would be; float32 gradients show that this one is not."""
+    params, gradients = make([(40, 33), (7,)], dtype, device, steps=3)
+    state = torch.float32 if masters else None
+    norm = torch.tensor(3.0, device=device)
+    scale = (2.0 / (norm + 1e-6)).clamp(max=1.0)
+    clipped = [[grad.float() * scale for grad in grads] for grads in gradients]
+    expected = run(params, clipped, state, masters)
+    lists = run(params, gradients, state, masters, grad_norm=norm, max_grad_norm=2.0)
+    for a, b in zip(lists.all(), expected.all(), strict=True):
+        if device.type == "cpu":
+            assert torch.equal(a, b)
+        else:  # compiled apart
+            torch.testing.assert_close(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_clipping_comes_after_the_scale(maximize, device):
+    params, gradients = make([(5, 7), (33,)], torch.float32, device)
+    clip = {"grad_norm": torch.tensor(3.0, device=device), "max_grad_norm": 2.0, "maximize": maximize}
+    plain = run(params, gradients, **clip)
+    scaled = [[grad * 4096 for grad in grads] for grads in gradients]
+    lists = run(params, scaled, grad_scale=torch.tensor(4096.0, device=device), **clip)
+    for a, b in zip(lists.all(), plain.all(), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_found_inf_changes_nothing(device):
     params, gradients = make([(5, 7), (33,)], torch.float32, device, steps=3)
     lists = run(params, gradients)
@@ -291,6 +348,7 @@ def test_opcheck(masters, device):
     lr = torch.tensor(1e-3, device=device)
     args = (lists.params, grads, lists.exp_avgs, lists.exp_avg_sqs, [s + 1 for s in lists.steps])
     options = {**OPTIONS, "grad_scale": torch.tensor(2.0, device=device), "maximize": True}
+    options |= {"grad_norm": torch.tensor(2.0, device=device), "max_grad_norm": 1.0}
     torch.library.opcheck(ops.adamw_, args, {"lr": lr, "master_params": lists.masters, **options})
 
 
@@ -339,24 +397,26 @@ def test_compile(device):
         assert torch.equal(a, b)
 
 
-def test_cuda_graph_replays_with_another_lr(device):
+def test_cuda_graph_replays_with_other_numbers(device):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     params, gradients = make([(5, 7), (3000,)], torch.float32, device, steps=1)
     lists = Lists([p.clone() for p in params])
-    lr = torch.tensor(0.0, device=device)
+    lr, norm = torch.tensor(0.0, device=device), torch.tensor(1.0, device=device)
+    options = {"lr": lr, "grad_norm": norm, "max_grad_norm": 1.0}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        lists.step(gradients[0], lr=lr)
+        lists.step(gradients[0], **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lists.step(gradients[0], lr=lr)
+        lists.step(gradients[0], **options)
     expected = Lists([p.clone() for p in params])
-    expected.step(gradients[0], lr=0.0)
+    expected.step(gradients[0], **options)
     for value in (0.5, 0.25):
         lr.fill_(value)
+        norm.fill_(8 * value)
         graph.replay()
-        expected.step(gradients[0], lr=value)
+        expected.step(gradients[0], lr=value, grad_norm=norm, max_grad_norm=1.0)
     for a, b in zip(lists.all(), expected.all(), strict=True):
         assert torch.equal(a, b)
 
@@ -434,6 +494,14 @@ def test_bad_options(device):
         step(grad_scale=torch.ones((), dtype=torch.float64, device=device))
     with raises("adamw_", "found_inf must have one element", r"\(2\)"):
         step(found_inf=torch.zeros(2, device=device))
+    with raises("adamw_", "grad_norm must be float32", "float64"):
+        step(grad_norm=torch.ones((), dtype=torch.float64, device=device), max_grad_norm=1.0)
+    with raises("adamw_", "max_grad_norm must be at least 0", "got -1"):
+        step(grad_norm=torch.ones((), device=device), max_grad_norm=-1.0)
+    with raises("adamw_", "grad_norm and max_grad_norm clip together, got only grad_norm"):
+        step(grad_norm=torch.ones((), device=device))
+    with raises("adamw_", "grad_norm and max_grad_norm clip together, got only max_grad_norm"):
+        step(max_grad_norm=1.0)
 
 
 def test_tensors_on_different_devices(device):

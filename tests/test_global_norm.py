@@ -45,12 +45,12 @@ def test_mixed_dtypes_and_sizes(device):
     check([randn(width, dtype=DTYPES[i % 4], device=device) for i, width in enumerate(WIDTHS * 3)])
 
 
-@pytest.mark.parametrize("count", [1, 191, 192, 193, 400])
+@pytest.mark.parametrize("count", [1, 511, 512, 513, 1100])
 def test_more_tensors_than_one_launch_takes(count, device):
     check([randn(1 + i % 5, dtype=torch.float32, device=device) for i in range(count)])
 
 
-@pytest.mark.parametrize("size", [32767, 32768, 32769, 100_003])
+@pytest.mark.parametrize("size", [16383, 16384, 16385, 32767, 32768, 32769, 100_003])
 @all_dtypes
 def test_more_elements_than_a_chunk_holds(size, dtype, device):
     check([randn(size, dtype=dtype, device=device) for _ in range(2)])
@@ -94,6 +94,31 @@ def test_what_is_not_finite_shows(value, dtype, device):
 def test_deterministic(device):
     tensors = [randn(50_000 + i, dtype=DTYPES[i % 4], device=device) for i in range(20)]
     assert_same_bits(lambda: ops.global_norm(tensors))
+
+
+def test_cuda_graph(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    tensors = [randn(50_000, dtype=dtype, device=device) for dtype in DTYPES]
+    ops.global_norm(tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = ops.global_norm(tensors)
+    for scale in (2, 3):
+        for t in tensors:
+            t *= scale
+        graph.replay()
+        assert torch.equal(norm, ops.global_norm(tensors))
+
+
+def test_on_the_heels_of_what_it_reads_and_before_what_reads_it(device):
+    """The second kernel starts before the first has ended, and must not be early, nor what comes after it."""
+    x = torch.empty(3_000_000, device=device)
+    for i in range(1, 50):
+        x.fill_(i)
+        norm = ops.global_norm([x])
+        x.div_(norm)
+        torch.testing.assert_close(x[-1].item(), 3_000_000**-0.5)
 
 
 def test_gradients(device):

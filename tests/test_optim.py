@@ -1,5 +1,7 @@
 import copy
 import io
+import math
+import pickle
 
 import pytest
 import torch
@@ -389,6 +391,89 @@ def test_clip_grad_norm_edges(device):
         clip_grad_norm_(p, 1.0, 1.0)
 
 
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_clipping_in_the_step(max_norm, dtype, device):
+    """To the bit what clip_grad_norm_ and a step are, over all groups together."""
+    ours, apart = parameters(dtype, device), parameters(dtype, device)
+    optimizers = [
+        AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)
+        for p, clip in ((ours, max_norm), (apart, None))
+    ]
+    for i in range(5):
+        for params in (ours, apart):
+            set_gradients(params, i, scale=1 + i)
+        before = [p.grad.clone() for p in ours]
+        optimizers[0].step()
+        norm = clip_grad_norm_(apart, max_norm)
+        optimizers[1].step()
+        assert torch.equal(optimizers[0].grad_norm, norm)
+        assert optimizers[1].grad_norm is None
+        assert_same([p.grad for p in ours], before, rtol=0, atol=0)
+    assert_same(ours, apart, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_clipping_in_the_step_with_master_weights(dtype, device):
+    """Against torch in float32: the clipped gradients are not rounded to 16 bits."""
+    ours = parameters(dtype, device)
+    wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
+    optimizer = AdamW(ours, lr=1e-3, master_weights=True, max_grad_norm=0.5)
+    reference = torch.optim.AdamW(wide, lr=1e-3)
+    for i in range(10):
+        set_gradients(ours, i)
+        for p, w in zip(ours, wide, strict=True):
+            w.grad = p.grad.float()
+        optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(wide, 0.5)
+        reference.step()
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+    for p, w in zip(ours, wide, strict=True):
+        torch.testing.assert_close(optimizer.state[p]["master_param"], w.detach())
+
+
+def test_clipping_inside_the_scaler(device):
+    """The norm is that of the unscaled gradients; a step that is skipped shows it."""
+
+    def train_scaled(inside):
+        params = parameters(torch.float32, device)
+        optimizer = AdamW(params, lr=0.1, max_grad_norm=0.5 if inside else None)
+        scaler = torch.amp.GradScaler(device.type, init_scale=64.0)
+        norms = []
+        for i in range(4):
+            optimizer.zero_grad()
+            scaler.scale(sum(p.square().sum() for p in params)).backward()
+            if i == 1:
+                params[0].grad[0, 0] = float("inf")
+            if not inside:
+                scaler.unscale_(optimizer)
+                norms.append(clip_grad_norm_(params, 0.5).item())
+            scaler.step(optimizer)
+            scaler.update()
+            if inside:
+                norms.append(optimizer.grad_norm.item())
+        return params, norms
+
+    (ours, norms), (apart, expected) = train_scaled(True), train_scaled(False)
+    assert norms == pytest.approx(expected)
+    assert norms[1] == math.inf
+    assert_same(ours, apart)
+
+
+def test_max_grad_norm_is_kept_by_copies_and_can_be_set(device):
+    params = parameters(device=device)
+    optimizer = AdamW(params, max_grad_norm=0.5)
+    assert optimizer.grad_norm is None
+    train(optimizer, 1)
+    assert copy.deepcopy(optimizer).max_grad_norm == 0.5
+    assert pickle.loads(pickle.dumps(optimizer)).max_grad_norm == 0.5
+    optimizer.max_grad_norm = None
+    train(optimizer, 1)
+    assert optimizer.grad_norm is None
+    with pytest.raises(ValueError, match="Invalid max_grad_norm: -1"):
+        AdamW(params, max_grad_norm=-1)
+
+
 def test_nothing_waits_for_the_device(device):
     if device.type == "cpu":
         pytest.skip("the CPU is the host")
@@ -399,6 +484,8 @@ def test_nothing_waits_for_the_device(device):
     try:
         torch.cuda.set_sync_debug_mode("error")
         clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.max_grad_norm = 1.0
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

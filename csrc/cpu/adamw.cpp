@@ -6,6 +6,21 @@
 namespace gptkernels::cpu {
 namespace {
 
+struct Exact {
+  template <typename A>
+  static A product(A a, A b) {
+    return a * b;
+  }
+  template <typename A>
+  static A quotient(A a, A b) {
+    return a / b;
+  }
+  template <typename A>
+  static A square_root(A x) {
+    return std::sqrt(x);
+  }
+};
+
 // `param` is where the update is computed: the parameter itself, or its master.
 template <typename A, typename P, typename Gradient, typename State, typename Round>
 void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
@@ -16,7 +31,7 @@ void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad
     A p = A(param[i]);
     A m = A(exp_avg[i]);
     A v = A(exp_avg_sq[i]);
-    adamw_update(f, A(grad[i]), p, m, v);
+    adamw_update<Exact>(f, A(grad[i]), p, m, v);
     store(param[i], p);
     store(exp_avg[i], m);
     store(exp_avg_sq[i], v);
@@ -27,8 +42,7 @@ void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad
 template <typename T, typename Gradient, typename State>
 void update_chunk(const Adamw<T, Gradient, State>& p, int64_t t, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
-  const auto factors =
-      adamw_factors<A>(p.options, p.lr ? *p.lr : p.options.lr, *p.steps[t], p.grad_scale ? *p.grad_scale : 1);
+  const auto factors = adamw_factors<A>(p.options, p.numbers, *p.steps[t]);
   T* param = p.params[t];
   vectorised([&] {
     if (p.masters)
@@ -43,7 +57,7 @@ void update_chunk(const Adamw<T, Gradient, State>& p, int64_t t, int64_t begin, 
 
 template <typename T, typename Gradient, typename State>
 Status adamw(const Adamw<T, Gradient, State>& p, Stream stream) {
-  if (p.found_inf && *p.found_inf != 0) return {};
+  if (p.numbers.found_inf && *p.numbers.found_inf != 0) return {};
   parallel_for_chunks(stream, p.count, p.sizes,
                       [&](int64_t, int64_t t, int64_t begin, int64_t end) { update_chunk(p, t, begin, end); });
   return {};

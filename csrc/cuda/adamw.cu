@@ -8,116 +8,187 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Reads the parameter, its gradient and both moments, writes all but the gradient: 7 elements moved for each parameter,
-// 28 bytes in float32. No number depends on another element, so the result does not depend on how the list is cut.
+// Reads the parameter (or its master), its gradient and both moments, writes all but the gradient: 28 bytes for each
+// parameter in float32, and as many for a bfloat16 parameter with float32 master and moments. No number depends on
+// another element, so the result does not depend on how the list is cut.
+//
+// A block is one load of every array, two packs a thread, all in flight together; while they are under way one thread
+// computes the factors, which takes about as long. Blocks are small, so the last of the grid end at nearly one time.
+
+constexpr int kThreads = 128;
+constexpr int kPacks = 2;  // of each array, a thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
 
-using AdamwList = TensorList<kSlots, 64>;
+using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148
 
 struct AdamwArguments {
-  AdamwList list;
   AdamwOptions options;
-  const float* lr;
-  const float* grad_scale;
-  const float* found_inf;
+  AdamwNumbers numbers;
+  AdamwList list;
 };
 static_assert(sizeof(AdamwArguments) <= kArgumentBytes);
 
-// One tensor's part in the list.
-template <typename T, typename Gradient, typename State>
+struct Exact {
+  static __device__ float product(float a, float b) { return __fmul_rn(a, b); }
+  static __device__ double product(double a, double b) { return __dmul_rn(a, b); }
+  template <typename A>
+  static __device__ A quotient(A a, A b) {
+    return a / b;
+  }
+  template <typename A>
+  static __device__ A square_root(A x) {
+    return std::sqrt(x);
+  }
+};
+
+// Within two units of float32's last place, for parameters that are rounded to 16 bits anyway: the exact operations
+// have branches, so a thread would wait for one element after the other, and 14 bytes a parameter leave no time for it.
+// A root is 0, infinite or within 1e-23 and 1e20, where both operations are good.
+struct Approximate : Exact {
+  static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
+  static __device__ float square_root(float x) {
+    float root;
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
+    return root;
+  }
+};
+
+// One tensor's part in the list, from the chunk's first element on. Weight is float where there is a master, else T.
+template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
-  float* master;  // or null
+  Weight* weight;  // what is updated: the master, or the parameter itself
   const Gradient* grad;
   State* exp_avg;
   State* exp_avg_sq;
+
+  __device__ AdamwTensor(void* const* pointers, int64_t begin)
+      : param(static_cast<T*>(pointers[kParam]) + begin),
+        weight(static_cast<Weight*>(pointers[std::is_same_v<T, Weight> ? kParam : kMaster]) + begin),
+        grad(static_cast<const Gradient*>(pointers[kGrad]) + begin),
+        exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
+        exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
+
+  // The elements of a pack: 16 bytes of the widest array.
+  static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
+  static constexpr int chunk = kThreads * kPacks * pack;
+
+  __device__ bool packs() const {
+    return aligned(param) && aligned(weight) && aligned(grad) && aligned(exp_avg) && aligned(exp_avg_sq);
+  }
+
+ private:
+  template <typename P>
+  static __device__ bool aligned(const P* p) {
+    return reinterpret_cast<uintptr_t>(p) % sizeof(Packed<P, pack>) == 0;
+  }
 };
 
-template <int N, typename T>
-__device__ bool packs_of(const T* p) {
-  return reinterpret_cast<uintptr_t>(p) % sizeof(Packed<T, N>) == 0;
-}
-
-template <int N, typename T, typename Gradient, typename State>
-__device__ void update_pack(const AdamwFactors<accumulate_t<T>>& factors, const AdamwTensor<T, Gradient, State>& t,
-                            int64_t i) {
+// N neighbouring elements, on their way through the registers.
+template <int N, typename T, typename Weight, typename Gradient, typename State>
+struct AdamwPack {
   using A = accumulate_t<T>;
-  const Packed<Gradient, N> grad = load<N>(t.grad + i);
-  Packed<State, N> exp_avg = load<N>(t.exp_avg + i);
-  Packed<State, N> exp_avg_sq = load<N>(t.exp_avg_sq + i);
-  Packed<float, N> master;
-  Packed<T, N> param;
-  if (t.master)
-    master = load<N>(t.master + i);
-  else
-    param = load<N>(t.param + i);
-#pragma unroll
-  for (int k = 0; k < N; ++k) {
-    A p = t.master ? A(master.v[k]) : A(param.v[k]);
-    A m = A(exp_avg.v[k]);
-    A v = A(exp_avg_sq.v[k]);
-    adamw_update(factors, A(grad.v[k]), p, m, v);
-    master.v[k] = static_cast<float>(p);
-    param.v[k] = static_cast<T>(p);
-    exp_avg.v[k] = static_cast<State>(m);
-    exp_avg_sq.v[k] = static_cast<State>(v);
+  using Tensor = AdamwTensor<T, Weight, Gradient, State>;
+  using Arithmetic = std::conditional_t<sizeof(Weight) < sizeof(float), Approximate, Exact>;
+
+  Packed<Weight, N> weight;
+  Packed<Gradient, N> grad;
+  Packed<State, N> exp_avg;
+  Packed<State, N> exp_avg_sq;
+
+  __device__ void load_from(const Tensor& t, int i) {
+    weight = load<N>(t.weight + i);
+    grad = load<N>(t.grad + i);
+    exp_avg = load<N>(t.exp_avg + i);
+    exp_avg_sq = load<N>(t.exp_avg_sq + i);
   }
-  if (t.master) store(t.master + i, master);
-  store(t.param + i, param);
-  store(t.exp_avg + i, exp_avg);
-  store(t.exp_avg_sq + i, exp_avg_sq);
+
+  __device__ void update(const AdamwFactors<A>& factors, const Tensor& t, int i) {
+    Packed<T, N> param;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      A p = A(weight.v[k]);
+      A m = A(exp_avg.v[k]);
+      A v = A(exp_avg_sq.v[k]);
+      adamw_update<Arithmetic>(factors, A(grad.v[k]), p, m, v);
+      weight.v[k] = static_cast<Weight>(p);
+      param.v[k] = static_cast<T>(p);
+      exp_avg.v[k] = static_cast<State>(m);
+      exp_avg_sq.v[k] = static_cast<State>(v);
+    }
+    if constexpr (!std::is_same_v<T, Weight>) store(t.weight + i, weight);
+    store(t.param + i, param);
+    store(t.exp_avg + i, exp_avg);
+    store(t.exp_avg_sq + i, exp_avg_sq);
+  }
+};
+
+template <typename T, typename Weight, typename Gradient, typename State>
+__global__ void __launch_bounds__(kThreads) adamw_chunks_kernel(const __grid_constant__ AdamwArguments a) {
+  using Tensor = AdamwTensor<T, Weight, Gradient, State>;
+  const int thread = static_cast<int>(threadIdx.x);
+  const Chunk chunk = this_chunk<Tensor::chunk>(a.list);
+  void* const* pointers = a.list.pointers[chunk.tensor];
+  const Tensor t(pointers, chunk.begin);
+  const int packed = t.packs() ? chunk.size / Tensor::pack * Tensor::pack : 0;
+
+  AdamwPack<Tensor::pack, T, Weight, Gradient, State> packs[kPacks];
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int i = (k * kThreads + thread) * Tensor::pack;
+    if (i < packed) packs[k].load_from(t, i);
+  }
+
+  __shared__ AdamwFactors<accumulate_t<T>> shared_factors;
+  __shared__ bool skip;
+  if (thread == 0) {
+    shared_factors = adamw_factors<accumulate_t<T>>(a.options, a.numbers, *static_cast<const float*>(pointers[kStep]));
+    skip = a.numbers.found_inf && *a.numbers.found_inf != 0;
+  }
+  __syncthreads();
+  if (skip) return;
+  const auto factors = shared_factors;
+
+#pragma unroll
+  for (int k = 0; k < kPacks; ++k) {
+    const int i = (k * kThreads + thread) * Tensor::pack;
+    if (i < packed) packs[k].update(factors, t, i);
+  }
+  for (int i = packed + thread; i < chunk.size; i += kThreads) {
+    AdamwPack<1, T, Weight, Gradient, State> single;
+    single.load_from(t, i);
+    single.update(factors, t, i);
+  }
 }
 
-// A pack is 16 bytes of the narrowest of the arrays; the others' packs are as many elements.
-template <typename T, typename Gradient, typename State>
-__global__ void __launch_bounds__(kListThreads) adamw_chunks_kernel(const __grid_constant__ AdamwArguments a) {
-  using A = accumulate_t<T>;
-  constexpr int kVec = 16 / std::min({sizeof(T), sizeof(Gradient), sizeof(State)});
-  if (a.found_inf && *a.found_inf != 0) return;
-
-  const Chunk chunk = this_chunk(a.list);
-  const auto& pointers = a.list.pointers;
-  __shared__ AdamwFactors<A> shared_factors;
-  if (threadIdx.x == 0)
-    shared_factors =
-        adamw_factors<A>(a.options, a.lr ? *a.lr : a.options.lr,
-                         *static_cast<const float*>(pointers[kStep][chunk.tensor]), a.grad_scale ? *a.grad_scale : 1);
-  __syncthreads();
-  const AdamwFactors<A> factors = shared_factors;
-  const AdamwTensor<T, Gradient, State> t = {.param = static_cast<T*>(pointers[kParam][chunk.tensor]),
-                                             .master = static_cast<float*>(pointers[kMaster][chunk.tensor]),
-                                             .grad = static_cast<const Gradient*>(pointers[kGrad][chunk.tensor]),
-                                             .exp_avg = static_cast<State*>(pointers[kExpAvg][chunk.tensor]),
-                                             .exp_avg_sq = static_cast<State*>(pointers[kExpAvgSq][chunk.tensor])};
-  const bool packed = packs_of<kVec>(t.param) && packs_of<kVec>(t.master) && packs_of<kVec>(t.grad) &&
-                      packs_of<kVec>(t.exp_avg) && packs_of<kVec>(t.exp_avg_sq);
-  const int64_t rest = packed ? chunk.end - (chunk.end - chunk.begin) % kVec : chunk.begin;
-  for (int64_t i = chunk.begin + int64_t(threadIdx.x) * kVec; i < rest; i += kListThreads * kVec)
-    update_pack<kVec>(factors, t, i);
-  for (int64_t i = rest + threadIdx.x; i < chunk.end; i += kListThreads) update_pack<1>(factors, t, i);
+template <typename Weight, typename T, typename Gradient, typename State>
+void launch_lists(const Adamw<T, Gradient, State>& p, Stream stream) {
+  for_each_list<AdamwList, AdamwTensor<T, Weight, Gradient, State>::chunk>(
+      p.count, p.sizes,
+      [&](void** pointers, int64_t i) {
+        pointers[kParam] = p.params[i];
+        pointers[kMaster] = p.masters ? p.masters[i] : nullptr;
+        pointers[kGrad] = const_cast<Gradient*>(p.grads[i]);
+        pointers[kExpAvg] = p.exp_avgs[i];
+        pointers[kExpAvgSq] = p.exp_avg_sqs[i];
+        pointers[kStep] = const_cast<float*>(p.steps[i]);
+      },
+      [&](const AdamwList& list, unsigned chunks) {
+        adamw_chunks_kernel<T, Weight, Gradient, State>
+            <<<chunks, kThreads, 0, stream>>>(AdamwArguments{p.options, p.numbers, list});
+      });
 }
 
 }  // namespace
 
 template <typename T, typename Gradient, typename State>
 Status adamw(const Adamw<T, Gradient, State>& p, Stream stream) {
-  AdamwArguments arguments{
-      .list = {}, .options = p.options, .lr = p.lr, .grad_scale = p.grad_scale, .found_inf = p.found_inf};
-  for_each_list<AdamwList>(
-      p.count, p.sizes,
-      [&](AdamwList& list, int slot, int64_t i) {
-        list.pointers[kParam][slot] = p.params[i];
-        list.pointers[kMaster][slot] = p.masters ? p.masters[i] : nullptr;
-        list.pointers[kGrad][slot] = const_cast<Gradient*>(p.grads[i]);
-        list.pointers[kExpAvg][slot] = p.exp_avgs[i];
-        list.pointers[kExpAvgSq][slot] = p.exp_avg_sqs[i];
-        list.pointers[kStep][slot] = const_cast<float*>(p.steps[i]);
-      },
-      [&](const AdamwList& list, unsigned chunks) {
-        arguments.list = list;
-        adamw_chunks_kernel<T, Gradient, State><<<chunks, kListThreads, 0, stream>>>(arguments);
-      });
+  constexpr bool kMayHaveMasters = sizeof(T) < sizeof(float);
+  if (kMayHaveMasters && p.masters)
+    launch_lists<std::conditional_t<kMayHaveMasters, float, T>>(p, stream);
+  else
+    launch_lists<T>(p, stream);
   return cudaGetLastError();
 }
 

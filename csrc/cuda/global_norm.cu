@@ -7,68 +7,123 @@
 namespace gptkernels::cuda {
 namespace {
 
-using NormList = TensorList<1, 192>;
+using NormList = TensorList<1, 512>;
 static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
-template <int kVec, typename T>
-__device__ double squares(const T* x, int64_t size) {
+// ---- the partial sums: every element is read once, a block reads a chunk --------------------------------------------
+
+constexpr int kThreads = 512;
+constexpr int kChunk = 16384;
+constexpr int kPacksInFlight = 4;  // a thread: with 2048 threads on a multiprocessor, 128 KB
+
+// float64 costs no time where a multiprocessor converts 16 values a clock and adds 64: 16 bytes a clock is all it
+// reads, and these are 8 of bfloat16.
+template <int N, typename T>
+__device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;
-#pragma unroll 4
-  for (int64_t i = int64_t(threadIdx.x) * kVec; i < size; i += kListThreads * kVec) {
-    accumulate_t<T> values[kVec];
-    load_wide<kVec>(values, x + i);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) sum += double(values[k]) * double(values[k]);
+  for (int k = 0; k < N; ++k) {
+    const double value = widen(pack.v[k]);
+    sum += value * value;
   }
   return sum;
 }
 
-// Reads every element once. float64 sums cost no time where a multiprocessor converts 16 values a clock: 3.6e12 a
-// second on an H200, which reads 1e12 float32 in that time.
 template <typename T>
-__global__ void __launch_bounds__(kListThreads)
+__global__ void __launch_bounds__(kThreads)
     global_norm_squares_chunks_kernel(const __grid_constant__ NormList list, double* partials) {
-  const Chunk chunk = this_chunk(list);
-  const T* x = static_cast<const T*>(list.pointers[0][chunk.tensor]) + chunk.begin;
-  const int64_t size = chunk.end - chunk.begin;
-  const int64_t packed = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? size / kPack<T> * kPack<T> : 0;
-  const double sum = squares<kPack<T>>(x, packed) + squares<1>(x + packed, size - packed);
+#if __CUDA_ARCH__ >= 900
+  cudaTriggerProgrammaticLaunchCompletion();
+#endif
+  constexpr int N = kPack<T>;
+  constexpr int kRound = kPacksInFlight * kThreads * N;
+  const int thread = static_cast<int>(threadIdx.x);
+  const Chunk chunk = this_chunk<kChunk>(list);
+  const T* x = static_cast<const T*>(list.pointers[chunk.tensor][0]) + chunk.begin;
+  const int packed = reinterpret_cast<uintptr_t>(x) % 16 == 0 ? chunk.size / N * N : 0;
+
+  double sums[kPacksInFlight] = {};
+#pragma unroll
+  for (int begin = 0; begin < kChunk; begin += kRound) {
+    Packed<T, N> packs[kPacksInFlight];
+#pragma unroll
+    for (int k = 0; k < kPacksInFlight; ++k) {
+      const int i = begin + (k * kThreads + thread) * N;
+      packs[k] = i < packed ? load<N>(x + i) : Packed<T, N>{};
+    }
+#pragma unroll
+    for (int k = 0; k < kPacksInFlight; ++k) sums[k] += squares(packs[k]);
+  }
+  double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  for (int i = packed + thread; i < chunk.size; i += kThreads) sum += squares(load<1>(x + i));
   const double total = row_sum(sum);
-  if (threadIdx.x == 0) partials[blockIdx.x] = total;
+  if (thread == 0) partials[blockIdx.x] = total;
 }
 
+// ---- their sum: 8 bytes for each chunk ------------------------------------------------------------------------------
+
 constexpr int kSumThreads = 1024;
+constexpr int kSumsInFlight = 8;
 
 __global__ void __launch_bounds__(kSumThreads)
     global_norm_sum_block_kernel(float* norm, const double* partials, int64_t count) {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
   double sum = 0;
-  for (int64_t i = threadIdx.x; i < count; i += kSumThreads) sum += partials[i];
+  for (int64_t begin = threadIdx.x; begin < count; begin += kSumsInFlight * kSumThreads) {
+    double found[kSumsInFlight];
+#pragma unroll
+    for (int k = 0; k < kSumsInFlight; ++k) {
+      const int64_t i = begin + k * kSumThreads;
+      found[k] = i < count ? partials[i] : 0;
+    }
+#pragma unroll
+    for (int k = 0; k < kSumsInFlight; ++k) sum += found[k];
+  }
   const double total = row_sum(sum);
   if (threadIdx.x == 0) *norm = static_cast<float>(sqrt(total));
+}
+
+// Whether a kernel can be set up while the last blocks of the one before run, until it asks for what they wrote: 2 us
+// less for the norm. In a graph's capture, since CUDA 12.3.
+bool launches_overlap() {
+  int device = 0;
+  int major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return CUDART_VERSION >= 12030 && major >= 9;
 }
 
 }  // namespace
 
 int64_t global_norm_partials(int64_t size) {
-  return ceil_div(size, kListChunk);
+  return ceil_div(size, kChunk);
 }
 
 template <typename T>
 Status global_norm_squares(const GlobalNormSquares<T>& p, Stream stream) {
   double* partials = p.partials;
-  for_each_list<NormList>(
-      p.count, p.sizes,
-      [&](NormList& list, int slot, int64_t i) { list.pointers[0][slot] = const_cast<T*>(p.tensors[i]); },
+  for_each_list<NormList, kChunk>(
+      p.count, p.sizes, [&](void** pointers, int64_t i) { pointers[0] = const_cast<T*>(p.tensors[i]); },
       [&](const NormList& list, unsigned chunks) {
-        global_norm_squares_chunks_kernel<T><<<chunks, kListThreads, 0, stream>>>(list, partials);
+        global_norm_squares_chunks_kernel<T><<<chunks, kThreads, 0, stream>>>(list, partials);
         partials += chunks;
       });
   return cudaGetLastError();
 }
 
 Status global_norm_sum(float* norm, const double* partials, int64_t count, Stream stream) {
-  global_norm_sum_block_kernel<<<1, kSumThreads, 0, stream>>>(norm, partials, count);
-  return cudaGetLastError();
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(kSumThreads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = launches_overlap() ? 1 : 0;
+  return cudaLaunchKernelEx(&config, global_norm_sum_block_kernel, norm, partials, count);
 }
 
 template Status global_norm_squares<double>(const GlobalNormSquares<double>&, Stream);

@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, 2019) and gradient clipping on this package's kernels."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ class AdamW(torch.optim.AdamW):
     (state key ``master_param``); its moments are then float32 too.
 
     Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
-    back, and skips the step when one is not finite.
+    back, and skips the step when one is not finite. With ``max_grad_norm`` it also clips them as it reads them: the
+    steps are those after :func:`clip_grad_norm_` of all parameters, without another pass over the gradients, which stay
+    as they are.
 
     Args:
         params: parameters, or groups of them with their own options.
@@ -35,12 +37,21 @@ class AdamW(torch.optim.AdamW):
         differentiable: False; no kernel serves it.
         fused: without effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
+        max_grad_norm: clip the gradients, of all groups together, to this Euclidean norm; None: do not, and compute no
+            norm. ``math.inf`` computes it and clips nothing.
+
+    Attributes:
+        max_grad_norm: may be set between steps. It is not part of the state dict.
+        grad_norm: with ``max_grad_norm``, the norm that the last step's gradients had before clipping (and after
+            division by a GradScaler's scale), 0-dim float32 on their device; else None.
 
     Raises:
         ValueError: an option out of range, or one that no kernel serves.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
+    max_grad_norm: float | None = None
+    grad_norm: Tensor | None = None
 
     def __init__(
         self,
@@ -57,6 +68,7 @@ class AdamW(torch.optim.AdamW):
         differentiable: bool = False,
         fused: bool | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -74,11 +86,18 @@ class AdamW(torch.optim.AdamW):
         self.defaults["master_weights"] = master_weights
         for group in self.param_groups:
             group.setdefault("master_weights", master_weights)
+        if max_grad_norm is not None and not max_grad_norm >= 0:
+            raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}")
+        self.max_grad_norm = max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; refuses the options that no kernel serves."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, and what a copy clips to."""
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Complete what torch's AdamW, or an earlier version, saved."""
@@ -115,29 +134,37 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameters in _alike(group["params"]):
-                self._update(parameters, group)
+        groups = [(alike, group) for group in self.param_groups for alike in _alike(group["params"])]
+        self.grad_norm = self._norm([grad for alike, _ in groups for grad in alike.grads])
+        for alike, group in groups:
+            self._update(alike.parameters, alike.grads, group)
         return loss
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+    def _norm(self, grads: list[Tensor]) -> Tensor | None:
+        """The norm that ``max_grad_norm`` limits, where one is wanted."""
+        if self.max_grad_norm is None:
+            return None
+        norm = _total_norm(grads)
+        scale = getattr(self, "grad_scale", None)
+        return norm if scale is None else norm / scale.to(norm.device)
+
+    def _update(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
         """One launch: the parameters have one device and dtype."""
         device = parameters[0].device
         masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
         states = [self._state(parameter, masters) for parameter in parameters]
         steps = [state["step"] for state in states]
-        grad_scale, found_inf = (getattr(self, name, None) for name in ("grad_scale", "found_inf"))
-        grad_scale, found_inf = (None if t is None else t.to(device) for t in (grad_scale, found_inf))
+        numbers = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_norm)
+        grad_scale, found_inf, grad_norm = (None if t is None else t.to(device) for t in numbers)
         torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # a skipped step doesn't count
-        lr = _learning_rate(group["lr"], device)
         beta1, beta2 = group["betas"]
         ops.adamw_(
             parameters,
-            [parameter.grad for parameter in parameters],
+            grads,
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             steps,
-            lr=lr,
+            lr=_learning_rate(group["lr"], device),
             beta1=beta1,
             beta2=beta2,
             eps=group["eps"],
@@ -146,6 +173,8 @@ class AdamW(torch.optim.AdamW):
             found_inf=found_inf,
             maximize=group["maximize"],
             master_params=[state["master_param"] for state in states] if masters else None,
+            grad_norm=grad_norm,
+            max_grad_norm=self.max_grad_norm,
         )
 
     def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
@@ -178,15 +207,43 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
     return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
 
 
-def _alike(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+class _Alike(NamedTuple):
+    """Parameters of one device and dtype, and their gradients."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor]
+
+
+def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     """The parameters that have gradients, by device and dtype."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    alike: dict[tuple[torch.device, torch.dtype], _Alike] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
-            alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-    return iter(alike.values())
+        grad = parameter.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
+        key = (parameter.device, parameter.dtype)
+        if key not in alike:
+            alike[key] = _Alike([], [])
+        alike[key].parameters.append(parameter)
+        alike[key].grads.append(grad)
+    return alike.values()
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
+
+
+def _total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The norm of tensors that may lie on several devices, on that of the first."""
+    norms = [ops.global_norm(group) for group in _by_device(tensors).values()]
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else ops.global_norm([norm.to(norms[0].device) for norm in norms])
 
 
 @torch.no_grad()
@@ -197,7 +254,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm.
+    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm. :class:`AdamW` clips by itself, in less time.
 
     The norm is a kernel that gives the same bits at every run; the gradients are then scaled, in place, by torch's
     multi-tensor multiplication. The host waits for the device only for ``error_if_nonfinite``.
@@ -219,16 +276,10 @@ def clip_grad_norm_(
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
     grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    if not grads:
-        return torch.zeros(())
-    norms = [ops.global_norm(group) for group in by_device.values()]
-    total = norms[0] if len(norms) == 1 else ops.global_norm([norm.to(norms[0].device) for norm in norms])
+    total = _total_norm(grads)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for device, group in by_device.items():
+    for device, group in _by_device(grads).items():
         torch._foreach_mul_(group, scale.to(device))
     return total

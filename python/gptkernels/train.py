@@ -20,7 +20,7 @@ from gptkernels.checkpoint import (
     save_training_state,
 )
 from gptkernels.data import DataLoader
-from gptkernels.optim import AdamW, clip_grad_norm_
+from gptkernels.optim import AdamW
 from gptkernels.training.config import TrainConfig
 from gptkernels.training.corpus import Corpus
 from gptkernels.training.logs import TrainingLog, TrainingStep
@@ -102,7 +102,8 @@ class Trainer:
         self.corpus = corpus = Corpus(config, processes)
         self.model = build_model(config, corpus.vocab_size, saved).to(processes.device)
         groups = parameter_groups(self.model, config.weight_decay)
-        self.optimizer = AdamW(groups, lr=config.learning_rate, betas=BETAS, master_weights=True)
+        clip = config.grad_clip or math.inf
+        self.optimizer = AdamW(groups, lr=config.learning_rate, betas=BETAS, master_weights=True, max_grad_norm=clip)
         self.total_steps = self._count_steps()
         self.step = 0  # updates made
         self._pending: _PendingStep | None = None
@@ -174,13 +175,13 @@ class Trainer:
             loss = self._loss(*self._next_batch(self.corpus.train)) / config.grad_accumulation
             loss.backward()
             total += loss.detach()
-        parameters = list(self.model.parameters())
-        self.processes.average_gradients(parameters)
-        norm = clip_grad_norm_(parameters, config.grad_clip or math.inf)
+        self.processes.average_gradients(self.model.parameters())
         self.optimizer.step()
         self.optimizer.zero_grad()
         stop = torch.full_like(total, self._request.signal)
-        numbers = self.processes.average(torch.stack([total, norm.float(), stop]))
+        norm = self.optimizer.grad_norm
+        assert norm is not None
+        numbers = self.processes.average(torch.stack([total, norm, stop]))
         self.step += 1
         return _PendingStep(self.step - 1, rate, numbers)
 

@@ -5,6 +5,7 @@ The rules are the leanest that ``torch.compile`` still traces: autograd is one `
 """
 
 from collections.abc import Callable, Sequence
+from itertools import filterfalse
 from typing import Any
 
 import torch
@@ -152,22 +153,24 @@ def mutates(name: str) -> None:
     the schema's to say.
     """
     op = getattr(ops, name).default
-    written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+    count_versions = _version_counter(op)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         out = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
-        for i, argument in written:
-            value = args[i] if i < len(args) else kwargs.get(argument)
-            tensors = [value] if isinstance(value, Tensor) else value or []
-            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+        count_versions(args, kwargs)
         return out
 
     _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
 
 
 def without_derivative(name: str) -> None:
-    """Refuse the op where autograd would have to differentiate it: where gradients are recorded of its arguments."""
+    """Refuse the op where autograd would have to differentiate it: where gradients are recorded of its arguments.
+
+    Elsewhere this also does what ``mutates`` does: long lists of tensors cost as much to hand through Python once more
+    as the op itself.
+    """
     op = getattr(ops, name).default
+    count_versions = _version_counter(op)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
@@ -175,9 +178,25 @@ def without_derivative(name: str) -> None:
                 for t in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(t, Tensor) and t.requires_grad:
                         raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
-        return below_autograd(op, *args, **kwargs)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            out = op(*args, **kwargs)
+        count_versions(args, kwargs)
+        return out
 
     _registrations.impl(name, kernel, "Autograd")
+
+
+def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict[str, Any]], None]:
+    """What counts up the versions of the arguments that the op writes into."""
+    written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def count_versions(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        for i, argument in written:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            tensors = [value] if isinstance(value, Tensor) else value or []
+            torch.autograd.graph.increment_version([*filterfalse(Tensor.is_inference, tensors)])
+
+    return count_versions
 
 
 # ---- no CUDA library -------------------------------------------------------------------------------------------------
