@@ -54,7 +54,7 @@ __device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double 
   A sum[1] = {};
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (R::column(i) >= width) continue;
+    if (!R::has(i, width)) continue;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) sum[0] += x[i][k];
   }
@@ -63,7 +63,7 @@ __device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double 
   A about_mean[2] = {};
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (R::column(i) >= width) continue;
+    if (!R::has(i, width)) continue;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       x[i][k] -= mean;
@@ -89,25 +89,39 @@ __device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, k
   x.store(p.sum + row * width, width);
 }
 
-// Everything from a row in registers to its output. weight_and_bias(i, w, b) gives those of pack i.
-template <typename T, int kVec, int kItems, int kThreads, typename WeightAndBias>
+template <typename R, typename T>
+struct Affine {
+  R weight, bias;
+
+  __device__ explicit Affine(const LayernormForward<T>& p) {
+    weight.fill(1);
+    bias.fill(0);
+    if (p.weight) weight.load(p.weight, static_cast<int>(p.width));
+    if (p.bias) bias.load(p.bias, static_cast<int>(p.width));
+  }
+};
+
+// Everything from a row in registers to its output; affine() gives weight and bias. `inverse` is 1 / C.
+template <typename T, int kVec, int kItems, int kThreads, typename GetAffine>
 __device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const Row<T, kVec, kItems, kThreads>& packs,
-                              const WeightAndBias& weight_and_bias) {
+                              accumulate_t<T> inverse, const GetAffine& get_affine) {
   using A = accumulate_t<T>;
   using R = Row<T, kVec, kItems, kThreads>;
   const int width = static_cast<int>(p.width);
   A x[kItems][kVec];
 #pragma unroll
   for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
-  const Moments<A> m = centre<kThreads, R>(x, width, A(1) / A(width), p.eps);
+  const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
+  const auto& affine = get_affine();
   write_statistics(p, row, m);
   const A offset = -m.rest * m.rstd;
   T* out = p.out + row * width;
 #pragma unroll
   for (int i = 0; i < kItems; ++i) {
-    if (R::column(i) >= width) continue;
+    if (!R::has(i, width)) continue;
     A w[kVec], b[kVec];
-    weight_and_bias(i, w, b);
+    widen(w, affine.weight.packs[i]);
+    widen(b, affine.bias.packs[i]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
     store_narrow<kVec>(out + R::column(i), x[i]);
@@ -116,27 +130,40 @@ __device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const R
 
 // A row a thread group, and no more: small blocks that come and go keep reads and writes evenly mixed. The row stays in
 // registers between its load and its store, so the variance is taken about the mean in a second pass that costs no memory
-// traffic. Weight and bias come from the L1 cache, asked for together with the row.
+// traffic. Weight and bias are asked for not before they are needed: so the registers hold more rows, and the L1 cache
+// has them.
 template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
-    layernorm_forward_registers_kernel(const LayernormForward<T> p) {
-  using A = accumulate_t<T>;
+    layernorm_forward_registers_kernel(const LayernormForward<T> p, accumulate_t<T> inverse) {
   using R = Row<T, kVec, kItems, kThreads>;
   const int width = static_cast<int>(p.width);
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
-  R x, residual, weight, bias;
+  R x, residual;
   x.load(p.x + row * width, width);
-  if constexpr (kResidual) residual.load(p.residual + row * width, width);
-  weight.fill(1);
-  bias.fill(0);
-  if (p.weight) weight.load(p.weight, width);
-  if (p.bias) bias.load(p.bias, width);
-  if constexpr (kResidual) add_residual(p, row, x, residual);
-  normalise_row(p, row, x, [&](int i, A(&w)[kVec], A(&b)[kVec]) {
-    widen(w, weight.packs[i]);
-    widen(b, bias.packs[i]);
-  });
+  if constexpr (kResidual) {
+    residual.load(p.residual + row * width, width);
+    add_residual(p, row, x, residual);
+  }
+  normalise_row(p, row, x, inverse, [&] { return Affine<R, T>(p); });
+}
+
+template <typename T, int kVec, int kThreads, int kItems>
+__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
+    layernorm_forward_ring_kernel(const LayernormForward<T> p, accumulate_t<T> inverse, int stages) {
+  using R = Row<T, kVec, kItems, kThreads>;
+  using Ring = RowRing<T, kVec, kItems, kThreads, 1>;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
+  Ring ring(shared, {p.x}, p.rows, width, stages);
+  Affine<R, T> affine(p);
+  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step()) {
+    affine.weight.stay_packed();
+    affine.bias.stay_packed();
+    R x;
+    x.load(ring.next(), width);
+    normalise_row(p, row, x, inverse, [&]() -> const auto& { return affine; });
+  }
 }
 
 // x, or x + residual rounded to T.
@@ -208,11 +235,21 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
     layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
     return;
   }
-  if (int it = knob("FI", 0)) { row.items = it; row.threads = ceil_div(ceil_div(ceil_div(p.width, kVec), it), 32) * 32; }
-  const dim3 block(row.threads, row.threads > 32 ? 1 : std::max<int>(1, knob("FT", 128) / row.threads));
+  if (int it = knob("FI", 0)) { row.items = it; row.threads = ceil_div(ceil_div(ceil_div(p.width, kVec), it), 32) * 32; row.full = row.threads == 32 && p.width == 32 * kVec * it; }
+  if constexpr (!kResidual && kVec > 1) if (knob("FR", 0)) {
+    return with_row_threads<kPart, kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
+      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value>;
+      const RingShape shape =
+          ring_shape(p.rows, ring_row_bytes<T, 1>(p.width), row.threads,
+                     kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+      if (shape.stages == 0) return;
+      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, 1 / accumulate_t<T>(p.width), shape.stages);
+    });
+  }
+  const dim3 block(row.threads, row.threads > 32 ? 1 : std::max<int>(1, knob("FT", 64) / row.threads));
   with_row_threads<kBlock, kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
     layernorm_forward_registers_kernel<T, kVec, threads.value, items.value, kResidual>
-        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p);
+        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
   });
 }
 
@@ -318,7 +355,7 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
     A sums[2] = {};  // of g and of g * n
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (R::column(i) >= width) continue;
+      if (!R::has(i, width)) continue;
       A w[kVec];
       load_wide<kVec>(norm[i], x_row + R::column(i));
       load_wide<kVec>(gradient[i], dout_row + R::column(i));
@@ -339,7 +376,7 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
     const A avg_gn = sums[1] / A(width);
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (R::column(i) >= width) continue;
+      if (!R::has(i, width)) continue;
       A dresidual[kVec] = {};
       if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + ring.pitch() + R::column(i));
 #pragma unroll

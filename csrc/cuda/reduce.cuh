@@ -69,28 +69,31 @@ __device__ void row_barrier() {
 // in turn, need no second one: whoever writes to a slot has passed the other one's barrier, before which all had read
 // it.
 template <typename Op, int kThreads = kBlock, typename A, int kN>
-__device__ void row_reduce(A (&values)[kN], A identity, int slot, Op op = {}) {
+__device__ void row_reduce(A (&values)[kN], int slot, Op op = {}) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(values[n]);
   if constexpr (kThreads != kWarp) {
     if (blockDim.x == kWarp) return;
-    __shared__ A warps[2][kN][kWarp];  // all the warps of a block, row after row
-    const int lane = threadIdx.x % kWarp;
+    __shared__ A warps[2][kWarp][kN];  // all the warps of a block, row after row
     const int row_warps = blockDim.x / kWarp;
-    const int first = threadIdx.y * row_warps;
-    if (lane == 0)
+    A(*row)[kN] = warps[slot] + threadIdx.y * row_warps;
+    if (threadIdx.x % kWarp == 0)
 #pragma unroll
-      for (int n = 0; n < kN; ++n) warps[slot][n][first + threadIdx.x / kWarp] = values[n];
+      for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     row_barrier<kThreads>();
+    // Every thread takes the few values from there by itself: a second round of shuffles would take longer.
 #pragma unroll
-    for (int n = 0; n < kN; ++n)
-      values[n] = warp_reduce<Op>(lane < row_warps ? warps[slot][n][first + lane] : identity);
+    for (int n = 0; n < kN; ++n) values[n] = row[0][n];
+#pragma unroll 4
+    for (int warp = 1; warp < row_warps; ++warp)
+#pragma unroll
+      for (int n = 0; n < kN; ++n) values[n] = op(values[n], row[warp][n]);
   }
 }
 
 template <int kThreads = kBlock, typename A, int kN>
 __device__ void row_sums(A (&values)[kN], int slot) {
-  row_reduce<Sum, kThreads>(values, A(0), slot);
+  row_reduce<Sum, kThreads>(values, slot);
 }
 
 }  // namespace gptkernels::cuda

@@ -26,24 +26,35 @@ struct Row {
     return (i * threads + static_cast<int>(threadIdx.x)) * kVec;
   }
 
+  // Whether a thread's pack i lies in the row.
+  static __device__ bool has(int i, int width) { return kThreads == kWarp || column(i) < width; }
+
   // Every load is under way before anything waits for one: bandwidth is bytes in flight.
   __device__ void load(const T* row, int width) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
-      if (column(i) < width) packs[i] = cuda::load<kVec>(row + column(i));
+      if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
   __device__ void store(T* row, int width) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
-      if (column(i) < width) cuda::store(row + column(i), packs[i]);
+      if (has(i, width)) cuda::store(row + column(i), packs[i]);
   }
 
+  // Whole words, as they are loaded: what is written by halves the compiler keeps by halves.
   __device__ void fill(A value) {
+    A values[kVec];
 #pragma unroll
-    for (int i = 0; i < kItems; ++i)
+    for (int k = 0; k < kVec; ++k) values[k] = value;
+    const Packed<T, kVec> pack = narrow<T>(values);
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) packs[i].v[k] = narrow<T>(value);
+    for (int i = 0; i < kItems; ++i) {
+      if constexpr (sizeof(pack) == sizeof(uint4))
+        reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
+      else
+        packs[i] = pack;
+    }
   }
 
   // Says that the packs may have changed, so that a loop which uses them widens them anew each time: the compiler would
@@ -63,7 +74,7 @@ struct Row {
   __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (column(i) >= width) continue;
+      if (!has(i, width)) continue;
       A x[kVec];
       widen(x, packs[i]);
       fn(i, x);
@@ -75,7 +86,7 @@ struct Row {
   __device__ void update(int width, const Fn& fn) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i) {
-      if (column(i) >= width) continue;
+      if (!has(i, width)) continue;
       A x[kVec];
       widen(x, packs[i]);
       fn(i, x);
@@ -95,6 +106,7 @@ constexpr int max_threads(int registers) {
 struct RowThreads {
   int threads;  // whole warps
   int items;    // 0: the row does not fit
+  bool full;    // one warp's, every pack in the row
 };
 
 // Calls fn with `items`, which is kMin..kMax, as a type: it sizes register arrays.
@@ -107,30 +119,31 @@ void with_row_items(int items, const Fn& fn) {
 
 // Of the shapes with kMin..kMax packs a thread that with the least work: each warp works on all its packs, whether they
 // are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 20 elements.
-// A row of one warp may have up to kMaxWarp packs a thread, since it needs no barrier. max_threads(items) is the most
-// threads that so many packs each allow.
+// A row that fills one warp may have up to kMaxWarp packs a thread. max_threads(items) is the most threads that so many
+// packs each allow.
 template <int kVec, int kMin, int kMax, int kMaxWarp, typename MaxThreads>
 RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   static_assert(kMaxWarp >= kMax);
   constexpr int kSumsCost = 20;
   const int64_t packs = std::max<int64_t>(ceil_div(width, kVec), 1);
-  RowThreads best = {0, 0};
+  RowThreads best = {};
   int64_t least = 0;
   for (int items = kMaxWarp; items >= kMin; --items) {
     const int64_t warps = ceil_div(ceil_div(packs, items), kWarp);
     int64_t most = 0;
     with_row_items<kMin, kMaxWarp>(items, [&](auto known) { most = max_threads(known); });
-    if (warps * kWarp > most || (warps > 1 && items > kMax)) continue;
+    if (warps * kWarp > most || (items > kMax && width != int64_t(kWarp) * items * kVec)) continue;
     const int64_t cost = warps * (items * kVec + kSumsCost);
-    if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items}, least = cost;
+    if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items, false}, least = cost;
   }
+  best.full = best.threads == kWarp && width == int64_t(kWarp) * best.items * kVec;
   return best;
 }
 
 // Calls fn with kWarp or kMany, which is kBlock or kPart, and `items` as types.
 template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
-  if (row.threads == kWarp)
+  if (row.full)
     with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, items); });
   else
     with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kMany>{}, items); });

@@ -97,7 +97,7 @@ class RowRing {
       for (int a = 0; a < kArrays; ++a) {
 #pragma unroll
         for (int i = 0; i < kItems; ++i)
-          if (R::column(i) < width_) copy_pack(write_ + a * pitch_ + R::column(i), from_[a] + R::column(i));
+          if (R::has(i, width_)) copy_pack(write_ + a * pitch_ + R::column(i), from_[a] + R::column(i));
         from_[a] += row_step_;
       }
       --left_;
