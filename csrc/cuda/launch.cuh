@@ -8,9 +8,7 @@
 #include "device.h"
 #include "reduce.cuh"
 
-#include <cstdlib>
 namespace gptkernels::cuda {
-inline int64_t knob(const char* name, int64_t otherwise) { const char* v = std::getenv(name); return v ? std::atoll(v) : otherwise; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;

@@ -41,9 +41,7 @@ __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, cons
   p.rstd[row] = m.rstd;
 }
 
-// Packs a thread, and the most threads of a row by the registers these take.
-constexpr int kForwardMaxItems = 4;
-
+// The most threads of a block by the registers that its packs take.
 template <typename T, int kVec, int kItems>
 constexpr int kForwardMaxThreads =
     max_threads(12 * sizeof(accumulate_t<T>) + kItems * kVec * (3 * sizeof(T) + sizeof(accumulate_t<T>)) / 4);
@@ -89,6 +87,7 @@ __device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, k
   x.store(p.sum + row * width, width);
 }
 
+// Weight and bias, ones and zeros where there are none.
 template <typename R, typename T>
 struct Affine {
   R weight, bias;
@@ -129,9 +128,9 @@ __device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const R
 }
 
 // A row a thread group, and no more: small blocks that come and go keep reads and writes evenly mixed. The row stays in
-// registers between its load and its store, so the variance is taken about the mean in a second pass that costs no memory
-// traffic. Weight and bias are asked for not before they are needed: so the registers hold more rows, and the L1 cache
-// has them.
+// registers between its load and its store, so the variance is taken about the mean in a second pass that costs no
+// memory traffic. Weight and bias are asked for not before they are needed: so the registers hold more rows, and the L1
+// cache has them.
 template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     layernorm_forward_registers_kernel(const LayernormForward<T> p, accumulate_t<T> inverse) {
@@ -148,6 +147,8 @@ __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
   normalise_row(p, row, x, inverse, [&] { return Affine<R, T>(p); });
 }
 
+// One block a multiprocessor walks over the rows, several at a time, while the next are on their way into shared
+// memory. Weight and bias are loaded once a thread.
 template <typename T, int kVec, int kThreads, int kItems>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     layernorm_forward_ring_kernel(const LayernormForward<T> p, accumulate_t<T> inverse, int stages) {
@@ -219,38 +220,63 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
   }
 }
 
-// Whole packs are worth a kernel for every number of packs a thread; float64 and odd layouts need only be right.
+// Whole packs of float32 and 16 bits are worth a kernel for every number of packs a thread; float64 and odd layouts
+// need only be right.
 template <typename T, int kVec>
-constexpr int kForwardMinItems = kVec == 1 || sizeof(T) == 8 ? kForwardMaxItems : 1;
+constexpr bool kIsFast = kVec > 1 && sizeof(T) < 8;
+
 template <typename T, int kVec>
-constexpr int kForwardMaxWarpItems = kForwardMinItems<T, kVec> == 1 ? 7 : kForwardMaxItems;
+constexpr int kForwardMinItems = kIsFast<T, kVec> ? 1 : 4;
+template <typename T, int kVec>
+constexpr int kForwardMaxItems = kIsFast<T, kVec> ? 7 : 4;  // of a row of one warp
+
+// Of a row of several: 16-bit rows are wide in registers, and need the multiprocessor to hold many of them.
+template <typename T, int kVec>
+constexpr int kForwardMaxBlockItems = kVec == 8 ? 3 : 4;
 
 template <bool kResidual, int kVec, typename T>
-void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  constexpr int kMin = kForwardMinItems<T, kVec>;
-  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
-  RowThreads row = row_threads<kVec, kMin, kForwardMaxItems, kMaxWarp>(
-      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
-  if (row.items == 0) {
-    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
-    return;
-  }
-  if (int it = knob("FI", 0)) { row.items = it; row.threads = ceil_div(ceil_div(ceil_div(p.width, kVec), it), 32) * 32; row.full = row.threads == 32 && p.width == 32 * kVec * it; }
-  if constexpr (!kResidual && kVec > 1) if (knob("FR", 0)) {
-    return with_row_threads<kPart, kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
-      constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, threads.value, items.value>;
-      const RingShape shape =
-          ring_shape(p.rows, ring_row_bytes<T, 1>(p.width), row.threads,
-                     kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
-      if (shape.stages == 0) return;
-      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, 1 / accumulate_t<T>(p.width), shape.stages);
-    });
-  }
-  const dim3 block(row.threads, row.threads > 32 ? 1 : std::max<int>(1, knob("FT", 64) / row.threads));
-  with_row_threads<kBlock, kMin, kForwardMaxItems, kMaxWarp>(row, [&](auto threads, auto items) {
+void launch_forward_registers(const LayernormForward<T>& p, const RowThreads& row, Stream stream) {
+  const dim3 block(row.threads, row.threads > kWarp ? 1 : 2);
+  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
+  with_row_threads<kBlock, kForwardMinItems<T, kVec>, kForwardMaxItems<T, kVec>>(row, [&](auto threads, auto items) {
     layernorm_forward_registers_kernel<T, kVec, threads.value, items.value, kResidual>
-        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
+        <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
   });
+}
+
+// Whether it has launched: false where the rows do not fit.
+template <int kVec, typename T>
+bool launch_forward_ring(const LayernormForward<T>& p, Stream stream) {
+  constexpr int kMax = 7;
+  const RowThreads row =
+      row_threads<kVec, 1, 4, kMax>(p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  if (row.items == 0) return false;
+  bool launched = false;
+  with_row_items<1, kMax>(row.items, [&](auto items) {
+    constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, kPart, items.value>;
+    const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, 1>(p.width), row.threads,
+                                       kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+    if (shape.stages == 0) return;
+    kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, 1 / accumulate_t<T>(p.width), shape.stages);
+    launched = true;
+  });
+  return launched;
+}
+
+// The ring is for 16-bit rows of several warps, whose barriers leave the memory idle otherwise (16384x1600: 3.6 against
+// 2.9 TB/s). With a residual, or in float32, there is twice the memory's work for the same arithmetic, and rows of one
+// warp have no barriers: there the plain kernel is ahead (65536x768: 4.1 against 3.9 TB/s).
+template <bool kResidual, int kVec, typename T>
+void launch_forward(const LayernormForward<T>& p, Stream stream) {
+  const RowThreads row =
+      row_threads<kVec, kForwardMinItems<T, kVec>, kForwardMaxBlockItems<T, kVec>, kForwardMaxItems<T, kVec>>(
+          p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  if constexpr (kVec == 8 && !kResidual)
+    if (!row.full && p.width > kWarp * 4 * kVec && launch_forward_ring<kVec>(p, stream)) return;
+  if (row.items)
+    launch_forward_registers<kResidual, kVec>(p, row, stream);
+  else
+    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -448,7 +474,7 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
 }
 
 template <typename T, int kVec>
-constexpr int kBackwardMinItems = kVec == 1 || sizeof(T) == 8 ? kBackwardMaxItems<kVec> : 1;
+constexpr int kBackwardMinItems = kIsFast<T, kVec> ? 1 : kBackwardMaxItems<kVec>;
 
 // Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
 template <int kVec, bool kResidual, typename T>
@@ -459,7 +485,7 @@ unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
       p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_threads<kPart, kMin, kMax, kMax>(row, [&](auto threads, auto items) {
+  with_row_threads<kPart, kMin, kMax>(row, [&](auto threads, auto items) {
     constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
     const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
                                        kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());

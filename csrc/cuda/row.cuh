@@ -119,8 +119,8 @@ void with_row_items(int items, const Fn& fn) {
 
 // Of the shapes with kMin..kMax packs a thread that with the least work: each warp works on all its packs, whether they
 // are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 20 elements.
-// A row that fills one warp may have up to kMaxWarp packs a thread. max_threads(items) is the most threads that so many
-// packs each allow.
+// A row of one warp may have up to kMaxWarp packs a thread. max_threads(items) is the most threads that so many packs
+// each allow.
 template <int kVec, int kMin, int kMax, int kMaxWarp, typename MaxThreads>
 RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   static_assert(kMaxWarp >= kMax);
@@ -132,7 +132,7 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
     const int64_t warps = ceil_div(ceil_div(packs, items), kWarp);
     int64_t most = 0;
     with_row_items<kMin, kMaxWarp>(items, [&](auto known) { most = max_threads(known); });
-    if (warps * kWarp > most || (items > kMax && width != int64_t(kWarp) * items * kVec)) continue;
+    if (warps * kWarp > most || (items > kMax && warps > 1)) continue;
     const int64_t cost = warps * (items * kVec + kSumsCost);
     if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items, false}, least = cost;
   }
@@ -140,13 +140,15 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   return best;
 }
 
-// Calls fn with kWarp or kMany, which is kBlock or kPart, and `items` as types.
-template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
+// Calls fn with kWarp, if a row fills one, or kMany, which is kBlock or kPart, and `items` as types.
+template <int kMany, int kMin, int kMax, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
-  if (row.full)
-    with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, items); });
-  else
-    with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kMany>{}, items); });
+  with_row_items<kMin, kMax>(row.items, [&](auto items) {
+    if (row.full)
+      fn(Items<kWarp>{}, items);
+    else
+      fn(Items<kMany>{}, items);
+  });
 }
 
 }  // namespace gptkernels::cuda
