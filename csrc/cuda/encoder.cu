@@ -204,10 +204,10 @@ void launch_forward(const EncoderForward<T, Token>& p, Stream stream) {
 constexpr int kTileThreads = 1024;
 constexpr int kBinThreads = 512;
 constexpr int kMaxTiles = 128;
-constexpr int kUnit = 32;             // slots and entries together that a warp sums
-constexpr int kWindow = 2 * kUnit;    // a run of more entries is long; of those, what a warp sums
-constexpr int64_t kBatchPiece = 128;  // of a position's rows likewise
-constexpr int kGroup = 64;            // partial sums that are added at a time
+constexpr int kUnit = 32;           // slots and entries together that a warp sums
+constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
+constexpr int kBatchPiece = 128;    // of a position's rows likewise
+constexpr int kGroup = 64;          // partial sums that are added at a time
 
 struct Entry {
   int position;
@@ -237,6 +237,7 @@ struct Workspace {
   int pieces;  // of a position's sum over the batch
   int arrivals;
   int slabs;
+  int width;
   int64_t bytes;  // all of it
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
@@ -269,6 +270,7 @@ Workspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary
   w.pieces = static_cast<int>(pieces);
   w.arrivals = static_cast<int>(windows + piece_rows);
   w.slabs = static_cast<int>(slabs);
+  w.width = static_cast<int>(width);
   take(w.tile_entries, n);
   take(w.tile_starts, ((1 << w.shift) + 1) * int64_t(w.tiles));
   take(w.list, n);
@@ -514,21 +516,38 @@ constexpr int kBackwardVec = sizeof(T) == 2 ? 8 : 8 / sizeof(T);
 template <int kVec>
 constexpr int kAhead = kVec <= 2 ? 8 : 4;  // rows that a warp has under way at once
 
+// A lane's column of a matrix. Rows and their bytes in 32 bits: then an address is one instruction.
+template <typename T>
+struct Column {
+  T* top;
+  unsigned row_bytes;
+
+  __device__ T* row(unsigned row) const {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(top) + uint64_t(row) * row_bytes);
+  }
+};
+
+template <int kVec, typename T, typename A>
+__device__ Column<T> column_of(T* matrix, const Place<kVec>& at, const Workspace<A>& w) {
+  return {matrix + at.column, w.width * unsigned(sizeof(T))};
+}
+
 // sum = the rows row_at(0), ..., row_at(count - 1).
 template <int kVec, typename T, typename RowAt>
-__device__ void sum_rows(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, const T* rows, int64_t width, int count,
-                         const RowAt& row_at) {
+__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], bool has, const Column<T>& column,
+                         int count, const RowAt& row_at) {
   constexpr int kRows = kAhead<kVec>;
   set_zero(sum);
   for (int first = 0; first < count; first += kRows) {
-    Packed<T, kVec> packs[kRows];
+    Packed<std::remove_const_t<T>, kVec> packs[kRows];
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
-      const int64_t row = row_at(first + j);
+      const T* p = column.row(row_at(first + j));
       packs[j] = {};
-      if (at.has && first + j < count) packs[j] = load<kVec>(rows + row * width + at.column);
+      if (has && first + j < count) packs[j] = load<kVec>(p);
     }
-    accumulate_t<T> some[kVec] = {};
+    accumulate_t<std::remove_const_t<T>> some[kVec] = {};
 #pragma unroll
     for (int j = 0; j < kRows; ++j) add_pack(some, packs[j]);
 #pragma unroll
@@ -551,11 +570,11 @@ __device__ bool last_to_arrive(int* arrived, int count) {
 // are added first, then the groups' sums. `partial_at` says in which row of the partials a part lies, `arrival_at` who
 // counts for the group that begins with it.
 template <int kVec, typename T, typename RowAt, typename ArrivalAt>
-__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, const Workspace<T>& w, int64_t width,
-                          int part, int parts, const RowAt& partial_at, const ArrivalAt& arrival_at) {
-  using A = accumulate_t<T>;
+__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, const Workspace<T>& w, int part,
+                          int parts, const RowAt& partial_at, const ArrivalAt& arrival_at) {
+  const auto partials = column_of(w.partials, at, w);
   const auto keep = [&](int part) {
-    A* p = w.partials + partial_at(part) * width + at.column;
+    accumulate_t<T>* p = partials.row(partial_at(part));
 #pragma unroll
     for (int k = 0; k < kVec; ++k)
       if (at.has) p[k] = sum[k];
@@ -563,36 +582,37 @@ __device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, c
   const int first = part / kGroup * kGroup;
   const int count = min(kGroup, parts - first);
   keep(part);
-  if (!last_to_arrive(w.arrived + arrival_at(first) * w.slabs + at.slab, count)) return false;
-  sum_rows<kVec, A>(sum, at, w.partials, width, count, [&](int i) { return partial_at(first + i); });
+  if (!last_to_arrive(w.arrived + int64_t(arrival_at(first)) * w.slabs + at.slab, count)) return false;
+  sum_rows<kVec>(sum, at.has, partials, count, [&](int i) { return partial_at(first + i); });
   if (parts <= kGroup) return true;
   const int groups = (parts + kGroup - 1) / kGroup;
   keep(first);
-  if (!last_to_arrive(w.arrived + (w.arrivals + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
-  sum_rows<kVec, A>(sum, at, w.partials, width, groups, [&](int i) { return partial_at(i * kGroup); });
+  if (!last_to_arrive(w.arrived + (int64_t(w.arrivals) + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
+  sum_rows<kVec>(sum, at.has, partials, groups, [&](int i) { return partial_at(i * kGroup); });
   return true;
 }
 
 // dwpe[t] = sum over b of dout[b, t].
 template <typename T, typename Token, int kVec>
-__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at,
-                               int64_t t, int piece) {
-  if (t >= p.length && piece > 0) return;
+__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int t,
+                               int piece) {
+  const int length = static_cast<int>(p.length);
+  if (t >= length && piece > 0) return;
   accumulate_t<T> sum[kVec] = {};
-  if (t < p.length) {
-    const int64_t first = piece * kBatchPiece;
-    const int count = static_cast<int>(p.batch - first < kBatchPiece ? p.batch - first : kBatchPiece);
-    sum_rows<kVec, T>(sum, at, p.dout, p.width, count, [&](int i) { return (first + i) * p.length + t; });
+  if (t < length) {
+    const int first = piece * kBatchPiece;
+    const int count = min(static_cast<int>(p.batch) - first, kBatchPiece);
+    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
     if (w.pieces > 1) {
       wait_for_previous_kernel();
-      const auto row = [&](int part) { return part * p.length + t; };
+      const auto row = [&](int part) { return part * length + t; };
       if (!add_parts<kVec, T>(
-              sum, at, w, p.width, piece, w.pieces, [&](int i) { return 2 * int64_t(w.windows) + row(i); },
+              sum, at, w, piece, w.pieces, [&](int i) { return 2 * w.windows + row(i); },
               [&](int i) { return w.windows + row(i); }))
         return;
     }
   }
-  if (at.has) stream_narrow<kVec>(p.dwpe + t * p.width + at.column, sum);
+  if (at.has) stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
 // The rows of dwte of a unit's slots, but for those of long runs.
@@ -600,6 +620,8 @@ template <typename T, typename Token, int kVec>
 __device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int unit) {
   constexpr int kRows = kAhead<kVec>;
   const int lane = threadIdx.x % kWarp;
+  const auto dwte = column_of(p.dwte, at, w);
+  const auto dout = column_of(p.dout, at, w);
   const int slot = w.first_slot[unit] + lane;
   const int token = w.token_of(slot);
   const bool exists = slot < w.first_slot[unit + 1] && token < p.vocabulary;
@@ -608,8 +630,8 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>
 
   accumulate_t<T> sum[kVec] = {};
   for (unsigned empty = __ballot_sync(kAll, exists && run == 0); empty != 0; empty &= empty - 1) {
-    const int64_t row = __shfl_sync(kAll, token, __ffs(empty) - 1);
-    if (at.has) stream_narrow<kVec>(p.dwte + row * p.width + at.column, sum);
+    const int row = __shfl_sync(kAll, token, __ffs(empty) - 1);
+    if (at.has) stream_narrow<kVec>(dwte.row(row), sum);
   }
 
   // The entries of all the short runs, counted through: each lane finds the place of one.
@@ -630,20 +652,23 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>
     const unsigned last = __ballot_sync(kAll, entry + 1 == owner_end);  // bit i: entry i is the last of its run
     const int here = min(total - first, kWarp);
     for (int i = 0; i < here; i += kRows) {
+      // No branch but around the stores, and no shuffle between them: the compiler would have the warp meet for each.
       Packed<T, kVec> packs[kRows];
+      int rows[kRows];
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const int64_t row = __shfl_sync(kAll, position, i + j);
+        const T* p = dout.row(__shfl_sync(kAll, position, i + j));
+        rows[j] = __shfl_sync(kAll, owner_token, i + j);
         packs[j] = {};
-        if (at.has && i + j < here) packs[j] = load<kVec>(p.dout + row * p.width + at.column);
+        if (at.has && i + j < here) packs[j] = load<kVec>(p);
       }
 #pragma unroll
       for (int j = 0; j < kRows; ++j) {
-        const int64_t row = __shfl_sync(kAll, owner_token, i + j);
+        const bool ends = last >> (i + j) & 1u;
         add_pack(sum, packs[j]);
-        if (!(last >> (i + j) & 1u)) continue;
-        if (at.has) stream_narrow<kVec>(p.dwte + row * p.width + at.column, sum);
-        set_zero(sum);
+        if (ends && at.has) stream_narrow<kVec>(dwte.row(rows[j]), sum);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) sum[k] = ends ? 0 : sum[k];
       }
     }
   }
@@ -656,11 +681,11 @@ __device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T
                            int window) {
   const int lane = threadIdx.x % kWarp;
   const int begin = window * kWindow;
-  const int slots[2] = {w.first_slot[window * (kWindow / kUnit)] - 1,
-                        w.first_slot[(window + 1) * (kWindow / kUnit)] - 1};
+  const int reaches_in = w.first_slot[window * (kWindow / kUnit)] - 1;
+  const int begins_last = w.first_slot[(window + 1) * (kWindow / kUnit)] - 1;
   for (int i = 0; i < 2; ++i) {
-    const int slot = slots[i];
-    if (slot < 0 || (i == 1 && slot == slots[0])) continue;
+    const int slot = i == 0 ? reaches_in : begins_last;
+    if (slot < 0 || (i == 1 && slot == reaches_in)) continue;
     const int run_begin = w.starts[slot];
     const int run_end = w.starts[slot + 1];
     const int piece_begin = max(run_begin, begin - slot);
@@ -670,7 +695,7 @@ __device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T
     const int positions[2] = {w.list[piece_begin + min(lane, count - 1)],
                               w.list[piece_begin + min(kWarp + lane, count - 1)]};
     accumulate_t<T> sum[kVec];
-    sum_rows<kVec, T>(sum, at, p.dout, p.width, count, [&](int i) {
+    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) {
       const int low = __shfl_sync(kAll, positions[0], i);
       const int high = __shfl_sync(kAll, positions[1], i);
       return i < kWarp ? low : high;
@@ -678,11 +703,10 @@ __device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T
     const int first_window = (run_begin + slot) / kWindow;
     const int parts = (run_end - 1 + slot) / kWindow - first_window + 1;
     if (!add_parts<kVec, T>(
-            sum, at, w, p.width, window - first_window, parts,
-            [&](int i) { return 2 * int64_t(first_window + i) + (i == 0); },
-            [&](int i) { return int64_t(first_window + i); }))
+            sum, at, w, window - first_window, parts, [&](int i) { return 2 * (first_window + i) + (i == 0); },
+            [&](int i) { return first_window + i; }))
       continue;
-    if (at.has) stream_narrow<kVec>(p.dwte + int64_t(w.token_of(slot)) * p.width + at.column, sum);
+    if (at.has) stream_narrow<kVec>(column_of(p.dwte, at, w).row(w.token_of(slot)), sum);
   }
 }
 
@@ -695,9 +719,10 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
   if (unit >= (over_batch ? p.positions * w.pieces : w.units)) return;
   if (!over_batch) wait_for_previous_kernel();
   for (int64_t slab = blockIdx.y; slab < w.slabs; slab += gridDim.y) {
-    const Place<kVec> at(slab, p.width);
+    const Place<kVec> at(slab, w.width);
     if (over_batch) {
-      sum_over_batch<T, Token, kVec>(p, w, at, unit % p.positions, static_cast<int>(unit / p.positions));
+      sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(unit % p.positions),
+                                     static_cast<int>(unit / p.positions));
       continue;
     }
     sum_slots<T, Token, kVec>(p, w, at, static_cast<int>(unit));
@@ -752,8 +777,9 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
         return status;
     return p.dwte ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
   }
-  // Entries are counted in 32 bits, and the sqrt(V) counters of a warp must fit in shared memory.
-  if (n > 1 << 30 || p.vocabulary > 1 << 24) return cudaErrorInvalidValue;
+  // Rows and their columns are counted in 32 bits, and the sqrt(V) counters of a warp must fit in shared memory.
+  constexpr int64_t kMost = 1 << 30;
+  if (n > kMost || p.positions > kMost || p.width > kMost / 8 || p.vocabulary > 1 << 24) return cudaErrorInvalidValue;
   const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
   constexpr int kVec = kBackwardVec<T>;
   const int64_t slab_count = packed ? slabs<kVec>(p.width) : slabs<1>(p.width);
