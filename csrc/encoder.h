@@ -37,7 +37,8 @@ struct EncoderBackward {
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The bytes of scratch that a backward needs: the positions sorted by token and, on CUDA, partial sums of rows.
+// The bytes of scratch that a backward needs: the positions sorted by token and, on CUDA, partial sums of rows. There a
+// backward takes up to 2^30 tokens and a vocabulary of up to 2^24.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

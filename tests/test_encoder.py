@@ -79,15 +79,30 @@ def test_one_token_almost_everywhere(common, dtype, device):
     check(torch.full_like(tokens, common), wte, wpe, randn(30, 50, 40, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 300])
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 129, 300])
 def test_where_the_runs_of_a_token_begin_and_end(count, device):
-    """The CUDA backward cuts the sorted tokens in chunks of 32: every way that runs can lie across them."""
+    """The CUDA backward cuts the ordered tokens in units of 32 and 64: every way that runs can lie across them."""
     dout = torch.randint(-8, 8, (1, 400, 8)).float().to(device)  # sums of small integers are exact
-    for before in (0, 1, 31, 32, 40):
+    for before in (0, 1, 31, 32, 40, 66):
         tokens = torch.cat([torch.full((before,), 2), torch.full((count,), 5), torch.arange(6, 406)])[:400]
         tokens = tokens[torch.randperm(400)].to(device)
         dweight = ops.embedding_backward(dout[0], tokens, 500)
         assert torch.equal(dweight, torch.zeros(500, 8, device=device).index_add_(0, tokens, dout[0]))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 300, 70000, 1000000])
+@pytest.mark.parametrize("shape", [(1, 9000), (9000, 1), (140, 70)], ids=str)
+def test_long_sums(shape, vocabulary, device):
+    """Sums that CUDA adds up in pieces, groups of pieces and groups of groups, beside short ones."""
+    dout = torch.randint(-8, 8, (*shape, 8)).float().to(device)
+    common = torch.randint(vocabulary, shape)
+    for share in (0.0, 0.5, 0.9, 1.0):
+        tokens = torch.where(torch.rand(shape) < share, vocabulary - 1, common).to(device)
+        dwte, dwpe = ops.encoder_backward(dout, tokens, vocabulary, shape[1] + 3)
+        rows = dout.view(-1, 8)
+        assert torch.equal(dwte, torch.zeros(vocabulary, 8, device=device).index_add_(0, tokens.flatten(), rows))
+        assert torch.equal(dwpe[: shape[1]], dout.sum(0))
+        assert not dwpe[shape[1] :].any()
 
 
 @all_views

@@ -1,5 +1,8 @@
-#include <bit>
-#include <cub/device/device_radix_sort.cuh>
+// The rows of the tables and of dout are cut into slabs of columns, one pack a lane of a warp, and every grid is done
+// with all rows of one slab before it comes to the next. What is read more than once (the row of a token that occurs
+// often; dout, which goes into two sums) then comes from memory once and from the L2 afterwards: there a slab of 64K
+// rows fits, 16 or 32 MB, and whole rows do not.
+#include <type_traits>
 
 #include "../encoder.h"
 #include "assert.cuh"
@@ -12,278 +15,744 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
+constexpr unsigned kAll = 0xFFFFFFFFu;
 
-// Whether a token may be used as an index; if it may not, `speaks` chooses the thread that says so and ends the kernel.
+template <int kVec>
+int64_t slabs(int64_t width) {
+  return ceil_div(width, int64_t(kVec) * kWarp);
+}
+
+// This lane's part of a slab.
+template <int kVec>
+struct Place {
+  int64_t slab;
+  int64_t column;  // of its pack
+  bool has;        // whether rows are that wide
+
+  __device__ Place(int64_t slab, int64_t width)
+      : slab(slab), column((slab * kWarp + threadIdx.x % kWarp) * kVec), has(column < width) {}
+};
+
+// Whether a token may be used as an index; one that may not is said, and ends the kernel.
 template <typename Token>
-__device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t position, bool speaks) {
+__device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t position) {
   if (token >= 0 && token < vocabulary) return true;
-  if (speaks)
-    device_fail(op, "a token is outside the vocabulary",
-                "token %lld at position %lld is outside the vocabulary of %lld\n", static_cast<long long>(token),
-                static_cast<long long>(position), static_cast<long long>(vocabulary));
+  device_fail(op, "a token is outside the vocabulary",
+              "token %lld at position %lld is outside the vocabulary of %lld\n", static_cast<long long>(token),
+              static_cast<long long>(position), static_cast<long long>(vocabulary));
   return false;
 }
 
-// A warp's share of rows of packs: `slab` counts runs of kWarp * kItems packs in a row.
-template <int kVec, int kItems>
-__host__ __device__ int64_t slabs(int64_t width) {
-  return ceil_div(width, int64_t(kVec) * kWarp * kItems);
+// A pack as accumulators and back; bfloat16 in pairs, one instruction an element to widen and one a pair to narrow.
+template <int kVec, typename T>
+__device__ void widen_pack(accumulate_t<T> (&values)[kVec], const Packed<T, kVec>& pack) {
+  if constexpr (std::is_same_v<T, bfloat16> && kVec % 2 == 0) {
+#pragma unroll
+    for (int k = 0; k < kVec; k += 2) {
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(&pack)[k / 2];
+      values[k] = __uint_as_float(pair << 16);
+      values[k + 1] = __uint_as_float(pair & 0xFFFF0000u);
+    }
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) values[k] = widen(pack.v[k]);
+  }
 }
 
-__device__ int64_t this_warp() {
-  return (int64_t(blockIdx.x) * kThreads + threadIdx.x) / kWarp;
+template <int kVec, typename T>
+__device__ void narrow_pack(Packed<T, kVec>& pack, const accumulate_t<T> (&values)[kVec]) {
+  if constexpr (std::is_same_v<T, bfloat16> && kVec % 2 == 0) {
+#pragma unroll
+    for (int k = 0; k < kVec; k += 2)
+      reinterpret_cast<__nv_bfloat162*>(&pack)[k / 2] = __floats2bfloat162_rn(values[k], values[k + 1]);
+  } else {
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) pack.v[k] = narrow<T>(values[k]);
+  }
 }
 
-__device__ int64_t all_warps() {
-  return int64_t(gridDim.x) * kWarps;
+template <int kVec, typename T>
+__device__ void add_pack(accumulate_t<T> (&sum)[kVec], const Packed<T, kVec>& pack) {
+  accumulate_t<T> values[kVec];
+  widen_pack(values, pack);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) sum[k] += values[k];
+}
+
+// Evict-first: what is written is not read again here, so the L2 is left to what is.
+template <int kVec, typename T>
+__device__ void stream(T* p, const Packed<T, kVec>& value) {
+  if constexpr (sizeof(value) == sizeof(uint4))
+    __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&value));
+  else if constexpr (sizeof(value) == sizeof(uint2))
+    __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(&value));
+  else
+    store<kVec>(p, value);
+}
+
+template <int kVec, typename T>
+__device__ void stream_narrow(T* p, const accumulate_t<T> (&values)[kVec]) {
+  Packed<T, kVec> pack;
+  narrow_pack(pack, values);
+  stream<kVec>(p, pack);
+}
+
+template <int kVec, typename A>
+__device__ void set_zero(A (&values)[kVec]) {
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) values[k] = 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Forward: writes out once, B * T * C * sizeof(T) bytes, and reads as much of wte; wpe stays in L2.
+// Forward: writes out once, B * T * C * sizeof(T) bytes, and reads the rows of wte that occur, and wpe, once.
+//
+// Each warp of a grid that just fills the device takes units of four rows, all under way at once, and looks up the next
+// unit's tokens meanwhile. A unit's rows are those of one position in several sequences, which share the row of wpe.
+// Where there are fewer sequences than that its rows are neighbours, each with its own row of wpe.
 
-constexpr int kForwardItems = 4;
+constexpr int kForwardRows = 4;
+constexpr int kForwardBlocks = 4;  // of a multiprocessor
 
-template <typename T, typename Token, int kVec>
-__global__ void encoder_forward_gather_kernel(const EncoderForward<T, Token> p) {
-  using A = accumulate_t<T>;
+struct Units {
+  int64_t stride;  // from one row of a unit to the next: T, or 1
+  int64_t count;
+};
+
+template <typename T, typename Token, int kVec, bool kOwnPositions>
+__global__ void __launch_bounds__(kThreads, kOwnPositions ? kForwardBlocks - 1 : kForwardBlocks)
+    encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const Units units, const int64_t slab_count) {
+  constexpr int kRows = kForwardRows;
+  constexpr int kPositions = kOwnPositions ? kRows : 1;
   const int lane = threadIdx.x % kWarp;
-  const int64_t row_slabs = slabs<kVec, kForwardItems>(p.width);
-  const int64_t work = p.batch * p.length * row_slabs;
-  for (int64_t item = this_warp(); item < work; item += all_warps()) {
-    const int64_t row = item / row_slabs;
-    const int64_t first = (item % row_slabs * kForwardItems * kWarp + lane) * kVec;
-    const Token token = p.tokens[row];
-    if (!inside(token, p.vocabulary, p.wpe ? "encoder" : "embedding", row, lane == 0)) return;
-    const T* wte = p.wte + token * p.width;
-    const T* wpe = p.wpe ? p.wpe + row % p.length * p.width : nullptr;
-    Packed<T, kVec> embedding[kForwardItems];
+  const int64_t rows = p.batch * p.length;
+  const int64_t step = int64_t(gridDim.x) * kWarps;
+  const auto first_row = [&](int64_t unit) { return unit + unit / units.stride * (kRows - 1) * units.stride; };
+  const auto load_token = [&](int64_t first) {
+    const int64_t row = first + lane * units.stride;
+    return lane < kRows && row < rows ? p.tokens[row] : Token(0);
+  };
+  int64_t slab = 0;
+  int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
+  const auto settle = [&] {
+    for (; unit >= units.count && slab < slab_count; ++slab) unit -= units.count;
+  };
+  settle();
+  int64_t next_first = first_row(unit);
+  Token next_token = slab < slab_count ? load_token(next_first) : Token(0);
+  while (slab < slab_count) {
+    const Place<kVec> at(slab, p.width);
+    const int64_t first = next_first;
+    const Token token = next_token;
+    if (!__all_sync(kAll, inside(token, p.vocabulary, p.wpe ? "encoder" : "embedding", first + lane * units.stride)))
+      return;
+    unit += step;
+    settle();
+    next_first = first_row(unit);
+    next_token = slab < slab_count ? load_token(next_first) : Token(0);
+
+    Packed<T, kVec> embeddings[kRows], positions[kPositions];
 #pragma unroll
-    for (int i = 0; i < kForwardItems; ++i) {
-      const int64_t column = first + int64_t(i) * kWarp * kVec;
-      if (column < p.width) embedding[i] = load<kVec>(wte + column);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row_token = __shfl_sync(kAll, token, r);
+      if (at.has && first + r * units.stride < rows)
+        embeddings[r] = load<kVec>(p.wte + row_token * p.width + at.column);
     }
+    if (!at.has) continue;
+    if (p.wpe)
 #pragma unroll
-    for (int i = 0; i < kForwardItems; ++i) {
-      const int64_t column = first + int64_t(i) * kWarp * kVec;
-      if (column >= p.width) continue;
-      if (wpe) {
-        A position[kVec];
-        load_wide<kVec>(position, wpe + column);
+      for (int r = 0; r < kPositions; ++r)
+        if (first + r < rows) positions[r] = load<kVec>(p.wpe + (first + r) % p.length * p.width + at.column);
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) embedding[i].v[k] = narrow<T>(widen(embedding[i].v[k]) + position[k]);
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first + r * units.stride;
+      if (row >= rows) break;
+      if (p.wpe) {
+        accumulate_t<T> sum[kVec];
+        widen_pack(sum, embeddings[r]);
+        add_pack(sum, positions[kOwnPositions ? r : 0]);
+        narrow_pack(embeddings[r], sum);
       }
-      store<kVec>(p.out + row * p.width + column, embedding[i]);
+      stream<kVec>(p.out + row * p.width + at.column, embeddings[r]);
     }
   }
 }
 
 template <typename T, typename Token, int kVec>
 void launch_forward(const EncoderForward<T, Token>& p, Stream stream) {
-  const int64_t work = p.batch * p.length * slabs<kVec, kForwardItems>(p.width);
-  encoder_forward_gather_kernel<T, Token, kVec><<<grid_size(ceil_div(work, kWarps)), kThreads, 0, stream>>>(p);
+  const bool share = p.wpe && p.batch >= kForwardRows;
+  const int64_t stride = share ? p.length : 1;
+  const Units units{stride, ceil_div(p.batch * p.length / stride, kForwardRows) * stride};
+  const int64_t slab_count = slabs<kVec>(p.width);
+  const int64_t fill = int64_t(multiprocessors()) * kForwardBlocks;
+  const unsigned grid = grid_size(std::min(ceil_div(units.count * slab_count, kWarps), fill));
+  if (p.wpe && !share)
+    encoder_forward_slab_kernel<T, Token, kVec, true><<<grid, kThreads, 0, stream>>>(p, units, slab_count);
+  else
+    encoder_forward_slab_kernel<T, Token, kVec, false><<<grid, kThreads, 0, stream>>>(p, units, slab_count);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Backward, dwte: rows of dout are summed by token. The positions are sorted by token (a stable sort: equal tokens keep
-// the order of their positions), the sorted list is cut in chunks of 32, and a warp adds the rows of a chunk. So the
-// work is even however often a token occurs, and the order of every sum is the list's. A token whose run lies within
-// one chunk is finished there. A run that crosses chunks leaves one partial row in each: in the `tail` of the chunk
-// where it begins, in the `head` of those it goes on into; a second kernel adds these in order.
+// Backward, first half: the positions are put in order of their tokens, by two stable counting sorts.
+//
+// The first cuts the N positions in at most 128 tiles, a block each, and sorts a tile into bins by the low bits of its
+// tokens (about sqrt(V) bins, so both sorts have about as many digits; low bits, so frequent tokens, which have small
+// numbers, are spread). In the second a block gathers one bin from all tiles and sorts it by the other bits. A token's
+// place in the order, bin after bin, is its slot. No atomics but those that count, so the order is the tokens' alone.
+// It takes reading the tokens and a few times 4 N bytes, all in L2: this half is latency, not bytes. The next kernel of
+// the three starts while one still runs (see `wait_for_previous_kernel`), and the sums over the batch need no order.
 
-constexpr int64_t kChunk = kWarp;
+constexpr int kTileThreads = 1024;
+constexpr int kBinThreads = 512;
+constexpr int kMaxTiles = 128;
+constexpr int kUnit = 32;           // slots and entries together that a warp sums
+constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
+constexpr int kBatchPiece = 128;    // of a position's rows likewise
+constexpr int kGroup = 64;          // partial sums that are added at a time
 
-template <typename T, typename Token>
-struct Workspace {
-  Token* tokens;              // (N) sorted
-  int64_t* positions;         // (N) of those tokens
-  int64_t* unsorted;          // (N) 0, 1, 2, ...
-  accumulate_t<T>* partials;  // (chunks, 2, C): head and tail
-  void* sort;                 // CUB's own
-  size_t sort_bytes;
-  int64_t bytes;  // all of it
+struct Entry {
+  int position;
+  int digit;  // the token's high bits
 };
 
-template <typename Token>
-cudaError_t sort_by_token(void* scratch, size_t& bytes, const Token* tokens, Token* sorted_tokens,
-                          const int64_t* positions, int64_t* sorted_positions, int64_t n, int64_t vocabulary,
-                          Stream stream) {
-  const int bits = std::max(1, static_cast<int>(std::bit_width(static_cast<uint64_t>(vocabulary))));
-  return cub::DeviceRadixSort::SortPairs(scratch, bytes, tokens, sorted_tokens, positions, sorted_positions, n, 0,
-                                         std::min<int>(bits, 8 * sizeof(Token)), stream);
-}
+// `starts[s]` is where slot s begins in the list, `first_slot[u]` the first slot s with starts[s] + s >= u * kUnit: to
+// count an entry and a slot alike cuts reading and writing in units of one size.
+template <typename T>
+struct Workspace {
+  Entry* tile_entries;        // (N) each tile in order of bins
+  int* tile_starts;           // (bins + 1, tiles)
+  int* list;                  // (N) positions in order
+  int* starts;                // (slots + 1)
+  int* first_slot;            // (units + 1)
+  int* has_long;              // (windows) whether a piece of a long run lies there; followed by
+  int* arrived;               // (2, arrivals, slabs) partial sums that are done
+  accumulate_t<T>* partials;  // (2 * windows + pieces * T, C)
+  int n;
+  int shift;   // bins = 1 << shift
+  int digits;  // of the second sort
+  int slots;   // bins * digits
+  int tiles;
+  int tile_size;
+  int units;
+  int windows;
+  int pieces;  // of a position's sum over the batch
+  int arrivals;
+  int slabs;
+  int width;
+  int64_t bytes;  // all of it
+
+  __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
+};
 
 // Cuts `base` into its parts; with a null base this only counts the bytes.
-template <typename T, typename Token>
-Workspace<T, Token> carve(void* base, int64_t n, int64_t vocabulary, int64_t width) {
-  Workspace<T, Token> w{};
-  const auto take = [&](int64_t bytes) {
+template <typename T>
+Workspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
+  Workspace<T> w{};
+  const auto take = [&](auto*& part, int64_t count) {
     constexpr int64_t kAlignment = 256;
-    void* part = static_cast<char*>(base) + w.bytes;
-    w.bytes += ceil_div(bytes, kAlignment) * kAlignment;
-    return part;
+    part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(static_cast<char*>(base) + w.bytes);
+    w.bytes += ceil_div(count * int64_t(sizeof(*part)), kAlignment) * kAlignment;
   };
-  sort_by_token<Token>(nullptr, w.sort_bytes, nullptr, nullptr, nullptr, nullptr, n, vocabulary, nullptr);
-  w.tokens = static_cast<Token*>(take(n * int64_t(sizeof(Token))));
-  w.positions = static_cast<int64_t*>(take(n * int64_t(sizeof(int64_t))));
-  w.unsorted = static_cast<int64_t*>(take(n * int64_t(sizeof(int64_t))));
-  w.partials = static_cast<accumulate_t<T>*>(take(ceil_div(n, kChunk) * 2 * width * int64_t(sizeof(accumulate_t<T>))));
-  w.sort = take(static_cast<int64_t>(w.sort_bytes));
+  const int64_t n = batch * length;
+  while (int64_t(1) << 2 * w.shift < vocabulary) ++w.shift;
+  const int64_t digits = ceil_div(vocabulary, int64_t(1) << w.shift);
+  const int64_t slots = digits << w.shift;
+  const int64_t tile_size = ceil_div(ceil_div(n, kMaxTiles), kTileThreads) * kTileThreads;
+  const int64_t windows = ceil_div(n + slots, kWindow);
+  const int64_t pieces = ceil_div(batch, kBatchPiece);
+  const int64_t piece_rows = pieces > 1 ? pieces * length : 0;
+  w.n = static_cast<int>(n);
+  w.digits = static_cast<int>(digits);
+  w.slots = static_cast<int>(slots);
+  w.tile_size = static_cast<int>(tile_size);
+  w.tiles = static_cast<int>(ceil_div(n, tile_size));
+  w.windows = static_cast<int>(windows);
+  w.units = static_cast<int>(windows * (kWindow / kUnit));
+  w.pieces = static_cast<int>(pieces);
+  w.arrivals = static_cast<int>(windows + piece_rows);
+  w.slabs = static_cast<int>(slabs);
+  w.width = static_cast<int>(width);
+  take(w.tile_entries, n);
+  take(w.tile_starts, ((1 << w.shift) + 1) * int64_t(w.tiles));
+  take(w.list, n);
+  take(w.starts, slots + 1);
+  take(w.first_slot, w.units + 1);
+  take(w.has_long, w.windows + 2 * w.arrivals * slabs);
+  w.arrived = w.has_long + w.windows;
+  take(w.partials, (2 * windows + piece_rows) * width);
   return w;
 }
 
-template <typename T, typename Token>
-__global__ void encoder_backward_positions_kernel(const EncoderBackward<T, Token> p, int64_t* positions) {
-  const int64_t n = p.batch * p.length;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < n; i += int64_t(gridDim.x) * kThreads) {
-    inside(p.tokens[i], p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i, true);
-    positions[i] = i;
-  }
+// From sm_90 on a kernel may be launched before the one ahead of it in the stream has ended: it says here from where on
+// it needs what that one wrote. The kernel ahead allows it by `let_next_kernel_start`.
+__device__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
-// The sum of a token's rows in one chunk goes to dwte when it is all of them, else to the workspace.
-template <typename T, typename Token, int kVec>
-__device__ void write_run(const EncoderBackward<T, Token>& p, const Workspace<T, Token>& w, int64_t chunk,
-                          int64_t column, int64_t token, bool is_head, bool is_tail,
-                          const accumulate_t<T> (&sum)[kVec]) {
-  if (!is_head && !is_tail) return store_narrow<kVec>(p.dwte + token * p.width + column, sum);
-  Packed<accumulate_t<T>, kVec> partial;
+__device__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <typename... Parameters>
+void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared_bytes, Stream stream,
+                  const std::type_identity_t<Parameters>&... arguments) {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Over a warp.
+__device__ int inclusive_scan(int value) {
 #pragma unroll
-  for (int k = 0; k < kVec; ++k) partial.v[k] = sum[k];
-  store(w.partials + (2 * chunk + (is_head ? 0 : 1)) * p.width + column, partial);
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int below = __shfl_up_sync(kAll, value, offset);
+    if (threadIdx.x % kWarp >= offset) value += below;
+  }
+  return value;
 }
 
-// Reads dout once. A warp takes a chunk of the list and 32 packs of its rows' columns; a lane keeps one list entry.
-template <typename T, typename Token, int kVec>
-__global__ void encoder_backward_chunks_kernel(const EncoderBackward<T, Token> p, const Workspace<T, Token> w) {
-  using A = accumulate_t<T>;
-  constexpr unsigned kAll = 0xFFFFFFFFu;
-  constexpr int kAhead = 8;  // rows that are under way at once
+// In place, over the block. Each thread takes a stretch of an odd length, which no two lanes find in one bank.
+__device__ void exclusive_scan(int* values, int count) {
+  __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
-  const int64_t n = p.batch * p.length;
-  const int64_t row_slabs = slabs<kVec, 1>(p.width);
-  const int64_t work = ceil_div(n, kChunk) * row_slabs;
-  for (int64_t item = this_warp(); item < work; item += all_warps()) {
-    const int64_t chunk = item / row_slabs;
-    const int64_t column = (item % row_slabs * kWarp + lane) * kVec;
-    const bool has_columns = column < p.width;
-    const int64_t begin = chunk * kChunk;
-    const int count = static_cast<int>(n - begin < kChunk ? n - begin : kChunk);
-    const int64_t entry = begin + (lane < count ? lane : 0);
-    const Token token = w.tokens[entry];
-    const int64_t position = w.positions[entry];
-    const bool from_before = begin > 0 && w.tokens[begin - 1] == w.tokens[begin];
-    const bool goes_on = begin + count < n && w.tokens[begin + count] == w.tokens[begin + count - 1];
-    // Bit i: entry i is the last of its token in this chunk.
-    const Token next = __shfl_down_sync(kAll, token, 1);
-    const unsigned last = __ballot_sync(kAll, lane < count && (lane == count - 1 || next != token));
-
-    A sum[kVec] = {};
-    for (int i = 0; i < count; i += kAhead) {
-      Packed<T, kVec> rows[kAhead];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int64_t row = __shfl_sync(kAll, position, i + j);
-        if (i + j < count && has_columns) rows[j] = load<kVec>(p.dout + row * p.width + column);
-      }
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const int64_t row_token = __shfl_sync(kAll, token, i + j);
-        if (i + j >= count || !has_columns) continue;
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) sum[k] += widen(rows[j].v[k]);
-        if (!(last >> (i + j) & 1u)) continue;
-        const bool is_head = from_before && (last & ((1u << (i + j)) - 1)) == 0;  // no run has ended before
-        const bool is_tail = goes_on && i + j == count - 1;
-        write_run<T, Token, kVec>(p, w, chunk, column, row_token, is_head, is_tail, sum);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) sum[k] = 0;
-      }
-    }
-  }
-}
-
-// A block a chunk whose tail begins a run that crosses chunks, and a slab of columns. The block's y threads take every
-// 8th of the run's partial rows, then one of them adds the 8 sums.
-constexpr int kSumRows = 8;
-
-template <typename T, typename Token, int kVec>
-__global__ void encoder_backward_partials_kernel(const EncoderBackward<T, Token> p, const Workspace<T, Token> w) {
-  using A = accumulate_t<T>;
-  __shared__ A sums[kSumRows][kVec][kWarp];
-  const int64_t n = p.batch * p.length;
-  const int64_t row_slabs = slabs<kVec, 1>(p.width);
-  const int64_t chunk = blockIdx.x / row_slabs;
-  const int64_t column = (blockIdx.x % row_slabs * kWarp + threadIdx.x) * kVec;
-  const int64_t begin = chunk * kChunk;
-  const int64_t end = begin + kChunk;
-  const Token token = w.tokens[end - 1];
-  const bool goes_on = w.tokens[end] == token;
-  const bool begins_here = w.tokens[begin] != token || begin == 0 || w.tokens[begin - 1] != token;
-  if (!goes_on || !begins_here) return;  // all threads of the block alike
-
-  A sum[kVec] = {};
-  for (int64_t c = chunk + threadIdx.y; column < p.width && c * kChunk < n; c += kSumRows) {
-    if (c != chunk && w.tokens[c * kChunk] != token) break;
-    const Packed<A, kVec> partial = load<kVec>(w.partials + (2 * c + (c == chunk ? 1 : 0)) * p.width + column);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) sum[k] += partial.v[k];
-  }
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) sums[threadIdx.y][k][threadIdx.x] = sum[k];
+  const int warp = threadIdx.x / kWarp;
+  const int stretch = (count + blockDim.x - 1) / blockDim.x | 1;
+  const int begin = min(count, static_cast<int>(threadIdx.x) * stretch);
+  const int end = min(count, begin + stretch);
   __syncthreads();
-  if (threadIdx.y != 0 || column >= p.width) return;
-  for (int row = 1; row < kSumRows; ++row)
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) sum[k] += sums[row][k][threadIdx.x];
-  store_narrow<kVec>(p.dwte + token * p.width + column, sum);
+  int total = 0;
+  for (int i = begin; i < end; ++i) total += values[i];
+  const int up_to = inclusive_scan(total);
+  if (lane == kWarp - 1) warps[warp] = up_to;
+  __syncthreads();
+  int sum = warp_reduce<Sum>(lane < warp ? warps[lane] : 0) + up_to - total;
+  for (int i = begin; i < end; ++i) {
+    const int value = values[i];
+    values[i] = sum;
+    sum += value;
+  }
+  __syncthreads();
 }
 
-// dwpe[t] = sum over b of dout[b, t], in runs of 32 as above; zero for the positions that no token has.
-template <typename T, typename Token, int kVec>
-__global__ void encoder_backward_positional_kernel(const EncoderBackward<T, Token> p) {
-  using A = accumulate_t<T>;
-  const int64_t packs = p.width / kVec;
-  for (int64_t i = int64_t(blockIdx.x) * kThreads + threadIdx.x; i < p.positions * packs;
-       i += int64_t(gridDim.x) * kThreads) {
-    const int64_t t = i / packs;
-    const T* dout = p.dout + i * kVec;  // (t, column) of the first b
-    const int64_t stride = p.length * p.width;
-    const int64_t batch = t < p.length ? p.batch : 0;
-    A total[kVec] = {};
-    for (int64_t first = 0; first < batch; first += kChunk) {
-      const int count = static_cast<int>(batch - first < kChunk ? batch - first : kChunk);
-      A sum[kVec] = {};
-#pragma unroll 8
-      for (int b = 0; b < count; ++b) {
-        A row[kVec];
-        load_wide<kVec>(row, dout + (first + b) * stride);
+// A stable counting sort by a block whose warps take one stretch of the entries each: every warp counts the digits of
+// its own, a scan turns the counts into where each warp's entries of a digit begin, and the warps place them.
+struct CountingSort {
+  int* counts;  // (digits, warps + 1), in shared memory; the last column is for the banks
+
+  static int threads(int most, int64_t digits) {
+    constexpr int64_t kSharedBytes = 46 * 1024;
+    int warps = most / kWarp;
+    while (warps > 1 && shared_bytes(warps * kWarp, digits) > kSharedBytes) warps /= 2;
+    return warps * kWarp;
+  }
+  static int64_t shared_bytes(int threads, int64_t digits) {
+    return digits * (threads / kWarp + 1) * int64_t(sizeof(int));
+  }
+
+  __device__ CountingSort(int* shared, int digits) : counts(shared) {
+    for (int i = threadIdx.x; i < digits * columns(); i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+  }
+  __device__ static int columns() { return blockDim.x / kWarp + 1; }
+  __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
+  __device__ int start(int digit) const { return counts[digit * columns()]; }
+  __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
+  __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
+
+  // Where this lane's entry belongs. All lanes call it; those that are not `active` have none.
+  __device__ int place(bool active, int digit) const {
+    const unsigned same = __match_any_sync(kAll, active ? digit : -1);
+    const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));
+    int place = 0;
+    if (active) place = *mine(digit) + rank;
+    __syncwarp();
+    if (active && rank == 0) *mine(digit) += __popc(same);
+    __syncwarp();
+    return place;
+  }
+};
+
+template <typename T, typename Token>
+__global__ void __launch_bounds__(kTileThreads)
+    encoder_backward_tiles_kernel(const EncoderBackward<T, Token> p, const Workspace<T> w) {
+  extern __shared__ int shared[];
+  let_next_kernel_start();
+  const int lane = threadIdx.x % kWarp;
+  const int bins = 1 << w.shift;
+  const int tile_begin = blockIdx.x * w.tile_size;
+  const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
+  const int begin = tile_begin + threadIdx.x / kWarp * share;
+  const int end = min(begin + share, w.n);
+  const int64_t zeros = w.windows + 2 * int64_t(w.arrivals) * w.slabs;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < zeros; i += int64_t(gridDim.x) * blockDim.x)
+    w.has_long[i] = 0;
+
+  const CountingSort sort(shared, bins);
+  for (int i = begin + lane; i < end; i += kWarp) {
+    const Token token = p.tokens[i];
+    if (inside(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
+      sort.count(static_cast<int>(token) & (bins - 1));
+  }
+  sort.scan(bins);
+  for (int bin = threadIdx.x; bin < bins; bin += blockDim.x)
+    w.tile_starts[bin * w.tiles + blockIdx.x] = sort.start(bin);
+  if (threadIdx.x == 0) w.tile_starts[bins * w.tiles + blockIdx.x] = min(w.n - tile_begin, w.tile_size);
+  __syncthreads();
+  for (int i = begin; i < end; i += kWarp) {
+    const bool active = i + lane < end;
+    const int token = active ? static_cast<int>(p.tokens[i + lane]) : 0;
+    const int place = tile_begin + sort.place(active, token & (bins - 1));
+    if (active) w.tile_entries[place] = {i + lane, token >> w.shift};
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBinThreads) encoder_backward_bins_kernel(const Workspace<T> w) {
+  extern __shared__ int shared[];
+  __shared__ int firsts[kMaxTiles];   // the bin's entries in the tiles before
+  __shared__ int origins[kMaxTiles];  // where its 0th would lie, were it in this tile
+  __shared__ int before;              // entries in the bins before
+  __shared__ int total;
+  constexpr int kAhead = 4;  // entries that a lane loads at once
+  const int lane = threadIdx.x % kWarp;
+  const int bin = blockIdx.x;
+  let_next_kernel_start();
+  if (threadIdx.x == 0) before = 0;
+  const CountingSort sort(shared, w.digits);
+  wait_for_previous_kernel();
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    const int start = w.tile_starts[bin * w.tiles + tile];
+    atomicAdd(&before, start);
+    origins[tile] = tile * w.tile_size + start;
+    firsts[tile] = w.tile_starts[(bin + 1) * w.tiles + tile] - start;
+    if (tile == w.tiles - 1) total = firsts[tile];
+  }
+  exclusive_scan(firsts, w.tiles);
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    origins[tile] -= firsts[tile];
+    if (tile == w.tiles - 1) total += firsts[tile];
+  }
+  __syncthreads();
+  const auto load_entry = [&](int e) {
+    int tile = 0;
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) sum[k] += row[k];
+    for (int step = kMaxTiles / 2; step > 0; step /= 2)
+      if (tile + step < w.tiles && firsts[tile + step] <= e) tile += step;
+    return w.tile_entries[origins[tile] + e];
+  };
+  const int share = (total + blockDim.x - 1) / blockDim.x * kWarp;
+  const int begin = threadIdx.x / kWarp * share;
+  const int end = min(begin + share, total);
+  const auto for_entries = [&](const auto& visit) {
+    for (int first = begin; first < end; first += kAhead * kWarp) {
+      Entry entries[kAhead] = {};
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+        if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+        if (first + j * kWarp < end) visit(first + j * kWarp + lane < end, entries[j]);
+    }
+  };
+  for_entries([&](bool active, Entry entry) {
+    if (active) sort.count(entry.digit);
+  });
+  sort.scan(w.digits);
+  for (int digit = threadIdx.x; digit < w.digits; digit += blockDim.x) {
+    const int slot = bin * w.digits + digit;
+    const int start = before + sort.start(digit);
+    const int next = before + (digit + 1 < w.digits ? sort.start(digit + 1) : total);
+    w.starts[slot] = start;
+    for (int unit = (start + slot) / kUnit + 1; unit <= (next + slot + 1) / kUnit; ++unit)
+      w.first_slot[unit] = slot + 1;
+    if (next - start > kWindow)
+      for (int window = (start + slot) / kWindow; window <= (next - 1 + slot) / kWindow; ++window)
+        w.has_long[window] = 1;
+  }
+  if (bin == 0 && threadIdx.x == 0) {
+    w.first_slot[0] = 0;
+    w.starts[w.slots] = w.n;
+  }
+  if (bin == 0)
+    for (int unit = (w.n + w.slots) / kUnit + 1 + threadIdx.x; unit <= w.units; unit += blockDim.x)
+      w.first_slot[unit] = w.slots;
+  __syncthreads();
+  for_entries([&](bool active, Entry entry) {
+    const int place = before + sort.place(active, entry.digit);
+    if (active) w.list[place] = entry.position;
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Backward, second half: reads dout once, B * T * C * sizeof(T) bytes, and writes each row of dwte and dwpe once, zero
+// where no token stands.
+//
+// A warp takes one unit of work, and units of three kinds are cut so that all are of about one size: a position's rows
+// over (a piece of) the batch; the rows of neighbouring slots; of a long run (a token that occurs often) what lies in a
+// window of the list. The sum of a run or of a batch that is cut in pieces is added up, in order, by the warp whose
+// piece is the last to be done. Whichever that is, the order of the additions is the same, and so are the bits.
+
+constexpr int kBackwardBlocks = 4;  // of a multiprocessor
+
+// Slabs of 256 bytes (16 MB of 64K rows) for what has 4 bytes an element. With 2 bytes an element there is twice as
+// much to do a byte, and packs of 16 bytes, half as many, are worth more than the L2's room.
+template <typename T>
+constexpr int kBackwardVec = sizeof(T) == 2 ? 8 : 8 / sizeof(T);
+
+template <int kVec>
+constexpr int kAhead = kVec <= 2 ? 8 : 4;  // rows that a warp has under way at once
+
+// A lane's column of a matrix. Rows and their bytes in 32 bits: then an address is one instruction.
+template <typename T>
+struct Column {
+  T* top;
+  unsigned row_bytes;
+
+  __device__ T* row(unsigned row) const {
+    using Byte = std::conditional_t<std::is_const_v<T>, const char, char>;
+    return reinterpret_cast<T*>(reinterpret_cast<Byte*>(top) + uint64_t(row) * row_bytes);
+  }
+};
+
+template <int kVec, typename T, typename A>
+__device__ Column<T> column_of(T* matrix, const Place<kVec>& at, const Workspace<A>& w) {
+  return {matrix + at.column, w.width * unsigned(sizeof(T))};
+}
+
+// sum = the rows row_at(0), ..., row_at(count - 1).
+template <int kVec, typename T, typename RowAt>
+__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], bool has, const Column<T>& column,
+                         int count, const RowAt& row_at) {
+  constexpr int kRows = kAhead<kVec>;
+  set_zero(sum);
+  for (int first = 0; first < count; first += kRows) {
+    Packed<std::remove_const_t<T>, kVec> packs[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      const T* p = column.row(row_at(first + j));
+      packs[j] = {};
+      if (has && first + j < count) packs[j] = load<kVec>(p);
+    }
+    accumulate_t<std::remove_const_t<T>> some[kVec] = {};
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) add_pack(some, packs[j]);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) sum[k] += some[k];
+  }
+}
+
+// Whether this warp, which has just written a partial sum, is the last of `count` that do.
+__device__ bool last_to_arrive(int* arrived, int count) {
+  __threadfence();
+  __syncwarp();
+  int before = 0;
+  if (threadIdx.x % kWarp == 0) before = atomicAdd(arrived, 1);
+  before = __shfl_sync(kAll, before, 0);
+  __threadfence();
+  return before == count - 1;
+}
+
+// `sum` is part `part` of `parts`. The last warp to come here returns with the sum of all: those of each group of parts
+// are added first, then the groups' sums. `partial_at` says in which row of the partials a part lies, `arrival_at` who
+// counts for the group that begins with it.
+template <int kVec, typename T, typename RowAt, typename ArrivalAt>
+__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, const Workspace<T>& w, int part,
+                          int parts, const RowAt& partial_at, const ArrivalAt& arrival_at) {
+  const auto partials = column_of(w.partials, at, w);
+  const auto keep = [&](int part) {
+    accumulate_t<T>* p = partials.row(partial_at(part));
+#pragma unroll
+    for (int k = 0; k < kVec; ++k)
+      if (at.has) p[k] = sum[k];
+  };
+  const int first = part / kGroup * kGroup;
+  const int count = min(kGroup, parts - first);
+  keep(part);
+  if (!last_to_arrive(w.arrived + int64_t(arrival_at(first)) * w.slabs + at.slab, count)) return false;
+  sum_rows<kVec>(sum, at.has, partials, count, [&](int i) { return partial_at(first + i); });
+  if (parts <= kGroup) return true;
+  const int groups = (parts + kGroup - 1) / kGroup;
+  keep(first);
+  if (!last_to_arrive(w.arrived + (int64_t(w.arrivals) + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
+  sum_rows<kVec>(sum, at.has, partials, groups, [&](int i) { return partial_at(i * kGroup); });
+  return true;
+}
+
+// dwpe[t] = sum over b of dout[b, t].
+template <typename T, typename Token, int kVec>
+__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int t,
+                               int piece) {
+  const int length = static_cast<int>(p.length);
+  if (t >= length && piece > 0) return;
+  accumulate_t<T> sum[kVec] = {};
+  if (t < length) {
+    const int first = piece * kBatchPiece;
+    const int count = min(static_cast<int>(p.batch) - first, kBatchPiece);
+    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
+    if (w.pieces > 1) {
+      wait_for_previous_kernel();
+      const auto row = [&](int part) { return part * length + t; };
+      if (!add_parts<kVec, T>(
+              sum, at, w, piece, w.pieces, [&](int i) { return 2 * w.windows + row(i); },
+              [&](int i) { return w.windows + row(i); }))
+        return;
+    }
+  }
+  if (at.has) stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
+}
+
+// The rows of dwte of a unit's slots, but for those of long runs.
+template <typename T, typename Token, int kVec>
+__device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int unit) {
+  constexpr int kRows = kAhead<kVec>;
+  const int lane = threadIdx.x % kWarp;
+  const auto dwte = column_of(p.dwte, at, w);
+  const auto dout = column_of(p.dout, at, w);
+  const int slot = w.first_slot[unit] + lane;
+  const int token = w.token_of(slot);
+  const bool exists = slot < w.first_slot[unit + 1] && token < p.vocabulary;
+  const int start = exists ? w.starts[slot] : 0;
+  const int run = exists ? w.starts[slot + 1] - start : 0;
+
+  accumulate_t<T> sum[kVec] = {};
+  for (unsigned empty = __ballot_sync(kAll, exists && run == 0); empty != 0; empty &= empty - 1) {
+    const int row = __shfl_sync(kAll, token, __ffs(empty) - 1);
+    if (at.has) stream_narrow<kVec>(dwte.row(row), sum);
+  }
+
+  // The entries of all the short runs, counted through: each lane finds the place of one.
+  const int count = run > kWindow ? 0 : run;
+  const int end = inclusive_scan(count);
+  const int origin = start + count - end;
+  const int total = __shfl_sync(kAll, end, kWarp - 1);
+  for (int first = 0; first < total; first += kWarp) {
+    const int entry = first + lane;
+    int owner = 0;  // the first lane whose run ends beyond the entry
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2)
+      if (__shfl_sync(kAll, end, owner + step - 1) <= entry) owner += step;
+    const int owner_end = __shfl_sync(kAll, end, owner);
+    const int place = __shfl_sync(kAll, origin, owner) + entry;
+    const int owner_token = __shfl_sync(kAll, token, owner);
+    const int position = entry < total ? w.list[place] : 0;
+    const unsigned last = __ballot_sync(kAll, entry + 1 == owner_end);  // bit i: entry i is the last of its run
+    const int here = min(total - first, kWarp);
+    for (int i = 0; i < here; i += kRows) {
+      // No branch but around the stores, and no shuffle between them: the compiler would have the warp meet for each.
+      Packed<T, kVec> packs[kRows];
+      int rows[kRows];
+#pragma unroll
+      for (int j = 0; j < kRows; ++j) {
+        const T* p = dout.row(__shfl_sync(kAll, position, i + j));
+        rows[j] = __shfl_sync(kAll, owner_token, i + j);
+        packs[j] = {};
+        if (at.has && i + j < here) packs[j] = load<kVec>(p);
       }
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) total[k] += sum[k];
+      for (int j = 0; j < kRows; ++j) {
+        const bool ends = last >> (i + j) & 1u;
+        add_pack(sum, packs[j]);
+        if (ends && at.has) stream_narrow<kVec>(dwte.row(rows[j]), sum);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) sum[k] = ends ? 0 : sum[k];
+      }
     }
-    store_narrow<kVec>(p.dwpe + i * kVec, total);
+  }
+}
+
+// The pieces of long runs that lie in a window: of the run that reaches into it, and of the last that begins in it. (A
+// run between the two is shorter than the window.)
+template <typename T, typename Token, int kVec>
+__device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at,
+                           int window) {
+  const int lane = threadIdx.x % kWarp;
+  const int begin = window * kWindow;
+  const int reaches_in = w.first_slot[window * (kWindow / kUnit)] - 1;
+  const int begins_last = w.first_slot[(window + 1) * (kWindow / kUnit)] - 1;
+  for (int i = 0; i < 2; ++i) {
+    const int slot = i == 0 ? reaches_in : begins_last;
+    if (slot < 0 || (i == 1 && slot == reaches_in)) continue;
+    const int run_begin = w.starts[slot];
+    const int run_end = w.starts[slot + 1];
+    const int piece_begin = max(run_begin, begin - slot);
+    const int piece_end = min(run_end, begin + kWindow - slot);
+    if (run_end - run_begin <= kWindow || piece_begin >= piece_end) continue;
+    const int count = piece_end - piece_begin;
+    const int positions[2] = {w.list[piece_begin + min(lane, count - 1)],
+                              w.list[piece_begin + min(kWarp + lane, count - 1)]};
+    accumulate_t<T> sum[kVec];
+    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) {
+      const int low = __shfl_sync(kAll, positions[0], i);
+      const int high = __shfl_sync(kAll, positions[1], i);
+      return i < kWarp ? low : high;
+    });
+    const int first_window = (run_begin + slot) / kWindow;
+    const int parts = (run_end - 1 + slot) / kWindow - first_window + 1;
+    if (!add_parts<kVec, T>(
+            sum, at, w, window - first_window, parts, [&](int i) { return 2 * (first_window + i) + (i == 0); },
+            [&](int i) { return first_window + i; }))
+      continue;
+    if (at.has) stream_narrow<kVec>(column_of(p.dwte, at, w).row(w.token_of(slot)), sum);
   }
 }
 
 template <typename T, typename Token, int kVec>
-void launch_backward(const EncoderBackward<T, Token>& p, const Workspace<T, Token>& w, Stream stream) {
-  const int64_t chunks = ceil_div(p.batch * p.length, kChunk);
-  const int64_t work = chunks * slabs<kVec, 1>(p.width);
-  encoder_backward_chunks_kernel<T, Token, kVec><<<grid_size(ceil_div(work, kWarps)), kThreads, 0, stream>>>(p, w);
-  if (chunks > 1) {
-    constexpr int kWide = kVec == 1 ? 1 : kPack<accumulate_t<T>>;  // 16 bytes of a partial row
-    const unsigned blocks = grid_size((chunks - 1) * slabs<kWide, 1>(p.width));
-    encoder_backward_partials_kernel<T, Token, kWide><<<blocks, dim3(kWarp, kSumRows), 0, stream>>>(p, w);
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks)
+    encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const Workspace<T> w, const int64_t batch_blocks) {
+  const int warp = threadIdx.x / kWarp;
+  const bool over_batch = blockIdx.x < batch_blocks;
+  const int64_t unit = (int64_t(blockIdx.x) - (over_batch ? 0 : batch_blocks)) * kWarps + warp;
+  if (unit >= (over_batch ? p.positions * w.pieces : w.units)) return;
+  if (!over_batch) wait_for_previous_kernel();
+  for (int64_t slab = blockIdx.y; slab < w.slabs; slab += gridDim.y) {
+    const Place<kVec> at(slab, w.width);
+    if (over_batch) {
+      sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(unit % p.positions),
+                                     static_cast<int>(unit / p.positions));
+      continue;
+    }
+    sum_slots<T, Token, kVec>(p, w, at, static_cast<int>(unit));
+    const int window = static_cast<int>(unit / (kWindow / kUnit));
+    if (unit % (kWindow / kUnit) == 0 && w.has_long[window]) sum_window<T, Token, kVec>(p, w, at, window);
   }
+}
+
+template <typename T, typename Token, int kVec>
+void launch_backward(const EncoderBackward<T, Token>& p, const Workspace<T>& w, Stream stream) {
+  const int bins = 1 << w.shift;
+  const int tile_threads = CountingSort::threads(kTileThreads, bins);
+  const int bin_threads = CountingSort::threads(kBinThreads, w.digits);
+  encoder_backward_tiles_kernel<T, Token>
+      <<<w.tiles, tile_threads, CountingSort::shared_bytes(tile_threads, bins), stream>>>(p, w);
+  launch_early(encoder_backward_bins_kernel<T>, dim3(bins), bin_threads,
+               CountingSort::shared_bytes(bin_threads, w.digits), stream, w);
+  constexpr int kMaxGridY = 65535;
+  const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kWarps) : 0;
+  const int64_t slot_blocks = ceil_div(w.units, kWarps);
+  launch_early(encoder_backward_sums_kernel<T, Token, kVec>,
+               dim3(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY)), kThreads, 0, stream, p, w,
+               batch_blocks);
 }
 
 }  // namespace
 
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
-  if (p.batch * p.length == 0) return cudaSuccess;
+  if (p.batch * p.length == 0 || p.width == 0) return cudaSuccess;
   if (packs<T>(p.width, p.out, p.wte, p.wpe))
     launch_forward<T, Token, kPack<T>>(p, stream);
   else
@@ -293,35 +762,30 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
-  return carve<T, Token>(nullptr, batch * length, vocabulary, width).bytes;
+  if (batch * length == 0) return 0;
+  return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1>(width)).bytes;  // slabs of packs are fewer
 }
 
 template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   const int64_t n = p.batch * p.length;
-  const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
-  const int64_t row_bytes = p.width * int64_t(sizeof(T));
-  if (p.dwpe) {
-    constexpr int kPacked = kPack<T>;
-    const unsigned grid = grid_size(ceil_div(p.positions * p.width / (packed ? kPacked : 1), kThreads));
-    if (packed)
-      encoder_backward_positional_kernel<T, Token, kPacked><<<grid, kThreads, 0, stream>>>(p);
-    else
-      encoder_backward_positional_kernel<T, Token, 1><<<grid, kThreads, 0, stream>>>(p);
+  if (p.width == 0) return cudaSuccess;
+  if (n == 0) {
+    const int64_t row_bytes = p.width * int64_t(sizeof(T));
+    if (p.dwpe)
+      if (Status status = cudaMemsetAsync(p.dwpe, 0, p.positions * row_bytes, stream); status != cudaSuccess)
+        return status;
+    return p.dwte ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
   }
-  if (p.dwte)
-    if (Status status = cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream); status != cudaSuccess)
-      return status;
-  if (n == 0 || p.width == 0) return cudaGetLastError();
-
-  Workspace<T, Token> w = carve<T, Token>(p.workspace, n, p.vocabulary, p.width);
-  encoder_backward_positions_kernel<T, Token><<<grid_size(ceil_div(n, kThreads)), kThreads, 0, stream>>>(p, w.unsorted);
-  if (Status status =
-          sort_by_token(w.sort, w.sort_bytes, p.tokens, w.tokens, w.unsorted, w.positions, n, p.vocabulary, stream);
-      status != cudaSuccess)
-    return status;
+  // Rows and their columns are counted in 32 bits, and the sqrt(V) counters of a warp must fit in shared memory.
+  constexpr int64_t kMost = 1 << 30;
+  if (n > kMost || p.positions > kMost || p.width > kMost / 8 || p.vocabulary > 1 << 24) return cudaErrorInvalidValue;
+  const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
+  constexpr int kVec = kBackwardVec<T>;
+  const int64_t slab_count = packed ? slabs<kVec>(p.width) : slabs<1>(p.width);
+  const Workspace<T> w = carve<T>(p.workspace, p.batch, p.length, p.vocabulary, p.width, slab_count);
   if (packed)
-    launch_backward<T, Token, kPack<T>>(p, w, stream);
+    launch_backward<T, Token, kVec>(p, w, stream);
   else
     launch_backward<T, Token, 1>(p, w, stream);
   return cudaGetLastError();
