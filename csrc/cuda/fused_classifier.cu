@@ -1,12 +1,11 @@
-#include <cuda_pipeline.h>
-
-#include <limits>
-
 #include "../fused_classifier.h"
+
 #include "assert.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
-#include "reduce.cuh"
+#include "row.cuh"
+#include "softmax_sum.cuh"
+#include "wide_row.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -14,308 +13,249 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward: reads the logits once, writes dlogits once; 2 * N * Vp * sizeof(T) bytes, and a target and a loss a row.
 //
-// The thread that holds a pack of columns is the only one that writes these, and but for the target's the only one that
-// reads them, so dlogits may take the place of the logits. Columns V..Vp count as -inf and are written as 0.
+// A thread writes the packs that it has read itself, so dlogits may take the place of the logits; the one logit that
+// all threads read, the target's, is in their sums before any of them writes. Columns V..Vp count as -inf and are
+// written as 0.
 //
-// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
-// gradient consist of, and that its sum, a little more than 1, would have rounded away.
+// The target's exponential is left out of the sum. That then holds the digits that a confident row's loss and gradient
+// consist of, and that the whole sum, a little more than 1, would have rounded away.
 
-template <typename A>
-constexpr A kLowest = -std::numeric_limits<A>::infinity();
-
-// A pack of logits with -inf for the target and for padding.
-template <typename T, int kVec>
-__device__ void load_others(accumulate_t<T> (&x)[kVec], const T* logits, int64_t column, int64_t target,
-                            int64_t vocab_size) {
-  load_wide<kVec>(x, logits + column);
-  if (column + kVec <= vocab_size && (target < column || target >= column + kVec)) return;
-#pragma unroll
-  for (int k = 0; k < kVec; ++k)
-    if (column + k >= vocab_size || column + k == target) x[k] = kLowest<accumulate_t<T>>;
+// ignore_index beyond the last row.
+template <typename T>
+__device__ int64_t read_target(const FusedClassifierForward<T>& p, int64_t row) {
+  if (row >= p.rows) return p.ignore_index;
+  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row] : static_cast<const int32_t*>(p.targets)[row];
 }
 
-template <typename T, int kVec>
-__device__ void store_gradients(T* dlogits, int64_t column, int64_t vocab_size, accumulate_t<T> (&d)[kVec]) {
-  if (column + kVec > vocab_size) {
+// Whether a row with this target has a loss. One outside the vocabulary is never used as an index.
+template <typename T>
+__device__ bool counts(const FusedClassifierForward<T>& p, int64_t target) {
+  return target != p.ignore_index && target >= 0 && target < p.vocab_size;
+}
+
+template <typename T>
+__device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, int64_t target, const char* kernel) {
+  if (target != p.ignore_index && !counts(p, target))
+    device_fail(kernel, "a target is outside the vocabulary",
+                "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
+                static_cast<long long>(row), static_cast<long long>(p.vocab_size));
+}
+
+// One row's arithmetic, a pack at a time.
+template <typename T>
+struct Classifier {
+  using A = accumulate_t<T>;
+
+  int64_t target;
+  int64_t vocab_size;
+  A logit;  // the target's
+  A dloss;
+  // From the sum on:
+  A max = 0;
+  A rest = 0;  // the sum of exp(x - max) over all columns but the target's
+  A scale = 0;
+  A at_target = 0;
+
+  __device__ Classifier(const FusedClassifierForward<T>& p, int64_t row, int64_t target)
+      : target(target),
+        vocab_size(p.vocab_size),
+        logit(widen(p.logits[row * p.width + target])),
+        dloss(p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1)) {}
+
+  template <typename Column, int kVec>
+  __device__ bool special(Column column, const A (&)[kVec]) const {
+    return column + kVec > vocab_size || static_cast<uint64_t>(target - column) < kVec;
+  }
+
+  // -inf for the target and for padding.
+  template <typename Column, int kVec>
+  __device__ void leave_others(Column column, A (&x)[kVec]) const {
+    if (!special(column, x)) return;
 #pragma unroll
     for (int k = 0; k < kVec; ++k)
-      if (column + k >= vocab_size) d[k] = 0;
+      if (column + k >= vocab_size || column + k == target) x[k] = -std::numeric_limits<A>::infinity();
   }
-  store_narrow<kVec>(dlogits + column, d);
-}
 
-template <typename A, int kVec>
-__device__ A max_of(A max, const A (&x)[kVec]) {
+  __device__ void set_sum(A max_logit, A sum_of_others) {
+    max = max_logit;
+    rest = sum_of_others;
+    const A total = exp(logit - max) + rest;
+    scale = dloss / total;
+    at_target = -(rest / total) * dloss;
+  }
+
+  __device__ A loss() const {
+    const A shifted = logit - max;
+    return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
+  }
+
+  // Logits become gradients.
+  template <typename Column, int kVec>
+  __device__ void differentiate(Column column, A (&x)[kVec]) const {
 #pragma unroll
-  for (int k = 0; k < kVec; ++k) max = Max{}(max, x[k]);
-  return max;
-}
-
-// x = exp(x - max); returns the sum.
-template <typename A, int kVec>
-__device__ A exponentials(A (&x)[kVec], A max) {
-  A sum = 0;
+    for (int k = 0; k < kVec; ++k) x[k] = exp_for<T>(x[k] - max) * scale;
+    if (!special(column, x)) return;
 #pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    x[k] = exp(x[k] - max);
-    sum += x[k];
+    for (int k = 0; k < kVec; ++k) {
+      if (column + k >= vocab_size) x[k] = 0;
+      if (column + k == target) x[k] = at_target;
+    }
   }
-  return sum;
-}
-
-template <typename A, int kVec>
-__device__ void scale_by(A (&x)[kVec], A factor) {
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) x[k] *= factor;
-}
-
-// A row's target: read before the row is overwritten, brought in when the other columns' sum is known.
-template <typename T, int kVec>
-class Target {
-  using A = accumulate_t<T>;
-
- public:
-  __device__ Target(const FusedClassifierForward<T>& p, int64_t row, const char* kernel) {
-    column_ =
-        p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row] : static_cast<const int32_t*>(p.targets)[row];
-    const bool outside = column_ < 0 || column_ >= p.vocab_size;
-    ignored_ = outside || column_ == p.ignore_index;
-    if (outside && column_ != p.ignore_index && threadIdx.x == 0)
-      device_fail(kernel, "a target is outside the vocabulary",
-                  "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(column_),
-                  static_cast<long long>(row), static_cast<long long>(p.vocab_size));
-    if (ignored_) return;
-    logit_ = widen(p.logits[row * p.width + column_]);
-    dloss_ = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
-    __syncwarp();  // where the row is one warp's, nothing else keeps its stores behind this load
-  }
-
-  __device__ bool ignored() const { return ignored_; }
-  __device__ int64_t column() const { return column_; }
-
-  // The largest logit of the row, from that of the other columns.
-  __device__ A largest(A of_others) const { return Max{}(of_others, logit_); }
-
-  // What the other columns' exponentials are multiplied by.
-  __device__ A scale(A max, A rest) const { return dloss_ / (exp(logit_ - max) + rest); }
-
-  // The thread that has stored the target's column stores it again.
-  __device__ void finish(const FusedClassifierForward<T>& p, int64_t row, A max, A rest) const {
-    if (column_ / kVec % blockDim.x != threadIdx.x) return;
-    const A shifted = logit_ - max;
-    const A total = exp(shifted) + rest;
-    p.losses[row] = shifted == A(0) ? log1p(rest) : log(total) - shifted;
-    p.dlogits[row * p.width + column_] = narrow<T>(-(rest / total) * dloss_);
-  }
-
- private:
-  int64_t column_;
-  A logit_ = 0;
-  A dloss_ = 0;
-  bool ignored_;
 };
 
-template <int kVec, typename T>
-__device__ void write_ignored(const FusedClassifierForward<T>& p, int64_t row) {
-  using A = accumulate_t<T>;
-  if (threadIdx.x == 0) p.losses[row] = 0;
-  const A zeros[kVec] = {};
-  for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec)
-    store_narrow<kVec>(p.dlogits + row * p.width + column, zeros);
-}
-
-// Rows in registers are kept to half of what would fit, so that a multiprocessor holds several blocks, and one loads
-// while another stores.
 constexpr int kMaxItems = 4;
-constexpr int kRowArrays = 2;
+constexpr int kMaxThreads = 512;
 
-// The row stays in registers between the load and the store, and each exponential is taken once.
+// Narrow rows: they stay in registers between the load and the store.
 template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kRowArrays>)
+__global__ void __launch_bounds__(kMaxThreads)
     fused_classifier_forward_registers_kernel(const FusedClassifierForward<T> p) {
   using A = accumulate_t<T>;
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
+    const int64_t target = read_target(p, row);
+    if (threadIdx.x == 0) check_target(p, row, target, __func__);
+    Row<T, kVec, kItems> x;
+    if (!counts(p, target)) {
+      x.fill(0);
+      x.store(p.dlogits + row * p.width, p.width);
+      if (threadIdx.x == 0) p.losses[row] = 0;
       continue;
     }
-    A x[kItems][kVec];
-    A max = kLowest<A>;
+    x.load(p.logits + row * p.width, p.width);
+    Classifier<T> classifier(p, row, target);
+    A max[1] = {classifier.logit};
+    x.each(p.width, [&](int i, A(&v)[kVec]) {
+      classifier.leave_others(x.column(i), v);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_others<T, kVec>(x[i], p.logits + row * p.width, column, target.column(), p.vocab_size);
-        max = max_of(max, x[i]);
-      }
-    }
-    max = target.largest(row_reduce<Max>(max, kLowest<A>));
-
-    A rest = 0;
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) rest += exponentials(x[i], max);
-    }
-    rest = row_sum(rest);
-
-    const A scale = target.scale(max, rest);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        scale_by(x[i], scale);
-        store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x[i]);
-      }
-    }
-    target.finish(p, row, max, rest);
-  }
-}
-
-// A pack on its way into shared memory, past the registers: a whole row of loads is in flight at once.
-template <int kVec, typename T>
-__device__ void copy_to_shared(T* shared, const T* global) {
-  constexpr int kBytes = kVec * sizeof(T);
-  if constexpr (kBytes >= 4)
-    __pipeline_memcpy_async(shared, global, kBytes);
-  else
-    *shared = *global;
-}
-
-// The row stays in shared memory, a block a row; a thread meets its own packs only, so the block waits for nothing but
-// the two reductions. The exponentials are taken twice, since shared memory holds no more than the logits' own dtype.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_forward_shared_kernel(const FusedClassifierForward<T> p) {
-  using A = accumulate_t<T>;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* logits = reinterpret_cast<T*>(shared_bytes);  // (Vp)
-  const int64_t first = int64_t(threadIdx.x) * kVec;
-  const int64_t step = int64_t(blockDim.x) * kVec;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
-      continue;
-    }
-    for (int64_t column = first; column < p.width; column += step)
-      copy_to_shared<kVec>(logits + column, p.logits + row * p.width + column);
-    __pipeline_commit();
-    __pipeline_wait_prior(0);
-
-    A x[kVec];
-    A max = kLowest<A>;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      max = max_of(max, x);
-    }
-    max = target.largest(row_reduce<Max>(max, kLowest<A>));
-
-    A rest = 0;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      rest += exponentials(x, max);
-    }
-    rest = row_sum(rest);
-
-    const A scale = target.scale(max, rest);
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      exponentials(x, max);
-      scale_by(x, scale);
-      store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
-    }
-    target.finish(p, row, max, rest);
-  }
-}
-
-// Rows too wide for shared memory: a block a row, which reads it twice, the second time from L2. The first pass keeps a
-// running maximum and a sum that is rescaled whenever the maximum grows.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p) {
-  using A = accumulate_t<T>;
-  const int64_t first = int64_t(threadIdx.x) * kVec;
-  const int64_t step = int64_t(blockDim.x) * kVec;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
-      continue;
-    }
-    A x[kVec];
-    A own_max = kLowest<A>;
-    A own_sum = 0;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
-      const A pack_max = max_of(kLowest<A>, x);
-      if (pack_max > own_max) {
-        own_sum *= exp(own_max - pack_max);
-        own_max = pack_max;
-      }
-      own_sum += exponentials(x, own_max == kLowest<A> ? A(0) : own_max);  // -inf - -inf would be no number
-    }
-    const A max = target.largest(row_reduce<Max>(own_max, kLowest<A>));
-    const A rest = row_sum(own_sum == A(0) ? A(0) : own_sum * exp(own_max - max));
-
-    const A scale = target.scale(max, rest);
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
-      exponentials(x, max);
-      scale_by(x, scale);
-      store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
-    }
-    target.finish(p, row, max, rest);
-  }
-}
-
-// Where a row is kept between its load and its store: registers, else shared memory, else nowhere. A row that takes
-// more than half of a multiprocessor's shared memory is alone there and gets all the threads a block may have.
-template <typename T, int kVec>
-void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
-  const RowShape shape = row_shape<T, kVec, kMaxItems, kRowArrays>(p.width);
-  if (shape.items) {
-    const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-    return with_items<kMaxItems>(shape.items, [&](auto items) {
-      fused_classifier_forward_registers_kernel<T, kVec, items.value><<<grid, shape.block, 0, stream>>>(p);
+      for (int k = 0; k < kVec; ++k) max[0] = fmax(max[0], v[k]);
     });
+    row_reduce<FiniteMax>(max, std::numeric_limits<A>::lowest(), 0);
+    A rest[1] = {0};
+    x.each(p.width, [&](int i, A(&v)[kVec]) {
+      classifier.leave_others(x.column(i), v);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) rest[0] += exp_for<T>(v[k] - max[0]);
+    });
+    row_sums(rest, 1);
+    classifier.set_sum(max[0], rest[0]);
+    x.update(p.width, [&](int i, A(&v)[kVec]) { classifier.differentiate(x.column(i), v); });
+    x.store(p.dlogits + row * p.width, p.width);
+    if (threadIdx.x == 0) p.losses[row] = classifier.loss();
   }
-  const unsigned grid = grid_size(p.rows);
-  const int64_t row_bytes = p.width * int64_t(sizeof(T));
-  const int64_t shared_bytes = max_dynamic_shared_memory<fused_classifier_forward_shared_kernel<T, kVec>>();
-  if (row_bytes <= shared_bytes) {
-    const int threads = row_bytes <= shared_bytes / 2 ? 512 : 1024;
-    fused_classifier_forward_shared_kernel<T, kVec><<<grid, threads, row_bytes, stream>>>(p);
-  } else {
-    fused_classifier_forward_wide_kernel<T, kVec><<<grid, 1024, 0, stream>>>(p);
+}
+
+// Wide rows: they stay in shared memory. Each exponential is taken twice, since that holds no more than the logits.
+template <typename T, int kVec, bool kKept>
+__global__ void __launch_bounds__(kWideThreads)
+    fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
+  using A = accumulate_t<T>;
+  WideRows<T, 1, kVec, kKept> rows(shape, p.rows, p.width, {p.logits},
+                                   [&](int64_t row) { return counts(p, read_target(p, row)); });
+  int64_t target = read_target(p, rows.row());
+  while (rows.more()) {
+    const int64_t next = read_target(p, rows.next_row());
+    const int64_t loaded_next = read_target(p, rows.loaded_next());
+    if (rows.first_thread()) check_target(p, rows.row(), target, __func__);
+    rows.wait();
+    if (counts(p, target)) {
+      Classifier<T> classifier(p, rows.row(), target);
+      SoftmaxSum<T> sum;
+      rows.each(-std::numeric_limits<A>::infinity(), [&](auto column, A(&x)[1][kVec]) {
+        classifier.leave_others(column, x[0]);
+        sum.add(x[0]);
+      });
+      sum.include_max(classifier.logit);
+      rows.reduce(sum);
+      classifier.set_sum(sum.max, sum.total);
+      rows.write(p.dlogits, [&](auto column, A(&x)[1][kVec]) { classifier.differentiate(column, x[0]); });
+      if (rows.first_thread()) p.losses[rows.row()] = classifier.loss();
+    } else {
+      rows.fill(p.dlogits, 0);
+      if (rows.first_thread()) p.losses[rows.row()] = 0;
+    }
+    target = next;
+    rows.next(counts(p, loaded_next));
   }
+}
+
+template <typename T, int kVec>
+void launch_forward_registers(const FusedClassifierForward<T>& p, RowThreads shape, Stream stream) {
+  const dim3 block(shape.threads, std::clamp(256 / shape.threads, 1, kMaxBlockRows));
+  with_each_item<kMaxItems>(shape.items, [&](auto items) {
+    fused_classifier_forward_registers_kernel<T, kVec, items.value>
+        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p);
+  });
+}
+
+// Where a row is kept between its load and its store: registers, else shared memory, else nowhere.
+template <typename T>
+void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
+  constexpr int kVec = kPack<T>;
+  const bool aligned = packs<T>(p.width, p.dlogits, p.logits);
+  const RowThreads shape =
+      aligned ? row_threads<kVec, kMaxItems>(p.width, kMaxThreads) : row_threads<1, kMaxItems>(p.width, kMaxThreads);
+  if (shape.items && aligned)
+    launch_forward_registers<T, kVec>(p, shape, stream);
+  else if (shape.items)
+    launch_forward_registers<T, 1>(p, shape, stream);
+  else if (in_step(p.dlogits, p.logits))
+    launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, kVec, true>,
+                     fused_classifier_forward_wide_kernel<T, kVec, false>>(p, aligned, stream);
+  else
+    launch_unkept<T, 1, 1, fused_classifier_forward_wide_kernel<T, 1, false>>(p, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // Backward: reads and writes dlogits once.
 
+constexpr int kBackwardItems = 4;
+
+// A pack of a row that begins in the row before or ends in the next keeps to its own elements.
 template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_backward_rows_kernel(const FusedClassifierBackward<T> p) {
+__global__ void __launch_bounds__(256)
+    fused_classifier_backward_kernel(const FusedClassifierBackward<T> p, int segments) {
   using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
-#pragma unroll 4
-    for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
-      A d[kVec];
-      load_wide<kVec>(d, p.dlogits + row * p.width + column);
+  using Pack = Packed<T, kVec>;
+  const int64_t unit = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t row = segments == 1 ? unit : unit / segments;
+  if (row >= p.rows) return;
+  const T* from = p.dlogits + row * p.width;
+  const int head = reinterpret_cast<uintptr_t>(from) % sizeof(Pack) / sizeof(T);
+  const int64_t first = (unit - row * segments) * kBackwardItems * blockDim.x + threadIdx.x;
+  const auto column = [&](int i) { return (first + int64_t(i) * blockDim.x) * kVec - head; };
+  Pack packs[kBackwardItems];
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) d[k] = d[k] == A(0) ? A(0) : d[k] * dloss;
-      store_narrow<kVec>(p.scaled + row * p.width + column, d);
+  for (int i = 0; i < kBackwardItems; ++i)
+    if (column(i) < p.width) packs[i] = load<kVec>(from + column(i));
+  const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
+  T* to = p.scaled + row * p.width;
+#pragma unroll
+  for (int i = 0; i < kBackwardItems; ++i) {
+    if (column(i) >= p.width) break;
+    A d[kVec];
+    widen(d, packs[i]);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) d[k] = d[k] == A(0) ? A(0) : d[k] * dloss;
+    if (column(i) >= 0 && column(i) + kVec <= p.width) {
+      store_narrow<kVec>(to + column(i), d);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kVec; ++k)
+        if (column(i) + k >= 0 && column(i) + k < p.width) to[column(i) + k] = narrow<T>(d[k]);
     }
   }
 }
 
+// Rows of up to 1024 packs side by side in a block, wider ones over several blocks.
 template <typename T, int kVec>
 void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
-  const RowShape shape = row_shape<T, kVec, kMaxItems>(p.width);
-  const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-  fused_classifier_backward_rows_kernel<T, kVec><<<grid, shape.block, 0, stream>>>(p);
+  const int64_t packs = ceil_div(p.width, kVec) + (kVec > 1 && p.width % kVec != 0);
+  const int64_t lanes = ceil_div(ceil_div(packs, kBackwardItems), kWarp) * kWarp;
+  const dim3 block(std::min<int64_t>(lanes, 256), std::max<int64_t>(256 / lanes, 1));
+  const int64_t segments = ceil_div(packs, int64_t(block.x) * kBackwardItems);
+  const unsigned grid = static_cast<unsigned>(ceil_div(p.rows * segments, block.y));
+  fused_classifier_backward_kernel<T, kVec><<<grid, block, 0, stream>>>(p, static_cast<int>(segments));
 }
 
 }  // namespace
@@ -323,17 +263,14 @@ void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
 template <typename T>
 Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.dlogits, p.logits))
-    launch_forward<T, kPack<T>>(p, stream);
-  else
-    launch_forward<T, 1>(p, stream);
+  launch_forward(p, stream);
   return cudaGetLastError();
 }
 
 template <typename T>
 Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.scaled, p.dlogits))
+  if (in_step(p.scaled, p.dlogits))
     launch_backward<T, kPack<T>>(p, stream);
   else
     launch_backward<T, 1>(p, stream);
