@@ -42,12 +42,12 @@ __device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, in
 }
 
 // One row's arithmetic, a pack at a time.
-template <typename T>
+template <typename T, typename Column>
 struct Classifier {
   using A = accumulate_t<T>;
 
-  int64_t target;
-  int64_t vocab_size;
+  Column target;
+  Column vocab_size;
   A logit;  // the target's
   A dloss;
   // From the sum on:
@@ -57,18 +57,18 @@ struct Classifier {
   A at_target = 0;
 
   __device__ Classifier(const FusedClassifierForward<T>& p, int64_t row, int64_t target)
-      : target(target),
-        vocab_size(p.vocab_size),
+      : target(static_cast<Column>(target)),
+        vocab_size(static_cast<Column>(p.vocab_size)),
         logit(widen(p.logits[row * p.width + target])),
         dloss(p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1)) {}
 
-  template <typename Column, int kVec>
+  template <int kVec>
   __device__ bool special(Column column, const A (&)[kVec]) const {
-    return column + kVec > vocab_size || static_cast<uint64_t>(target - column) < kVec;
+    return column + kVec > vocab_size || static_cast<std::make_unsigned_t<Column>>(target - column) < kVec;
   }
 
   // -inf for the target and for padding.
-  template <typename Column, int kVec>
+  template <int kVec>
   __device__ void leave_others(Column column, A (&x)[kVec]) const {
     if (!special(column, x)) return;
 #pragma unroll
@@ -90,7 +90,7 @@ struct Classifier {
   }
 
   // Logits become gradients.
-  template <typename Column, int kVec>
+  template <int kVec>
   __device__ void differentiate(Column column, A (&x)[kVec]) const {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) x[k] = exp_for<T>(x[k] - max) * scale;
@@ -123,23 +123,23 @@ __global__ void __launch_bounds__(kMaxThreads)
       continue;
     }
     x.load(p.logits + row * p.width, p.width);
-    Classifier<T> classifier(p, row, target);
+    Classifier<T, int> classifier(p, row, target);
     A max[1] = {classifier.logit};
     x.each(p.width, [&](int i, A(&v)[kVec]) {
-      classifier.leave_others(x.column(i), v);
+      classifier.leave_others(static_cast<int>(x.column(i)), v);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) max[0] = fmax(max[0], v[k]);
     });
     row_reduce<FiniteMax>(max, std::numeric_limits<A>::lowest(), 0);
     A rest[1] = {0};
     x.each(p.width, [&](int i, A(&v)[kVec]) {
-      classifier.leave_others(x.column(i), v);
+      classifier.leave_others(static_cast<int>(x.column(i)), v);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) rest[0] += exp_for<T>(v[k] - max[0]);
     });
     row_sums(rest, 1);
     classifier.set_sum(max[0], rest[0]);
-    x.update(p.width, [&](int i, A(&v)[kVec]) { classifier.differentiate(x.column(i), v); });
+    x.update(p.width, [&](int i, A(&v)[kVec]) { classifier.differentiate(static_cast<int>(x.column(i)), v); });
     x.store(p.dlogits + row * p.width, p.width);
     if (threadIdx.x == 0) p.losses[row] = classifier.loss();
   }
@@ -150,7 +150,8 @@ template <typename T, int kVec, bool kKept>
 __global__ void __launch_bounds__(kWideThreads)
     fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  WideRows<T, 1, kVec, kKept> rows(shape, p.rows, p.width, {p.logits},
+  using Rows = WideRows<T, 1, kVec, kKept>;
+  Rows rows(shape, p.rows, p.width, {p.logits},
                                    [&](int64_t row) { return counts(p, read_target(p, row)); });
   int64_t target = read_target(p, rows.row());
   while (rows.more()) {
@@ -159,7 +160,7 @@ __global__ void __launch_bounds__(kWideThreads)
     if (rows.first_thread()) check_target(p, rows.row(), target, __func__);
     rows.wait();
     if (counts(p, target)) {
-      Classifier<T> classifier(p, rows.row(), target);
+      Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
       SoftmaxSum<T> sum;
       rows.each(-std::numeric_limits<A>::infinity(), [&](auto column, A(&x)[1][kVec]) {
         classifier.leave_others(column, x[0]);

@@ -33,7 +33,7 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kWideThreads = 1024;  // at most; hence 64 registers a thread
+constexpr int kWideThreads = 768;  // at most; hence 80 registers a thread
 
 struct WideShape {
   int cluster;    // blocks that share a row
@@ -70,7 +70,7 @@ class WideRows {
   template <typename Wanted>
   __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays],
                       const Wanted& wanted)
-      : rows_(rows), width_(width), part_(shape.part), stages_(shape.stages), warps_(blockDim.x / kWarp) {
+      : rows_(rows), width_(static_cast<Column>(width)), part_(shape.part), stages_(shape.stages), warps_(blockDim.x / kWarp) {
     for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
 #if GPTKERNELS_HOPPER
     cluster_ = shape.cluster;
@@ -188,7 +188,7 @@ class WideRows {
  private:
   using Pack = Packed<T, kVec>;
   static constexpr int kPlace = sizeof(A) / 4;  // of 16 bytes: room for two accumulators, and more
-  static constexpr int kInFlight = kArrays == 1 ? 4 : 2;
+  static constexpr int kInFlight = kKept || kArrays > 1 ? 2 : 4;
 
   static __device__ uint4* shared() {
     extern __shared__ uint4 wide_row_shared[];
@@ -299,7 +299,7 @@ class WideRows {
 
   const T* arrays_[kArrays];
   int64_t rows_;
-  int64_t width_;
+  Column width_;
   int64_t part_;
   int stages_;
   int warps_;
@@ -346,7 +346,7 @@ WideShape kept_shape(int64_t width, bool aligned, int64_t shared_bytes, int max_
   constexpr int kEnoughStages = 2, kMostStages = 4;
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
   WideShape shape = {};
-  int least = 1, most = max_cluster, blocks = 1, warps = 32, want = kEnoughStages;
+  int least = 1, most = max_cluster, blocks = 1, warps = kWideThreads / kWarp, want = kEnoughStages;
 #ifdef WIDE_BENCH
   if (g_cluster) least = most = g_cluster;
   if (g_blocks) blocks = g_blocks;
@@ -398,7 +398,7 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
 // A row at a block, which reads it from memory in each pass.
 template <typename T, int kArrays, int kVec, auto kKernel, typename P>
 void launch_unkept(const P& p, Stream stream) {
-  WideShape shape = fill_warps(ceil_div(p.width, kVec) + 1, 1, 32);
+  WideShape shape = fill_warps(ceil_div(p.width, kVec) + 1, 1, kWideThreads / kWarp);
   shape.shared_bytes = static_cast<unsigned>(WideRows<T, kArrays, kVec, false>::shared_bytes(shape));
   launch_wide<kKernel>(p, shape, stream);
 }
