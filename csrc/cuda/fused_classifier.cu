@@ -1,5 +1,4 @@
 #include "../fused_classifier.h"
-
 #include "assert.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
@@ -24,7 +23,8 @@ namespace {
 template <typename T>
 __device__ int64_t read_target(const FusedClassifierForward<T>& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
-  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row] : static_cast<const int32_t*>(p.targets)[row];
+  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row]
+                             : static_cast<const int32_t*>(p.targets)[row];
 }
 
 // Whether a row with this target has a loss. One outside the vocabulary is never used as an index.
@@ -34,11 +34,17 @@ __device__ bool counts(const FusedClassifierForward<T>& p, int64_t target) {
 }
 
 template <typename T>
+__device__ int64_t target_or_none(const FusedClassifierForward<T>& p, int64_t target) {
+  return counts(p, target) ? target : -1;
+}
+
+template <typename T>
 __device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, int64_t target, const char* kernel) {
-  if (target != p.ignore_index && !counts(p, target))
-    device_fail(kernel, "a target is outside the vocabulary",
-                "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
-                static_cast<long long>(row), static_cast<long long>(p.vocab_size));
+  if (target == p.ignore_index || counts(p, target)) return;
+  device_fail(kernel, "a target is outside the vocabulary",
+              "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
+              static_cast<long long>(row), static_cast<long long>(p.vocab_size));
+  __builtin_unreachable();  // so that no register is kept for what would follow
 }
 
 // One row's arithmetic, a pack at a time.
@@ -59,21 +65,23 @@ struct Classifier {
   __device__ Classifier(const FusedClassifierForward<T>& p, int64_t row, int64_t target)
       : target(static_cast<Column>(target)),
         vocab_size(static_cast<Column>(p.vocab_size)),
-        logit(widen(p.logits[row * p.width + target])),
+        logit(target < 0 ? A(0) : widen(p.logits[row * p.width + target])),
         dloss(p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1)) {}
 
   template <int kVec>
   __device__ bool special(Column column, const A (&)[kVec]) const {
-    return column + kVec > vocab_size || static_cast<std::make_unsigned_t<Column>>(target - column) < kVec;
+    return column < 0 || column + kVec > vocab_size ||
+           static_cast<std::make_unsigned_t<Column>>(target - column) < kVec;
   }
 
-  // -inf for the target and for padding.
+  // -inf for the target, for padding, and for what belongs to the row before.
   template <int kVec>
   __device__ void leave_others(Column column, A (&x)[kVec]) const {
     if (!special(column, x)) return;
 #pragma unroll
     for (int k = 0; k < kVec; ++k)
-      if (column + k >= vocab_size || column + k == target) x[k] = -std::numeric_limits<A>::infinity();
+      if (column + k < 0 || column + k >= vocab_size || column + k == target)
+        x[k] = -std::numeric_limits<A>::infinity();
   }
 
   __device__ void set_sum(A max_logit, A sum_of_others) {
@@ -85,15 +93,21 @@ struct Classifier {
   }
 
   __device__ A loss() const {
+    if (target < 0) return 0;
     const A shifted = logit - max;
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // Logits become gradients.
+  // Logits become gradients, but for the target and for padding ...
   template <int kVec>
-  __device__ void differentiate(Column column, A (&x)[kVec]) const {
+  __device__ void differentiate(A (&x)[kVec]) const {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) x[k] = exp_for<T>(x[k] - max) * scale;
+  }
+
+  // ... whose are put in here.
+  template <int kVec>
+  __device__ void correct(Column column, A (&x)[kVec]) const {
     if (!special(column, x)) return;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
@@ -103,108 +117,115 @@ struct Classifier {
   }
 };
 
+// Narrow rows: they stay in registers between the load and the store. Like a wide row's, the first and the last pack
+// may hold elements of the neighbouring rows.
 constexpr int kMaxItems = 4;
 constexpr int kMaxThreads = 512;
 
-// Narrow rows: they stay in registers between the load and the store.
-template <typename T, int kVec, int kItems>
+template <typename T, int kItems>
 __global__ void __launch_bounds__(kMaxThreads)
     fused_classifier_forward_registers_kernel(const FusedClassifierForward<T> p) {
   using A = accumulate_t<T>;
+  constexpr int kVec = kPack<T>;
+  using Registers = Row<T, kVec, kItems>;
+  const int width = static_cast<int>(p.width);
   const int64_t stride = int64_t(gridDim.x) * blockDim.y;
   for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
     const int64_t target = read_target(p, row);
     if (threadIdx.x == 0) check_target(p, row, target, __func__);
-    Row<T, kVec, kItems> x;
-    if (!counts(p, target)) {
+    const T* logits = p.logits + row * width;
+    const int before = elements_before<Packed<T, kVec>>(logits);
+    const auto column = [&](int i) { return static_cast<int>(Registers::column(i)) - before; };
+    Classifier<T, int> classifier(p, row, target_or_none(p, target));
+    Registers x;
+    if (classifier.target >= 0) {
+      x.load(logits - before, before + width);
+      A max[1] = {classifier.logit};
+      x.each(before + width, [&](int i, A(&v)[kVec]) {
+        classifier.leave_others(column(i), v);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) max[0] = fmax(max[0], v[k]);
+      });
+      row_reduce<FiniteMax>(max, std::numeric_limits<A>::lowest(), 0);
+      A rest[1] = {0};
+      x.each(before + width, [&](int i, A(&v)[kVec]) {
+        classifier.leave_others(column(i), v);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) rest[0] += exp_for<T>(v[k] - max[0]);
+      });
+      row_sums(rest, 1);
+      classifier.set_sum(max[0], rest[0]);
+      x.update(before + width, [&](int i, A(&v)[kVec]) {
+        classifier.differentiate(v);
+        classifier.correct(column(i), v);
+      });
+    } else {
       x.fill(0);
-      x.store(p.dlogits + row * p.width, p.width);
-      if (threadIdx.x == 0) p.losses[row] = 0;
-      continue;
     }
-    x.load(p.logits + row * p.width, p.width);
-    Classifier<T, int> classifier(p, row, target);
-    A max[1] = {classifier.logit};
-    x.each(p.width, [&](int i, A(&v)[kVec]) {
-      classifier.leave_others(static_cast<int>(x.column(i)), v);
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) max[0] = fmax(max[0], v[k]);
-    });
-    row_reduce<FiniteMax>(max, std::numeric_limits<A>::lowest(), 0);
-    A rest[1] = {0};
-    x.each(p.width, [&](int i, A(&v)[kVec]) {
-      classifier.leave_others(static_cast<int>(x.column(i)), v);
-#pragma unroll
-      for (int k = 0; k < kVec; ++k) rest[0] += exp_for<T>(v[k] - max[0]);
-    });
-    row_sums(rest, 1);
-    classifier.set_sum(max[0], rest[0]);
-    x.update(p.width, [&](int i, A(&v)[kVec]) { classifier.differentiate(static_cast<int>(x.column(i)), v); });
-    x.store(p.dlogits + row * p.width, p.width);
+    for (int i = 0; i < kItems; ++i) store_within(p.dlogits + row * width, column(i), width, x.packs[i]);
     if (threadIdx.x == 0) p.losses[row] = classifier.loss();
   }
 }
 
 // Wide rows: they stay in shared memory. Each exponential is taken twice, since that holds no more than the logits.
 template <typename T, int kVec, bool kKept>
-__global__ void __launch_bounds__(kWideThreads)
+__global__ void __launch_bounds__((kWideThreads<T, kKept>))
     fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
   using Rows = WideRows<T, 1, kVec, kKept>;
-  Rows rows(shape, p.rows, p.width, {p.logits},
-                                   [&](int64_t row) { return counts(p, read_target(p, row)); });
-  int64_t target = read_target(p, rows.row());
+  Rows rows(shape, p.rows, p.width, {p.logits}, [&](int64_t row) { return counts(p, read_target(p, row)); });
+  typename Rows::Column target = target_or_none(p, read_target(p, rows.row()));
   while (rows.more()) {
-    const int64_t next = read_target(p, rows.next_row());
-    const int64_t loaded_next = read_target(p, rows.loaded_next());
-    if (rows.first_thread()) check_target(p, rows.row(), target, __func__);
+    if (rows.first_thread()) check_target(p, rows.row(), read_target(p, rows.row()), __func__);
     rows.wait();
-    if (counts(p, target)) {
-      Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
-      SoftmaxSum<T> sum;
-      rows.each(-std::numeric_limits<A>::infinity(), [&](auto column, A(&x)[1][kVec]) {
-        classifier.leave_others(column, x[0]);
+    Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
+    const typename Rows::Exceptions exceptions = {classifier.vocab_size, target};
+    SoftmaxSum<T> sum;
+    if (target >= 0) {
+      rows.each(-std::numeric_limits<A>::infinity(), exceptions, [&](auto column, A(&x)[1][kVec], auto exceptional) {
+        if (exceptional.value) classifier.leave_others(column, x[0]);
         sum.add(x[0]);
       });
       sum.include_max(classifier.logit);
+    }
+    const int64_t next = read_target(p, rows.next_row());
+    const int64_t loaded_next = read_target(p, rows.loaded_next());
+    if (target >= 0) {
       rows.reduce(sum);
       classifier.set_sum(sum.max, sum.total);
-      rows.write(p.dlogits, [&](auto column, A(&x)[1][kVec]) { classifier.differentiate(column, x[0]); });
-      if (rows.first_thread()) p.losses[rows.row()] = classifier.loss();
+      rows.write(p.dlogits, exceptions, [&](auto column, A(&x)[1][kVec], auto exceptional) {
+        classifier.differentiate(x[0]);
+        if (exceptional.value) classifier.correct(column, x[0]);
+      });
     } else {
       rows.fill(p.dlogits, 0);
-      if (rows.first_thread()) p.losses[rows.row()] = 0;
     }
-    target = next;
+    if (rows.first_thread()) p.losses[rows.row()] = classifier.loss();
+    target = target_or_none(p, next);
     rows.next(counts(p, loaded_next));
   }
-}
-
-template <typename T, int kVec>
-void launch_forward_registers(const FusedClassifierForward<T>& p, RowThreads shape, Stream stream) {
-  const dim3 block(shape.threads, std::clamp(256 / shape.threads, 1, kMaxBlockRows));
-  with_each_item<kMaxItems>(shape.items, [&](auto items) {
-    fused_classifier_forward_registers_kernel<T, kVec, items.value>
-        <<<grid_size(ceil_div(p.rows, block.y)), block, 0, stream>>>(p);
-  });
 }
 
 // Where a row is kept between its load and its store: registers, else shared memory, else nowhere.
 template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
   constexpr int kVec = kPack<T>;
+  if (!in_step(p.dlogits, p.logits))
+    return launch_unkept<T, 1, 1, fused_classifier_forward_wide_kernel<T, 1, false>>(p, stream);
   const bool aligned = packs<T>(p.width, p.dlogits, p.logits);
-  const RowThreads shape =
-      aligned ? row_threads<kVec, kMaxItems>(p.width, kMaxThreads) : row_threads<1, kMaxItems>(p.width, kMaxThreads);
-  if (shape.items && aligned)
-    launch_forward_registers<T, kVec>(p, shape, stream);
-  else if (shape.items)
-    launch_forward_registers<T, 1>(p, shape, stream);
-  else if (in_step(p.dlogits, p.logits))
-    launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, kVec, true>,
-                     fused_classifier_forward_wide_kernel<T, kVec, false>>(p, aligned, stream);
-  else
-    launch_unkept<T, 1, 1, fused_classifier_forward_wide_kernel<T, 1, false>>(p, stream);
+  RowThreads shape = row_threads<kVec, kMaxItems>(p.width + (aligned ? 0 : kVec - 1), kMaxThreads);
+#ifdef WIDE_BENCH
+  if (g_cluster) shape.items = 0;
+#endif
+  if (shape.items == 0)
+    return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, kVec, true>,
+                            fused_classifier_forward_wide_kernel<T, kVec, false>>(p, aligned, stream);
+  const dim3 block(shape.threads, std::clamp(256 / shape.threads, 1, kMaxBlockRows));
+  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
+  with_each_item<kMaxItems>(shape.items, [&](auto items) {
+    fused_classifier_forward_registers_kernel<T, items.value><<<grid, block, 0, stream>>>(p);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -222,9 +243,9 @@ __global__ void __launch_bounds__(256)
   const int64_t row = segments == 1 ? unit : unit / segments;
   if (row >= p.rows) return;
   const T* from = p.dlogits + row * p.width;
-  const int head = reinterpret_cast<uintptr_t>(from) % sizeof(Pack) / sizeof(T);
+  const int before = elements_before<Pack>(from);
   const int64_t first = (unit - row * segments) * kBackwardItems * blockDim.x + threadIdx.x;
-  const auto column = [&](int i) { return (first + int64_t(i) * blockDim.x) * kVec - head; };
+  const auto column = [&](int i) { return (first + int64_t(i) * blockDim.x) * kVec - before; };
   Pack packs[kBackwardItems];
 #pragma unroll
   for (int i = 0; i < kBackwardItems; ++i)
@@ -238,13 +259,7 @@ __global__ void __launch_bounds__(256)
     widen(d, packs[i]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) d[k] = d[k] == A(0) ? A(0) : d[k] * dloss;
-    if (column(i) >= 0 && column(i) + kVec <= p.width) {
-      store_narrow<kVec>(to + column(i), d);
-    } else {
-#pragma unroll
-      for (int k = 0; k < kVec; ++k)
-        if (column(i) + k >= 0 && column(i) + k < p.width) to[column(i) + k] = narrow<T>(d[k]);
-    }
+    store_within(to, column(i), p.width, narrow<T>(d));
   }
 }
 
@@ -281,9 +296,11 @@ Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream str
 #define GPTKERNELS_INSTANTIATE(T)                                                        \
   template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
   template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
+#ifndef WIDE_BENCH
 GPTKERNELS_INSTANTIATE(double)
+GPTKERNELS_INSTANTIATE(float16)
+#endif
 GPTKERNELS_INSTANTIATE(float)
 GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
 
 }  // namespace gptkernels::cuda

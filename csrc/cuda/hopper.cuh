@@ -65,8 +65,8 @@ __device__ inline unsigned cluster_rank() {
 // Every thread of the cluster waits for every other.
 __device__ inline void cluster_barrier() {
   asm volatile(
-      "barrier.cluster.arrive.release.aligned;\n"
-      "barrier.cluster.wait.acquire.aligned;" ::
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
 
@@ -77,7 +77,8 @@ __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes there, which the barrier at the same place there counts as it arrives.
+// Writes a value of 4, 8 or 16 bytes there, which the barrier at the same place there counts as it arrives. Clusters of
+// one block cannot.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
@@ -92,7 +93,7 @@ __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, uns
                  "l"(reinterpret_cast<const uint64_t&>(value)), "r"(counter)
                  : "memory");
   } else {
-    const auto& words = reinterpret_cast<const uint64_t(&)[2]>(value);
+    const auto& words = reinterpret_cast<const uint64_t (&)[2]>(value);
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(to),
                  "l"(words[0]), "l"(words[1]), "r"(counter)
                  : "memory");

@@ -33,7 +33,10 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kWideThreads = 768;  // at most; hence 80 registers a thread
+// The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more for
+// four packs that come from memory, and for float64.
+template <typename T, bool kKept>
+constexpr int kWideThreads = kKept && sizeof(T) < 8 ? 896 : 512;
 
 struct WideShape {
   int cluster;    // blocks that share a row
@@ -48,6 +51,21 @@ struct WideShape {
 template <typename First, typename... Pointers>
 bool in_step(const First* first, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
+}
+
+// How many elements before a row the 16-byte pack begins in which the row begins.
+template <typename Pack, typename T>
+__device__ int elements_before(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
+}
+
+// Stores what of a pack lies within its row.
+template <int kVec, typename Column, typename T>
+__device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
+  if (column >= 0 && column + kVec <= width) return store(row + column, pack);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
 }
 
 // What WideRows::reduce makes of all threads' values: `merge` takes another's in, `warp_reduce` a whole warp's. The
@@ -70,7 +88,11 @@ class WideRows {
   template <typename Wanted>
   __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays],
                       const Wanted& wanted)
-      : rows_(rows), width_(static_cast<Column>(width)), part_(shape.part), stages_(shape.stages), warps_(blockDim.x / kWarp) {
+      : rows_(rows),
+        width_(static_cast<Column>(width)),
+        part_(shape.part),
+        stages_(shape.stages),
+        warps_(blockDim.x / kWarp) {
     for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
 #if GPTKERNELS_HOPPER
     cluster_ = shape.cluster;
@@ -121,38 +143,50 @@ class WideRows {
     }
   }
 
-  // fn(column, x), x the accumulators of pack `column`.. of every array; those outside of the row hold `outside`.
+  // Columns that a kernel treats unlike the others: `column`, and all from `end` on.
+  struct Exceptions {
+    Column end;
+    Column column;
+  };
+
+  // fn(column, x, exceptional) with x the accumulators of the pack of every array that begins at `column`; what lies
+  // outside of the row is `outside`. A warp whose part has no exceptions is spared the look at each pack:
+  // `exceptional` is a constant.
   template <typename Fn>
-  __device__ void each(A outside, const Fn& fn) const {
-    packs([&](Column column, A (&x)[kArrays][kVec]) {
-      if (!whole(column)) {
+  __device__ void each(A outside, Exceptions exceptions, const Fn& fn) const {
+    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
+      if (exceptional.value && !whole(column)) {
 #pragma unroll
         for (int k = 0; k < kVec; ++k)
           if (column + k < 0 || column + k >= width_)
 #pragma unroll
             for (int a = 0; a < kArrays; ++a) x[a][k] = outside;
       }
-      fn(column, x);
+      fn(column, x, exceptional);
     });
   }
 
   // The same, and what fn leaves in x[0] goes to the row of `out`.
   template <typename Fn>
-  __device__ void write(T* out, const Fn& fn) const {
+  __device__ void write(T* out, Exceptions exceptions, const Fn& fn) const {
     T* row = out + row_ * width_;
-    packs([&](Column column, A (&x)[kArrays][kVec]) {
-      fn(column, x);
-      store(row, column, x[0]);
+    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
+      fn(column, x, exceptional);
+      if (exceptional.value)
+        store_within(row, column, width_, narrow<T>(x[0]));
+      else
+        store_narrow<kVec>(row + column, x[0]);
     });
   }
 
   // Every element of the row of `out` becomes `value`; nothing is read.
   __device__ void fill(T* out, A value) const {
-    A values[kVec];
+    Pack values;
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) values[k] = value;
+    for (int k = 0; k < kVec; ++k) values.v[k] = narrow<T>(value);
     const Part part = part_of(row_);
-    for (Column i = lane(); i < part.count; i += kWarp) store(out + row_ * width_, part.first + i * kVec, values);
+    for (Column i = lane(); i < part.count; i += kWarp)
+      store_within<kVec, Column>(out + row_ * width_, part.first + i * kVec, width_, values);
   }
 
   // Every thread gets what all threads' values together make. One meeting a row is all it takes: a warp sends its value
@@ -163,26 +197,32 @@ class WideRows {
     value.warp_reduce();
     const int parts = cluster_ * warps_;
     V* places = reinterpret_cast<V*>(shared() + ring_packs() + (reductions_ & 1) * parts * kPlace);
-    const int place = rank_ * warps_ + warp();
+    if (cluster_ == 1) {
+      if (lane() == 0) places[warp()] = value;
+      __syncthreads();
+    } else {
 #if GPTKERNELS_HOPPER
-    uint64_t* met = barriers() + (reductions_ & 1);
-    if (threadIdx.x == 0) mbarrier_expect(met, parts * sizeof(V));
-    if (lane() < cluster_) store_in_block(places + place, value, met, lane());
-    mbarrier_wait(met, reductions_ / 2 & 1);
-#else
-    if (lane() == 0) places[place] = value;
-    __syncthreads();
+      uint64_t* met = barriers() + (reductions_ & 1);
+      if (threadIdx.x == 0) mbarrier_expect(met, parts * sizeof(V));
+      if (lane() < cluster_) store_in_block(places + rank_ * warps_ + warp(), value, met, lane());
+      mbarrier_wait(met, reductions_ / 2 & 1);
 #endif
+    }
     ++reductions_;
     value = lane() < parts ? places[lane()] : V();
     for (int i = lane() + kWarp; i < parts; i += kWarp) value.merge(places[i]);
     value.warp_reduce();
   }
 
-  // In 16-byte units of dynamic shared memory: the rings, the places of two reductions, the barriers.
+  // Of dynamic shared memory: the rings, the places of two reductions, the barriers.
   static int64_t shared_bytes(const WideShape& shape) {
-    const int64_t ring = kKept ? int64_t(shape.warps) * shape.stages * kArrays * shape.part : 0;
-    return (ring + 2 * shape.cluster * shape.warps * kPlace) * 16 + (2 + int64_t(shape.warps) * shape.stages) * 8;
+    const int64_t meetings = 2 * (shape.cluster * shape.warps * kPlace * 16 + sizeof(uint64_t));
+    return (kKept ? shape.stages * stage_bytes(shape) : 0) + meetings;
+  }
+
+  // A slot and its barrier, for all warps.
+  static int64_t stage_bytes(const WideShape& shape) {
+    return shape.warps * (kArrays * shape.part * 16 + sizeof(uint64_t));
   }
 
  private:
@@ -213,8 +253,7 @@ class WideRows {
   };
 
   __device__ Part part_of(int64_t row) const {
-    const auto address = reinterpret_cast<uintptr_t>(arrays_[0] + row * width_);
-    const int head = address % sizeof(Pack) / sizeof(T);
+    const int head = elements_before<Pack>(arrays_[0] + row * width_);
     const int64_t packs = (head + width_ + kVec - 1) / kVec;
     const int64_t before = (int64_t(rank_) * warps_ + warp()) * part_;
     const int64_t left = packs - before;
@@ -240,22 +279,28 @@ class WideRows {
 #pragma unroll
       for (int a = 0; a < kArrays; ++a)
         for (Column i = lane(); i < part.count; i += kWarp)
-          __pipeline_memcpy_async(this->slot(slot, a) + i, arrays_[a] + row * width_ + part.first + i * kVec, sizeof(Pack));
+          __pipeline_memcpy_async(this->slot(slot, a) + i, arrays_[a] + row * width_ + part.first + i * kVec,
+                                  sizeof(Pack));
     __pipeline_commit();
 #endif
   }
 
-  __device__ void store(T* row, Column column, const A (&x)[kVec]) const {
-    if (whole(column)) return store_narrow<kVec>(row + column, x);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k)
-      if (column + k >= 0 && column + k < width_) row[column + k] = narrow<T>(x[k]);
+  template <typename Fn>
+  __device__ void packs(Exceptions exceptions, const Fn& fn) const {
+    const Part part = part_of(row_);
+    const Column end = part.first + part.count * kVec;
+    const bool plain =
+        part.first >= 0 && end <= exceptions.end && (exceptions.column < part.first || exceptions.column >= end);
+    if (plain)
+      packs(part, [&](Column column, auto& x) { fn(column, x, std::false_type()); });
+    else
+      packs(part, [&](Column column, auto& x) { fn(column, x, std::true_type()); });
   }
 
   // Several packs are on their way from shared or global memory before the first is used.
   template <typename Fn>
-  __device__ void packs(const Fn& fn) const {
-    const auto [first, count] = part_of(row_);
+  __device__ void packs(const Part& part, const Fn& fn) const {
+    const auto [first, count] = part;
     for (Column start = lane(); start < count; start += kWarp * kInFlight) {
       Pack raw[kInFlight][kArrays];
 #pragma unroll
@@ -316,57 +361,66 @@ class WideRows {
 // ---------------------------------------------------------------------------------------------------------------------
 // Launch.
 
-// How a row of so many packs lies over warps: the cluster is the smallest in which a ring holds kEnoughStages rows, for
-// every meeting costs more the more meet; a device holds as many clusters as fit, `blocks` on a multiprocessor.
-struct WideLimits {
-  int64_t shared_bytes;  // of a multiprocessor's shared memory, for each block
-  int max_cluster;       // 1 before sm_90
+// A way to lay rows: blocks that share one, blocks on a multiprocessor, and the fewest rows in a ring.
+struct WideLayout {
+  int cluster;
+  int blocks;
+  int stages;
 };
+
+// The first in which a row fits is taken; small clusters first, since a meeting costs more the more meet. Of a ring's
+// rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
+// meeting or its loads, the others work. Before sm_90 those of one block are left.
+constexpr WideLayout kWideLayouts[] = {
+    {1, 3, 1}, {1, 1, 2}, {2, 1, 2}, {4, 3, 1}, {8, 3, 1}, {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
+};
+
+// Divides packs among warps: as many warps as leave no more than a thirtieth of their lanes idle.
+inline WideShape divide(int64_t packs, int cluster, int max_warps) {
+  const auto part = [&](int warps) { return ceil_div(ceil_div(packs, int64_t(cluster) * warps), kWarp) * kWarp; };
+  int64_t fewest = part(max_warps) * max_warps;
+  for (int warps = max_warps / 2 + 1; warps < max_warps; ++warps) fewest = std::min(fewest, part(warps) * warps);
+  int warps = max_warps;
+  while (part(warps) * warps > fewest + fewest / 30) --warps;
+  return {.cluster = cluster, .warps = warps, .stages = 0, .part = part(warps), .grid = 0, .shared_bytes = 0};
+}
 
 #ifdef WIDE_BENCH
 inline int g_cluster, g_blocks, g_warps, g_stages;
+inline WideShape g_seen;
 #endif
 
-// The fullest of the shapes of up to max_warps, at least half of them, and of equally full ones the smallest.
-inline WideShape fill_warps(int64_t packs, int cluster, int max_warps) {
-  WideShape best = {};
-  int64_t least = INT64_MAX;
-  for (int warps = max_warps; warps > max_warps / 2; --warps) {
-    const int64_t part = ceil_div(ceil_div(packs, int64_t(cluster) * warps), kWarp) * kWarp;
-    if (part * warps > least) continue;
-    least = part * warps;
-    best = {.cluster = cluster, .warps = warps, .stages = 0, .part = part, .grid = 0, .shared_bytes = 0};
-  }
-  return best;
-}
-
+// `limit` is the dynamic shared memory that a block alone on a multiprocessor may have; stages = 0: no row fits.
 template <typename T, int kArrays>
-WideShape kept_shape(int64_t width, bool aligned, int64_t shared_bytes, int max_cluster) {
+WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster) {
   using Rows = WideRows<T, kArrays, kPack<T>, true>;
-  constexpr int kEnoughStages = 2, kMostStages = 4;
+  constexpr int kReserved = 1024;  // by CUDA, in each block
+  constexpr int64_t kMostStages = 3;
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
-  WideShape shape = {};
-  int least = 1, most = max_cluster, blocks = 1, warps = kWideThreads / kWarp, want = kEnoughStages;
+  const auto try_layout = [&](const WideLayout& layout) {
+    WideShape shape = divide(packs, layout.cluster, kWideThreads<T, true> / kWarp / layout.blocks);
 #ifdef WIDE_BENCH
-  if (g_cluster) least = most = g_cluster;
-  if (g_blocks) blocks = g_blocks;
-  if (g_warps) warps = g_warps;
-  if (g_stages) want = g_stages;
-  shared_bytes = 233472 / blocks - 2048;
+    if (g_warps)
+      shape.warps = g_warps,
+      shape.part = ceil_div(ceil_div(packs, int64_t(layout.cluster) * shape.warps), kWarp) * kWarp;
 #endif
-  for (int cluster = least; cluster <= most; cluster *= 2) {
-    WideShape found = fill_warps(packs, cluster, warps / blocks);
-    const int64_t slots = found.warps * (found.part * 16 * kArrays + 8);
-    found.stages = static_cast<int>(std::min<int64_t>((shared_bytes - Rows::shared_bytes(found)) / slots, kMostStages));
-    if (found.stages < 1) continue;
-    shape = found;
-    if (found.stages >= want) break;
+    const int64_t available = (limit + kReserved) / layout.blocks - kReserved - Rows::shared_bytes(shape);
+    shape.stages = static_cast<int>(std::min(available / Rows::stage_bytes(shape), kMostStages));
+#ifdef WIDE_BENCH
+    if (g_stages) shape.stages = std::min(shape.stages, g_stages);
+#endif
+    shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
+    return shape;
+  };
+#ifdef WIDE_BENCH
+  if (g_cluster) return try_layout({g_cluster, g_blocks, g_stages});
+#endif
+  for (const WideLayout& layout : kWideLayouts) {
+    if (layout.cluster > max_cluster) continue;
+    const WideShape shape = try_layout(layout);
+    if (shape.stages >= layout.stages) return shape;
   }
-#ifdef WIDE_BENCH
-  if (g_stages) shape.stages = std::min(shape.stages, g_stages);
-#endif
-  if (shape.stages) shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
-  return shape;
+  return {};
 }
 
 // Launches a kernel of (P, WideShape) as a persistent grid of as many clusters as a device holds.
@@ -392,13 +446,16 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
   }
   shape.grid = static_cast<unsigned>(std::min<int64_t>(p.rows, clusters) * shape.cluster);
   config.gridDim = dim3(shape.grid);
+#ifdef WIDE_BENCH
+  g_seen = shape;
+#endif
   cudaLaunchKernelEx(&config, kKernel, p, shape);
 }
 
 // A row at a block, which reads it from memory in each pass.
 template <typename T, int kArrays, int kVec, auto kKernel, typename P>
 void launch_unkept(const P& p, Stream stream) {
-  WideShape shape = fill_warps(ceil_div(p.width, kVec) + 1, 1, kWideThreads / kWarp);
+  WideShape shape = divide(ceil_div(p.width, kVec) + 1, 1, kWideThreads<T, false> / kWarp);
   shape.shared_bytes = static_cast<unsigned>(WideRows<T, kArrays, kVec, false>::shared_bytes(shape));
   launch_wide<kKernel>(p, shape, stream);
 }
@@ -414,7 +471,7 @@ bool built_for_hopper() {
 template <typename T, int kArrays, auto kKept, auto kUnkept, typename P>
 void launch_wide_rows(const P& p, bool aligned, Stream stream) {
   const int max_cluster = built_for_hopper<kKept>() ? 8 : 1;
-  const WideShape shape = kept_shape<T, kArrays>(p.width, aligned, max_dynamic_shared_memory<kKept>(), max_cluster);
+  const WideShape shape = wide_shape<T, kArrays>(p.width, aligned, max_dynamic_shared_memory<kKept>(), max_cluster);
   if (shape.stages)
     launch_wide<kKept>(p, shape, stream);
   else
