@@ -2,7 +2,6 @@
 #include "assert.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
-#include "row.cuh"
 #include "softmax_sum.cuh"
 #include "wide_row.cuh"
 
@@ -33,10 +32,7 @@ __device__ bool counts(const FusedClassifierForward<T>& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
 }
 
-template <typename T>
-__device__ int64_t target_or_none(const FusedClassifierForward<T>& p, int64_t target) {
-  return counts(p, target) ? target : -1;
-}
+constexpr int kNone = -1;  // the target of a row without a loss
 
 template <typename T>
 __device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, int64_t target, const char* kernel) {
@@ -65,7 +61,7 @@ struct Classifier {
   __device__ Classifier(const FusedClassifierForward<T>& p, int64_t row, int64_t target)
       : target(static_cast<Column>(target)),
         vocab_size(static_cast<Column>(p.vocab_size)),
-        logit(target < 0 ? A(0) : widen(p.logits[row * p.width + target])),
+        logit(target == kNone ? A(0) : widen(p.logits[row * p.width + target])),
         dloss(p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1)) {}
 
   template <int kVec>
@@ -93,7 +89,7 @@ struct Classifier {
   }
 
   __device__ A loss() const {
-    if (target < 0) return 0;
+    if (target == kNone) return 0;
     const A shifted = logit - max;
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
@@ -117,73 +113,25 @@ struct Classifier {
   }
 };
 
-// Narrow rows: they stay in registers between the load and the store. Like a wide row's, the first and the last pack
-// may hold elements of the neighbouring rows.
-constexpr int kMaxItems = 4;
-constexpr int kMaxThreads = 512;
-
-template <typename T, int kItems>
-__global__ void __launch_bounds__(kMaxThreads)
-    fused_classifier_forward_registers_kernel(const FusedClassifierForward<T> p) {
-  using A = accumulate_t<T>;
-  constexpr int kVec = kPack<T>;
-  using Registers = Row<T, kVec, kItems>;
-  const int width = static_cast<int>(p.width);
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const int64_t target = read_target(p, row);
-    if (threadIdx.x == 0) check_target(p, row, target, __func__);
-    const T* logits = p.logits + row * width;
-    const int before = elements_before<Packed<T, kVec>>(logits);
-    const auto column = [&](int i) { return static_cast<int>(Registers::column(i)) - before; };
-    Classifier<T, int> classifier(p, row, target_or_none(p, target));
-    Registers x;
-    if (classifier.target >= 0) {
-      x.load(logits - before, before + width);
-      A max[1] = {classifier.logit};
-      x.each(before + width, [&](int i, A(&v)[kVec]) {
-        classifier.leave_others(column(i), v);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) max[0] = fmax(max[0], v[k]);
-      });
-      row_reduce<FiniteMax>(max, std::numeric_limits<A>::lowest(), 0);
-      A rest[1] = {0};
-      x.each(before + width, [&](int i, A(&v)[kVec]) {
-        classifier.leave_others(column(i), v);
-#pragma unroll
-        for (int k = 0; k < kVec; ++k) rest[0] += exp_for<T>(v[k] - max[0]);
-      });
-      row_sums(rest, 1);
-      classifier.set_sum(max[0], rest[0]);
-      x.update(before + width, [&](int i, A(&v)[kVec]) {
-        classifier.differentiate(v);
-        classifier.correct(column(i), v);
-      });
-    } else {
-      x.fill(0);
-    }
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) store_within(p.dlogits + row * width, column(i), width, x.packs[i]);
-    if (threadIdx.x == 0) p.losses[row] = classifier.loss();
-  }
-}
-
 // Wide rows: they stay in shared memory. Each exponential is taken twice, since that holds no more than the logits.
-template <typename T, int kVec, bool kKept>
+template <typename T, bool kKept>
 __global__ void __launch_bounds__((kWideThreads<T, kKept>))
     fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  using Rows = WideRows<T, 1, kVec, kKept>;
+  using Rows = WideRows<T, 1, kPack<T>, kKept>;
   Rows rows(shape, p.rows, p.width, {p.logits}, [&](int64_t row) { return counts(p, read_target(p, row)); });
-  typename Rows::Column target = target_or_none(p, read_target(p, rows.row()));
+  const auto checked = [&](int64_t row, int64_t target) {
+    if (rows.first_thread()) check_target(p, row, target, __func__);
+    return static_cast<typename Rows::Column>(counts(p, target) ? target : kNone);
+  };
+  auto target = checked(rows.row(), read_target(p, rows.row()));
   while (rows.more()) {
-    if (rows.first_thread()) check_target(p, rows.row(), read_target(p, rows.row()), __func__);
     rows.wait();
     Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
     const typename Rows::Exceptions exceptions = {classifier.vocab_size, target};
     SoftmaxSum<T> sum;
-    if (target >= 0) {
-      rows.each(-std::numeric_limits<A>::infinity(), exceptions, [&](auto column, A(&x)[1][kVec], auto exceptional) {
+    if (target != kNone) {
+      rows.each(-std::numeric_limits<A>::infinity(), exceptions, [&](auto column, auto& x, auto exceptional) {
         if (exceptional.value) classifier.leave_others(column, x[0]);
         sum.add(x[0]);
       });
@@ -191,10 +139,10 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
     }
     const int64_t next = read_target(p, rows.next_row());
     const int64_t loaded_next = read_target(p, rows.loaded_next());
-    if (target >= 0) {
+    if (target != kNone) {
       rows.reduce(sum);
       classifier.set_sum(sum.max, sum.total);
-      rows.write(p.dlogits, exceptions, [&](auto column, A(&x)[1][kVec], auto exceptional) {
+      rows.write(p.dlogits, exceptions, [&](auto column, auto& x, auto exceptional) {
         classifier.differentiate(x[0]);
         if (exceptional.value) classifier.correct(column, x[0]);
       });
@@ -202,30 +150,15 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
       rows.fill(p.dlogits, 0);
     }
     if (rows.first_thread()) p.losses[rows.row()] = classifier.loss();
-    target = target_or_none(p, next);
+    target = checked(rows.next_row(), next);
     rows.next(counts(p, loaded_next));
   }
 }
 
-// Where a row is kept between its load and its store: registers, else shared memory, else nowhere.
 template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
-  constexpr int kVec = kPack<T>;
-  if (!in_step(p.dlogits, p.logits))
-    return launch_unkept<T, 1, 1, fused_classifier_forward_wide_kernel<T, 1, false>>(p, stream);
-  const bool aligned = packs<T>(p.width, p.dlogits, p.logits);
-  RowThreads shape = row_threads<kVec, kMaxItems>(p.width + (aligned ? 0 : kVec - 1), kMaxThreads);
-#ifdef WIDE_BENCH
-  if (g_cluster) shape.items = 0;
-#endif
-  if (shape.items == 0)
-    return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, kVec, true>,
-                            fused_classifier_forward_wide_kernel<T, kVec, false>>(p, aligned, stream);
-  const dim3 block(shape.threads, std::clamp(256 / shape.threads, 1, kMaxBlockRows));
-  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
-  with_each_item<kMaxItems>(shape.items, [&](auto items) {
-    fused_classifier_forward_registers_kernel<T, items.value><<<grid, block, 0, stream>>>(p);
-  });
+  launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>, fused_classifier_forward_wide_kernel<T, false>>(
+      p, packs<T>(p.width, p.logits), stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "hopper.cuh"
@@ -33,8 +34,8 @@
 
 namespace gptkernels::cuda {
 
-// The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more for
-// four packs that come from memory, and for float64.
+// The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more
+// for four packs that come from memory, and for float64.
 template <typename T, bool kKept>
 constexpr int kWideThreads = kKept && sizeof(T) < 8 ? 896 : 512;
 
@@ -59,10 +60,11 @@ __device__ int elements_before(const T* row) {
   return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
 }
 
-// Stores what of a pack lies within its row.
+// Stores what of a pack lies within its row: all at once where it may, else element by element.
 template <int kVec, typename Column, typename T>
 __device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
-  if (column >= 0 && column + kVec <= width) return store(row + column, pack);
+  const bool whole = column >= 0 && column + kVec <= width;
+  if (whole && elements_before<Packed<T, kVec>>(row + column) == 0) return store(row + column, pack);
 #pragma unroll
   for (int k = 0; k < kVec; ++k)
     if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
@@ -166,10 +168,11 @@ class WideRows {
     });
   }
 
-  // The same, and what fn leaves in x[0] goes to the row of `out`.
+  // The same, and what fn leaves in x[0] goes to the row of `out`; a pack at a time where that is in step.
   template <typename Fn>
   __device__ void write(T* out, Exceptions exceptions, const Fn& fn) const {
     T* row = out + row_ * width_;
+    if (elements_before<Pack>(row) != elements_before<Pack>(arrays_[0] + row_ * width_)) exceptions.end = 0;
     packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
       fn(column, x, exceptional);
       if (exceptional.value)
@@ -196,6 +199,7 @@ class WideRows {
   __device__ void reduce(V& value) {
     value.warp_reduce();
     const int parts = cluster_ * warps_;
+    if (parts == 1) return;
     V* places = reinterpret_cast<V*>(shared() + ring_packs() + (reductions_ & 1) * parts * kPlace);
     if (cluster_ == 1) {
       if (lane() == 0) places[warp()] = value;
@@ -372,17 +376,24 @@ struct WideLayout {
 // rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
 // meeting or its loads, the others work. Before sm_90 those of one block are left.
 constexpr WideLayout kWideLayouts[] = {
-    {1, 3, 1}, {1, 1, 2}, {2, 1, 2}, {4, 3, 1}, {8, 3, 1}, {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
+    {1, 28, 2}, {1, 14, 2}, {1, 6, 2}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
+    {4, 3, 1},  {8, 3, 1},  {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
 };
 
-// Divides packs among warps: as many warps as leave no more than a thirtieth of their lanes idle.
-inline WideShape divide(int64_t packs, int cluster, int max_warps) {
-  const auto part = [&](int warps) { return ceil_div(ceil_div(packs, int64_t(cluster) * warps), kWarp) * kWarp; };
-  int64_t fewest = part(max_warps) * max_warps;
-  for (int warps = max_warps / 2 + 1; warps < max_warps; ++warps) fewest = std::min(fewest, part(warps) * warps);
-  int warps = max_warps;
-  while (part(warps) * warps > fewest + fewest / 30) --warps;
-  return {.cluster = cluster, .warps = warps, .stages = 0, .part = part(warps), .grid = 0, .shared_bytes = 0};
+// Divides a row among up to max_warps warps of a block, so that the busiest of a multiprocessor's four schedulers has
+// the fewest packs to see to. Of equally good divisions that with the most warps.
+inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) {
+  constexpr int kSchedulers = 4;
+  WideShape best = {};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int warps = max_warps; warps >= 1; --warps) {
+    const int64_t part = ceil_div(ceil_div(packs, layout.cluster * warps), kWarp) * kWarp;
+    const int64_t busiest = ceil_div(warps * layout.blocks, kSchedulers) * part;
+    if (busiest >= least) continue;
+    least = busiest;
+    best = {.cluster = layout.cluster, .warps = warps, .stages = 0, .part = part, .grid = 0, .shared_bytes = 0};
+  }
+  return best;
 }
 
 #ifdef WIDE_BENCH
@@ -398,7 +409,7 @@ WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster
   constexpr int64_t kMostStages = 3;
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
   const auto try_layout = [&](const WideLayout& layout) {
-    WideShape shape = divide(packs, layout.cluster, kWideThreads<T, true> / kWarp / layout.blocks);
+    WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true> / kWarp / layout.blocks, 1));
 #ifdef WIDE_BENCH
     if (g_warps)
       shape.warps = g_warps,
@@ -455,7 +466,7 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
 // A row at a block, which reads it from memory in each pass.
 template <typename T, int kArrays, int kVec, auto kKernel, typename P>
 void launch_unkept(const P& p, Stream stream) {
-  WideShape shape = divide(ceil_div(p.width, kVec) + 1, 1, kWideThreads<T, false> / kWarp);
+  WideShape shape = divide(ceil_div(p.width, kVec) + 1, {1, 1, 0}, kWideThreads<T, false> / kWarp);
   shape.shared_bytes = static_cast<unsigned>(WideRows<T, kArrays, kVec, false>::shared_bytes(shape));
   launch_wide<kKernel>(p, shape, stream);
 }
