@@ -2,6 +2,7 @@
 #include "assert.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
+#include "row.cuh"
 #include "softmax_sum.cuh"
 #include "wide_row.cuh"
 
@@ -113,7 +114,60 @@ struct Classifier {
   }
 };
 
-// Wide rows: they stay in shared memory. Each exponential is taken twice, since that holds no more than the logits.
+// Each exponential is taken twice, since neither registers nor shared memory hold a row wider than it came.
+
+// Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. As in wide rows, the first and
+// the last pack may hold elements of the neighbouring rows.
+constexpr int kMaxItems = 4;
+constexpr int kWarpRows = 8;  // of a block
+
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kWarp* kWarpRows)
+    fused_classifier_forward_warp_kernel(const FusedClassifierForward<T> p) {
+  using A = accumulate_t<T>;
+  constexpr int kVec = kPack<T>;
+  using Registers = Row<T, kVec, kItems>;
+  const int width = static_cast<int>(p.width);
+  const int64_t stride = int64_t(gridDim.x) * kWarpRows;
+  for (int64_t row = int64_t(blockIdx.x) * kWarpRows + threadIdx.y; row < p.rows; row += stride) {
+    const int64_t target = read_target(p, row);
+    if (threadIdx.x == 0) check_target(p, row, target, __func__);
+    const T* logits = p.logits + row * width;
+    const int before = elements_before<Packed<T, kVec>>(logits);
+    const auto column = [&](int i) { return static_cast<int>(Registers::column(i)) - before; };
+    Registers x;
+    if (counts(p, target)) x.load(logits - before, before + width);
+    Classifier<T, int> classifier(p, row, counts(p, target) ? target : kNone);
+    if (classifier.target != kNone) {
+      A max = classifier.logit;
+      x.each(before + width, [&](int i, auto& v) {
+        classifier.leave_others(column(i), v);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) max = fmax(max, v[k]);
+      });
+      max = fmax(warp_reduce<FiniteMax>(max), std::numeric_limits<A>::lowest());
+      A rest = 0;
+      x.each(before + width, [&](int i, auto& v) {
+        classifier.leave_others(column(i), v);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) rest += exp_for<T>(v[k] - max);
+      });
+      classifier.set_sum(max, warp_reduce<Sum>(rest));
+      x.update(before + width, [&](int i, auto& v) {
+        classifier.differentiate(v);
+        classifier.correct(column(i), v);
+      });
+    } else {
+      x.fill(0);
+    }
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (column(i) < width) store_within(p.dlogits + row * width, column(i), width, x.packs[i]);
+    if (threadIdx.x == 0) p.losses[row] = classifier.loss();
+  }
+}
+
+// All other rows: they stay in shared memory. Targets are read a row ahead, and for the loads of rows to come.
 template <typename T, bool kKept>
 __global__ void __launch_bounds__((kWideThreads<T, kKept>))
     fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
@@ -121,7 +175,7 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
   using Rows = WideRows<T, 1, kPack<T>, kKept>;
   Rows rows(shape, p.rows, p.width, {p.logits}, [&](int64_t row) { return counts(p, read_target(p, row)); });
   const auto checked = [&](int64_t row, int64_t target) {
-    if (rows.first_thread()) check_target(p, row, target, __func__);
+    if (rows.first_thread()) check_target(p, row, target, "fused_classifier_forward_wide_kernel");
     return static_cast<typename Rows::Column>(counts(p, target) ? target : kNone);
   };
   auto target = checked(rows.row(), read_target(p, rows.row()));
@@ -157,8 +211,15 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
 
 template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
-  launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>, fused_classifier_forward_wide_kernel<T, false>>(
-      p, packs<T>(p.width, p.logits), stream);
+  const bool aligned = packs<T>(p.width, p.logits);
+  const int64_t items = ceil_div(ceil_div(p.width, kPack<T>) + !aligned, kWarp);
+  if (items > kMaxItems)
+    return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>,
+                            fused_classifier_forward_wide_kernel<T, false>>(p, aligned, stream);
+  const unsigned grid = grid_size(ceil_div(p.rows, kWarpRows));
+  with_each_item<kMaxItems>(static_cast<int>(items), [&](auto items) {
+    fused_classifier_forward_warp_kernel<T, items.value><<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(p);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -167,10 +228,11 @@ void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
 constexpr int kBackwardItems = 4;
 
 // A pack of a row that begins in the row before or ends in the next keeps to its own elements.
-template <typename T, int kVec>
+template <typename T>
 __global__ void __launch_bounds__(256)
     fused_classifier_backward_kernel(const FusedClassifierBackward<T> p, int segments) {
   using A = accumulate_t<T>;
+  constexpr int kVec = kPack<T>;
   using Pack = Packed<T, kVec>;
   const int64_t unit = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t row = segments == 1 ? unit : unit / segments;
@@ -197,14 +259,14 @@ __global__ void __launch_bounds__(256)
 }
 
 // Rows of up to 1024 packs side by side in a block, wider ones over several blocks.
-template <typename T, int kVec>
+template <typename T>
 void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
-  const int64_t packs = ceil_div(p.width, kVec) + (kVec > 1 && p.width % kVec != 0);
+  const int64_t packs = ceil_div(p.width, kPack<T>) + !cuda::packs<T>(p.width, p.dlogits);
   const int64_t lanes = ceil_div(ceil_div(packs, kBackwardItems), kWarp) * kWarp;
   const dim3 block(std::min<int64_t>(lanes, 256), std::max<int64_t>(256 / lanes, 1));
   const int64_t segments = ceil_div(packs, int64_t(block.x) * kBackwardItems);
   const unsigned grid = static_cast<unsigned>(ceil_div(p.rows * segments, block.y));
-  fused_classifier_backward_kernel<T, kVec><<<grid, block, 0, stream>>>(p, static_cast<int>(segments));
+  fused_classifier_backward_kernel<T><<<grid, block, 0, stream>>>(p, static_cast<int>(segments));
 }
 
 }  // namespace
@@ -219,21 +281,16 @@ Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream strea
 template <typename T>
 Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
-  if (in_step(p.scaled, p.dlogits))
-    launch_backward<T, kPack<T>>(p, stream);
-  else
-    launch_backward<T, 1>(p, stream);
+  launch_backward(p, stream);
   return cudaGetLastError();
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                                                        \
   template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
   template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
-#ifndef WIDE_BENCH
 GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float16)
-#endif
 GPTKERNELS_INSTANTIATE(float)
 GPTKERNELS_INSTANTIATE(bfloat16)
+GPTKERNELS_INSTANTIATE(float16)
 
 }  // namespace gptkernels::cuda

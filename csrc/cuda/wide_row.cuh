@@ -376,17 +376,17 @@ struct WideLayout {
 // rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
 // meeting or its loads, the others work. Before sm_90 those of one block are left.
 constexpr WideLayout kWideLayouts[] = {
-    {1, 28, 2}, {1, 14, 2}, {1, 6, 2}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
+    {1, 28, 2}, {1, 20, 1}, {1, 6, 1}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
     {4, 3, 1},  {8, 3, 1},  {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
 };
 
-// Divides a row among up to max_warps warps of a block, so that the busiest of a multiprocessor's four schedulers has
-// the fewest packs to see to. Of equally good divisions that with the most warps.
+// Divides a row among up to max_warps warps of a block, and not far fewer, so that the busiest of a multiprocessor's
+// four schedulers has the fewest packs to see to. Of equally good divisions that with the most warps.
 inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) {
   constexpr int kSchedulers = 4;
   WideShape best = {};
   int64_t least = std::numeric_limits<int64_t>::max();
-  for (int warps = max_warps; warps >= 1; --warps) {
+  for (int warps = max_warps; warps > max_warps * 3 / 5; --warps) {
     const int64_t part = ceil_div(ceil_div(packs, layout.cluster * warps), kWarp) * kWarp;
     const int64_t busiest = ceil_div(warps * layout.blocks, kSchedulers) * part;
     if (busiest >= least) continue;
@@ -395,11 +395,6 @@ inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) 
   }
   return best;
 }
-
-#ifdef WIDE_BENCH
-inline int g_cluster, g_blocks, g_warps, g_stages;
-inline WideShape g_seen;
-#endif
 
 // `limit` is the dynamic shared memory that a block alone on a multiprocessor may have; stages = 0: no row fits.
 template <typename T, int kArrays>
@@ -410,22 +405,11 @@ WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
   const auto try_layout = [&](const WideLayout& layout) {
     WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true> / kWarp / layout.blocks, 1));
-#ifdef WIDE_BENCH
-    if (g_warps)
-      shape.warps = g_warps,
-      shape.part = ceil_div(ceil_div(packs, int64_t(layout.cluster) * shape.warps), kWarp) * kWarp;
-#endif
     const int64_t available = (limit + kReserved) / layout.blocks - kReserved - Rows::shared_bytes(shape);
     shape.stages = static_cast<int>(std::min(available / Rows::stage_bytes(shape), kMostStages));
-#ifdef WIDE_BENCH
-    if (g_stages) shape.stages = std::min(shape.stages, g_stages);
-#endif
     shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
     return shape;
   };
-#ifdef WIDE_BENCH
-  if (g_cluster) return try_layout({g_cluster, g_blocks, g_stages});
-#endif
   for (const WideLayout& layout : kWideLayouts) {
     if (layout.cluster > max_cluster) continue;
     const WideShape shape = try_layout(layout);
@@ -457,9 +441,6 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
   }
   shape.grid = static_cast<unsigned>(std::min<int64_t>(p.rows, clusters) * shape.cluster);
   config.gridDim = dim3(shape.grid);
-#ifdef WIDE_BENCH
-  g_seen = shape;
-#endif
   cudaLaunchKernelEx(&config, kKernel, p, shape);
 }
 
