@@ -7,15 +7,18 @@
 //
 //   WideRows<T, 1, kVec, kKept> rows(shape, p.rows, p.width, {p.x});
 //   for (; rows.more(); rows.next()) {
+//     rows.wait();
 //     SoftmaxSum<T> sum;
-//     rows.each(-infinity, [&](auto column, auto& x) { sum.add(x[0]); });
+//     rows.each(-infinity, rows.edges(), [&](auto column, auto& x, auto exceptional) { sum.add(x[0]); });
 //     rows.reduce(sum);
-//     rows.write(p.out, [&](auto column, auto& x) { x[0][k] = exp(x[0][k] - sum.max) / sum.total; });
+//     rows.write(p.out, rows.edges(), [&](auto column, auto& x, auto exceptional) { ... x[0][k] becomes an output ...
+//     });
 //   }
 //
 // Packs are 16 bytes at multiples of 16 bytes, also where a row does not begin or end at one: the first and the last
 // pack then hold elements of neighbouring rows. These are replaced as they are read and never written, so it does not
-// matter that in place somebody else may just be writing them. All arrays must lie alike (in_step), else kVec is 1.
+// matter that in place somebody else may just be writing them. All arrays that are read must lie alike (in_step), else
+// kVec is 1; the one that is written may lie otherwise, and is then written element by element.
 //
 // Where not even one row fits (kKept = false), the same interface reads it from memory in each pass.
 #pragma once
@@ -105,7 +108,7 @@ class WideRows {
     if constexpr (kKept) ring_ = shared() + int64_t(warp()) * stages_ * kArrays * part_;
     initialise_barriers();
     if constexpr (kKept)
-      for (int i = 0; i < stages_; ++i) load(i, row_ + i * stride_, wanted(row_ + i * stride_));
+      for (int i = 0; i < stages_; ++i) load(i, row_ + int64_t(i) * stride_, wanted(row_ + int64_t(i) * stride_));
     join();
   }
 
@@ -120,7 +123,9 @@ class WideRows {
 
   __device__ int64_t row() const { return row_; }
   __device__ int64_t next_row() const { return row_ + stride_; }
-  __device__ int64_t loaded_next() const { return row_ + stages_ * stride_; }  // the row that next() begins to load
+  __device__ int64_t loaded_next() const {
+    return row_ + int64_t(stages_) * stride_;
+  }  // the row that next() begins to load
   __device__ bool first_thread() const { return rank_ == 0 && threadIdx.x == 0; }
 
   __device__ void next(bool wanted = true) {
@@ -150,6 +155,9 @@ class WideRows {
     Column end;
     Column column;
   };
+
+  // None but the ends of the row.
+  __device__ Exceptions edges() const { return {width_, -1}; }
 
   // fn(column, x, exceptional) with x the accumulators of the pack of every array that begins at `column`; what lies
   // outside of the row is `outside`. A warp whose part has no exceptions is spared the look at each pack:
@@ -355,7 +363,7 @@ class WideRows {
   int cluster_ = 1;
   int rank_ = 0;
   int64_t row_;
-  int64_t stride_;
+  int stride_;
   uint4* ring_ = nullptr;
   int slot_ = 0;
   unsigned parity_ = 0;
@@ -439,7 +447,7 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
     cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kKernel, shape.warps * kWarp, shape.shared_bytes);
     clusters *= multiprocessors();
   }
-  shape.grid = static_cast<unsigned>(std::min<int64_t>(p.rows, clusters) * shape.cluster);
+  shape.grid = static_cast<unsigned>(std::min<int64_t>(p.rows, std::max(clusters, 1)) * shape.cluster);
   config.gridDim = dim3(shape.grid);
   cudaLaunchKernelEx(&config, kKernel, p, shape);
 }
