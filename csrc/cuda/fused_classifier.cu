@@ -18,6 +18,8 @@ namespace {
 //
 // The target's exponential is left out of the sum. That then holds the digits that a confident row's loss and gradient
 // consist of, and that the whole sum, a little more than 1, would have rounded away.
+//
+// A row is kept as it came, in half of what its exponentials would fill, and each of these is taken twice.
 
 // ignore_index beyond the last row.
 template <typename T>
@@ -114,8 +116,6 @@ struct Classifier {
   }
 };
 
-// Each exponential is taken twice, since neither registers nor shared memory hold a row wider than it came.
-
 // Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. As in wide rows, the first and
 // the last pack may hold elements of the neighbouring rows.
 constexpr int kMaxItems = 4;
@@ -209,6 +209,8 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
   }
 }
 
+// Where a row is kept between its two passes: registers, while they are one warp's; then, with launch_wide_rows, shared
+// memory, of a part of a multiprocessor or of up to eight, else nowhere.
 template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
   const bool aligned = packs<T>(p.width, p.logits);
@@ -223,7 +225,8 @@ void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Backward: reads and writes dlogits once.
+// Backward: reads and writes dlogits once; 2 * N * Vp * sizeof(T) bytes. All loads of a thread come before its first
+// store.
 
 constexpr int kBackwardItems = 4;
 
