@@ -1,0 +1,483 @@
+// Rows too wide for registers, read from memory once: they stream through shared memory, warp by warp.
+//
+// A row lies over all the warps of a thread-block cluster (before sm_90: of one block), which has the rows row0,
+// row0 + clusters, ... of a persistent grid. Each warp owns the same part of every row and a ring of slots for it in
+// shared memory: while it works on a row, its parts of the next ones are on their way into the other slots, and a slot
+// is loaded anew as soon as this warp is done with it. So loads never stop, and warps meet in sums and maxima alone:
+//
+//   WideRows<T, 1, kVec, kKept> rows(shape, p.rows, p.width, {p.x});
+//   for (; rows.more(); rows.next()) {
+//     rows.wait();
+//     SoftmaxSum<T> sum;
+//     rows.each(-infinity, rows.edges(), [&](auto column, auto& x, auto exceptional) { sum.add(x[0]); });
+//     rows.reduce(sum);
+//     rows.write(p.out, rows.edges(), [&](auto column, auto& x, auto exceptional) { ... x[0][k] becomes an output ...
+//     });
+//   }
+//
+// Packs are 16 bytes at multiples of 16 bytes, also where a row does not begin or end at one: the first and the last
+// pack then hold elements of neighbouring rows. These are replaced as they are read and never written, so it does not
+// matter that in place somebody else may just be writing them. All arrays that are read must lie alike (in_step), else
+// kVec is 1; the one that is written may lie otherwise, and is then written element by element.
+//
+// Where not even one row fits (kKept = false), the same interface reads it from memory in each pass.
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "hopper.cuh"
+#include "launch.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+// The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more
+// for those of two arrays, for four packs that come from memory, and for float64.
+template <typename T, bool kKept, int kArrays = 1>
+constexpr int kWideThreads = !kKept || sizeof(T) == 8 ? 512
+                             : kArrays == 1           ? 896
+                                                      : 768;
+
+struct WideShape {
+  int cluster;    // blocks that share a row
+  int warps;      // of a block
+  int stages;     // slots of a ring
+  int64_t part;   // packs of a slot, a multiple of 32
+  unsigned grid;  // blocks
+  unsigned shared_bytes;
+};
+
+// Whether rows of all these arrays begin at the same place of a 16-byte pack.
+template <typename First, typename... Pointers>
+bool in_step(const First* first, const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
+}
+
+// How many elements before a row the 16-byte pack begins in which the row begins.
+template <typename Pack, typename T>
+__device__ int elements_before(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
+}
+
+// Stores what of a pack lies within its row: all at once where it may, else element by element.
+template <int kVec, typename Column, typename T>
+__device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
+  const bool whole = column >= 0 && column + kVec <= width;
+  if (whole && elements_before<Packed<T, kVec>>(row + column) == 0) return store(row + column, pack);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
+}
+
+// What WideRows::reduce makes of all threads' values: `merge` takes another's in, `warp_reduce` a whole warp's. The
+// default value is that of no elements.
+template <typename A>
+struct WideSum {
+  A total = 0;
+
+  __device__ void merge(const WideSum& other) { total += other.total; }
+  __device__ void warp_reduce() { total = cuda::warp_reduce<Sum>(total); }
+};
+
+template <typename T, int kArrays, int kVec, bool kKept>
+class WideRows {
+ public:
+  using A = accumulate_t<T>;
+  using Column = std::conditional_t<kKept, int, int64_t>;  // a row that is kept is no wider than shared memory
+
+  // The rows' first loads begin here. `wanted(row)` says whether a row is read at all.
+  template <typename Wanted>
+  __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays],
+                      const Wanted& wanted)
+      : rows_(rows),
+        width_(static_cast<Column>(width)),
+        part_(shape.part),
+        stages_(shape.stages),
+        warps_(blockDim.x / kWarp) {
+    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
+#if GPTKERNELS_HOPPER
+    cluster_ = shape.cluster;
+    rank_ = cluster_rank();
+#endif
+    row_ = blockIdx.x / cluster_;
+    stride_ = gridDim.x / cluster_;
+    if constexpr (kKept) ring_ = shared() + int64_t(warp()) * stages_ * kArrays * part_;
+    initialise_barriers();
+    if constexpr (kKept)
+      for (int i = 0; i < stages_; ++i) load(i, row_ + int64_t(i) * stride_, wanted(row_ + int64_t(i) * stride_));
+    join();
+  }
+
+  __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays])
+      : WideRows(shape, rows, width, arrays, [](int64_t) { return true; }) {}
+
+  __device__ bool more() {
+    if (row_ < rows_) return true;
+    join();  // others may still write to this block's shared memory
+    return false;
+  }
+
+  __device__ int64_t row() const { return row_; }
+  __device__ int64_t next_row() const { return row_ + stride_; }
+  __device__ int64_t loaded_next() const {
+    return row_ + int64_t(stages_) * stride_;
+  }  // the row that next() begins to load
+  __device__ bool first_thread() const { return rank_ == 0 && threadIdx.x == 0; }
+
+  __device__ void next(bool wanted = true) {
+    if constexpr (kKept) {
+      load(slot_, loaded_next(), wanted);
+      if (++slot_ == stages_) {
+        slot_ = 0;
+        parity_ ^= 1;
+      }
+    }
+    row_ += stride_;
+  }
+
+  // Waits until this warp's part of the row has come. Once a row, before the first `each` or `write`.
+  __device__ void wait() {
+    if constexpr (kKept) {
+#if GPTKERNELS_HOPPER
+      mbarrier_wait(full(slot_), parity_);
+#else
+      __pipeline_wait_prior(stages_ - 1);
+#endif
+    }
+  }
+
+  // Columns that a kernel treats unlike the others: `column`, and all from `end` on.
+  struct Exceptions {
+    Column end;
+    Column column;
+  };
+
+  // None but the ends of the row.
+  __device__ Exceptions edges() const { return {width_, -1}; }
+
+  // fn(column, x, exceptional) with x the accumulators of the pack of every array that begins at `column`; what lies
+  // outside of the row is `outside`. A warp whose part has no exceptions is spared the look at each pack:
+  // `exceptional` is a constant.
+  template <typename Fn>
+  __device__ void each(A outside, Exceptions exceptions, const Fn& fn) const {
+    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
+      if (exceptional.value && !whole(column)) {
+#pragma unroll
+        for (int k = 0; k < kVec; ++k)
+          if (column + k < 0 || column + k >= width_)
+#pragma unroll
+            for (int a = 0; a < kArrays; ++a) x[a][k] = outside;
+      }
+      fn(column, x, exceptional);
+    });
+  }
+
+  // The same, and what fn leaves in x[0] goes to the row of `out`; a pack at a time where that is in step.
+  template <typename Fn>
+  __device__ void write(T* out, Exceptions exceptions, const Fn& fn) const {
+    T* row = out + row_ * width_;
+    if (elements_before<Pack>(row) != elements_before<Pack>(arrays_[0] + row_ * width_)) exceptions.end = 0;
+    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
+      fn(column, x, exceptional);
+      if (exceptional.value)
+        store_within(row, column, width_, narrow<T>(x[0]));
+      else
+        store_narrow<kVec>(row + column, x[0]);
+    });
+  }
+
+  // Every element of the row of `out` becomes `value`; nothing is read.
+  __device__ void fill(T* out, A value) const {
+    Pack values;
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) values.v[k] = narrow<T>(value);
+    const Part part = part_of(row_);
+    for (Column i = lane(); i < part.count; i += kWarp)
+      store_within<kVec, Column>(out + row_ * width_, part.first + i * kVec, width_, values);
+  }
+
+  // Every thread gets what all threads' values together make. One meeting a row is all it takes: a warp sends its value
+  // to all blocks of the cluster and waits for those of all warps. Two sets of places, in turn, so that nobody writes
+  // to one that is still being read: who is at the reduction after the next has met all others in the next.
+  template <typename V>
+  __device__ void reduce(V& value) {
+    value.warp_reduce();
+    const int parts = cluster_ * warps_;
+    if (parts == 1) return;
+    V* places = reinterpret_cast<V*>(shared() + ring_packs() + (reductions_ & 1) * parts * kPlace);
+    if (cluster_ == 1) {
+      if (lane() == 0) places[warp()] = value;
+      __syncthreads();
+    } else {
+#if GPTKERNELS_HOPPER
+      uint64_t* met = barriers() + (reductions_ & 1);
+      if (threadIdx.x == 0) mbarrier_expect(met, parts * sizeof(V));
+      if (lane() < cluster_) store_in_block(places + rank_ * warps_ + warp(), value, met, lane());
+      mbarrier_wait(met, reductions_ / 2 & 1);
+#endif
+    }
+    ++reductions_;
+    value = lane() < parts ? places[lane()] : V();
+    for (int i = lane() + kWarp; i < parts; i += kWarp) value.merge(places[i]);
+    value.warp_reduce();
+  }
+
+  // Of dynamic shared memory: the rings, the places of two reductions, the barriers.
+  static int64_t shared_bytes(const WideShape& shape) {
+    const int64_t meetings = 2 * (shape.cluster * shape.warps * kPlace * 16 + sizeof(uint64_t));
+    return (kKept ? shape.stages * stage_bytes(shape) : 0) + meetings;
+  }
+
+  // A slot and its barrier, for all warps.
+  static int64_t stage_bytes(const WideShape& shape) {
+    return shape.warps * (kArrays * shape.part * 16 + sizeof(uint64_t));
+  }
+
+ private:
+  using Pack = Packed<T, kVec>;
+  static constexpr int kPlace = sizeof(A) / 4;  // of 16 bytes: room for two accumulators, and more
+  static constexpr int kInFlight = kKept || kArrays > 1 ? 2 : 4;
+
+  static __device__ uint4* shared() {
+    extern __shared__ uint4 wide_row_shared[];
+    return wide_row_shared;
+  }
+  static __device__ int lane() { return threadIdx.x % kWarp; }
+  static __device__ int warp() { return threadIdx.x / kWarp; }
+  __device__ int ring_packs() const { return kKept ? warps_ * stages_ * kArrays * static_cast<int>(part_) : 0; }
+  __device__ uint64_t* barriers() const {
+    return reinterpret_cast<uint64_t*>(shared() + ring_packs() + 2 * cluster_ * warps_ * kPlace);
+  }
+  __device__ uint64_t* full(int slot) const { return barriers() + 2 + warp() * stages_ + slot; }
+  __device__ Pack* slot(int slot, int array) const {
+    return reinterpret_cast<Pack*>(ring_ + (slot * kArrays + array) * part_);
+  }
+  __device__ bool whole(Column column) const { return column >= 0 && column + kVec <= width_; }
+
+  // This warp's packs of a row. Where the row's first pack begins in another row, its column is negative.
+  struct Part {
+    Column first;
+    Column count;
+  };
+
+  __device__ Part part_of(int64_t row) const {
+    const int head = elements_before<Pack>(arrays_[0] + row * width_);
+    const int64_t packs = (head + width_ + kVec - 1) / kVec;
+    const int64_t before = (int64_t(rank_) * warps_ + warp()) * part_;
+    const int64_t left = packs - before;
+    return {static_cast<Column>(before * kVec - head), static_cast<Column>(left < 0 ? 0 : left < part_ ? left : part_)};
+  }
+
+  // Begins to load this warp's part of a row, or nothing, which arrives at once.
+  __device__ void load(int slot, int64_t row, bool wanted) {
+    wanted = wanted && row < rows_;
+    const Part part = part_of(row);
+#if GPTKERNELS_HOPPER
+    __syncwarp();  // all lanes are done with the slot
+    if (lane() == 0) {
+      const unsigned bytes = wanted ? part.count * sizeof(Pack) : 0;
+      mbarrier_expect(full(slot), bytes * kArrays);
+      if (bytes)
+#pragma unroll
+        for (int a = 0; a < kArrays; ++a)
+          bulk_load(this->slot(slot, a), arrays_[a] + row * width_ + part.first, bytes, full(slot));
+    }
+#else
+    if (wanted)
+#pragma unroll
+      for (int a = 0; a < kArrays; ++a)
+        for (Column i = lane(); i < part.count; i += kWarp)
+          __pipeline_memcpy_async(this->slot(slot, a) + i, arrays_[a] + row * width_ + part.first + i * kVec,
+                                  sizeof(Pack));
+    __pipeline_commit();
+#endif
+  }
+
+  template <typename Fn>
+  __device__ void packs(Exceptions exceptions, const Fn& fn) const {
+    const Part part = part_of(row_);
+    const Column end = part.first + part.count * kVec;
+    const bool plain =
+        part.first >= 0 && end <= exceptions.end && (exceptions.column < part.first || exceptions.column >= end);
+    if (plain)
+      packs(part, [&](Column column, auto& x) { fn(column, x, std::false_type()); });
+    else
+      packs(part, [&](Column column, auto& x) { fn(column, x, std::true_type()); });
+  }
+
+  // Several packs are on their way from shared or global memory before the first is used.
+  template <typename Fn>
+  __device__ void packs(const Part& part, const Fn& fn) const {
+    const auto [first, count] = part;
+    for (Column start = lane(); start < count; start += kWarp * kInFlight) {
+      Pack raw[kInFlight][kArrays];
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u)
+        if (start + u * kWarp < count)
+#pragma unroll
+          for (int a = 0; a < kArrays; ++a) raw[u][a] = pack(a, first, start + u * kWarp);
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        if (start + u * kWarp >= count) break;
+        A x[kArrays][kVec];
+#pragma unroll
+        for (int a = 0; a < kArrays; ++a) widen(x[a], raw[u][a]);
+        fn(first + (start + u * kWarp) * kVec, x);
+      }
+    }
+  }
+
+  __device__ Pack pack(int array, Column first, Column i) const {
+    if constexpr (kKept)
+      return slot(slot_, array)[i];
+    else
+      return cuda::load<kVec>(arrays_[array] + row_ * width_ + first + i * kVec);
+  }
+
+  __device__ void initialise_barriers() {
+#if GPTKERNELS_HOPPER
+    if (threadIdx.x == 0)
+      for (int i = 0; i < 2; ++i) mbarrier_init(barriers() + i);
+    if (lane() == 0)
+      for (int i = 0; i < stages_; ++i) mbarrier_init(full(i));
+    mbarrier_init_fence();
+#endif
+  }
+
+  __device__ void join() {
+#if GPTKERNELS_HOPPER
+    cluster_barrier();
+#endif
+  }
+
+  const T* arrays_[kArrays];
+  int64_t rows_;
+  Column width_;
+  int64_t part_;
+  int stages_;
+  int warps_;
+  int cluster_ = 1;
+  int rank_ = 0;
+  int64_t row_;
+  int stride_;
+  uint4* ring_ = nullptr;
+  int slot_ = 0;
+  unsigned parity_ = 0;
+  unsigned reductions_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launch.
+
+// A way to lay rows: blocks that share one, blocks on a multiprocessor, and the fewest rows in a ring.
+struct WideLayout {
+  int cluster;
+  int blocks;
+  int stages;
+};
+
+// The first in which a row fits is taken; small clusters first, since a meeting costs more the more meet. Of a ring's
+// rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
+// meeting or its loads, the others work. Before sm_90 those of one block are left.
+constexpr WideLayout kWideLayouts[] = {
+    {1, 28, 2}, {1, 20, 1}, {1, 6, 1}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
+    {4, 3, 1},  {8, 3, 1},  {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
+};
+
+// Divides a row among up to max_warps warps of a block, and not far fewer, so that the busiest of a multiprocessor's
+// four schedulers has the fewest packs to see to. Of equally good divisions that with the most warps.
+inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) {
+  constexpr int kSchedulers = 4;
+  WideShape best = {};
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int warps = max_warps; warps > max_warps * 3 / 5; --warps) {
+    const int64_t part = ceil_div(ceil_div(packs, layout.cluster * warps), kWarp) * kWarp;
+    const int64_t busiest = ceil_div(warps * layout.blocks, kSchedulers) * part;
+    if (busiest >= least) continue;
+    least = busiest;
+    best = {.cluster = layout.cluster, .warps = warps, .stages = 0, .part = part, .grid = 0, .shared_bytes = 0};
+  }
+  return best;
+}
+
+// `limit` is the dynamic shared memory that a block alone on a multiprocessor may have; stages = 0: no row fits.
+template <typename T, int kArrays>
+WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster) {
+  using Rows = WideRows<T, kArrays, kPack<T>, true>;
+  constexpr int kReserved = 1024;  // by CUDA, in each block
+  constexpr int64_t kMostStages = 3;
+  const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
+  const auto try_layout = [&](const WideLayout& layout) {
+    WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true, kArrays> / kWarp / layout.blocks, 1));
+    const int64_t available = (limit + kReserved) / layout.blocks - kReserved - Rows::shared_bytes(shape);
+    shape.stages = static_cast<int>(std::min(available / Rows::stage_bytes(shape), kMostStages));
+    shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
+    return shape;
+  };
+  for (const WideLayout& layout : kWideLayouts) {
+    if (layout.cluster > max_cluster) continue;
+    const WideShape shape = try_layout(layout);
+    if (shape.stages >= layout.stages) return shape;
+  }
+  return {};
+}
+
+// Launches a kernel of (P, WideShape) as a persistent grid of as many clusters as a device holds.
+template <auto kKernel, typename P>
+void launch_wide(const P& p, WideShape shape, Stream stream) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = shape.cluster;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(shape.cluster);
+  config.blockDim = dim3(shape.warps * kWarp);
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster > 1;
+  int clusters = 0;
+  if (shape.cluster > 1) {
+    cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+  } else {
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&clusters, kKernel, shape.warps * kWarp, shape.shared_bytes);
+    clusters *= multiprocessors();
+  }
+  shape.grid = static_cast<unsigned>(std::min<int64_t>(p.rows, std::max(clusters, 1)) * shape.cluster);
+  config.gridDim = dim3(shape.grid);
+  cudaLaunchKernelEx(&config, kKernel, p, shape);
+}
+
+// A row at a block, which reads it from memory in each pass.
+template <typename T, int kArrays, int kVec, auto kKernel, typename P>
+void launch_unkept(const P& p, Stream stream) {
+  WideShape shape = divide(ceil_div(p.width, kVec) + 1, {1, 1, 0}, kWideThreads<T, false> / kWarp);
+  shape.shared_bytes = static_cast<unsigned>(WideRows<T, kArrays, kVec, false>::shared_bytes(shape));
+  launch_wide<kKernel>(p, shape, stream);
+}
+
+// Whether a kernel's code is that for sm_90 and later.
+template <auto kKernel>
+bool built_for_hopper() {
+  cudaFuncAttributes attributes = {};
+  cudaFuncGetAttributes(&attributes, kKernel);
+  return attributes.ptxVersion >= 90;
+}
+
+template <typename T, int kArrays, auto kKept, auto kUnkept, typename P>
+void launch_wide_rows(const P& p, bool aligned, Stream stream) {
+  const int max_cluster = built_for_hopper<kKept>() ? 8 : 1;
+  const WideShape shape = wide_shape<T, kArrays>(p.width, aligned, max_dynamic_shared_memory<kKept>(), max_cluster);
+  if (shape.stages)
+    launch_wide<kKept>(p, shape, stream);
+  else
+    launch_unkept<T, kArrays, kPack<T>, kUnkept>(p, stream);
+}
+
+}  // namespace gptkernels::cuda
