@@ -80,11 +80,14 @@ __device__ Index columns_of(Index row, Index width) {
 
 // A thread's columns of its row: every threads()-th pack, and at most one single element. Packs lie at multiples of 16
 // bytes wherever the row begins. What is left before the first and behind the last of them, less than a pack each, are
-// the singles of the row's first 2 * kVec threads; where there are none (kSingles = false) nobody looks for them.
-template <typename T, typename Team, bool kSingles, bool kCausal>
+// the singles of the row's first 2 * kVec threads; where there are none (kSingles = false) nobody looks for them. Packs
+// may also begin with those before the row that share a 128-byte line with its first one (kLines): no thread has these,
+// but the packs of a warp fill whole lines, which no two warps then write parts of.
+template <typename T, typename Team, bool kSingles, bool kCausal, bool kLines>
 class RowColumns {
  public:
   static constexpr int kVec = kPack<T>;
+  static constexpr int kLine = 128 / sizeof(T);
 
   // Of a row of one of so many rows that begin at `base`; beyond the last row there are no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width) : begin_(Team::row() * width) {
@@ -93,8 +96,9 @@ class RowColumns {
     columns_ =
         kCausal && width ? columns_of<true>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(width)) : width_;
     const int thread = Team::thread();
-    const int head = kSingles ? min(elements_to_pack(base + begin_), width_) : 0;
-    first_ = head + thread * kVec;
+    const int head = kSingles ? min(elements_to(kVec, base + begin_), width_) : 0;
+    const int before = kLines ? (kLine - elements_to(kLine, base + begin_ + head)) % kLine : 0;
+    first_ = head - before + thread * kVec;
     end_ = kSingles ? head + (width_ - head) / kVec * kVec : width_;
     if (kSingles) single_ = thread >= kVec ? end_ + thread - kVec : thread < head ? thread : width_;
   }
@@ -103,8 +107,8 @@ class RowColumns {
 
   // Pack i: its first column, whether the row has it, whether any of it takes part.
   __device__ int column(int i) const { return first_ + i * Team::threads() * kVec; }
-  __device__ bool has(int i) const { return column(i) < end_; }
-  __device__ bool counts(int i) const { return column(i) < (kCausal ? min(columns_, end_) : end_); }
+  __device__ bool has(int i) const { return within(column(i), end_); }
+  __device__ bool counts(int i) const { return within(column(i), kCausal ? min(columns_, end_) : end_); }
 
   __device__ int single() const { return single_; }
   __device__ bool has_single() const { return kSingles && single_ < width_; }
@@ -113,15 +117,22 @@ class RowColumns {
   // Replaces what the mask hides of pack i.
   template <typename Element>
   __device__ void mask(Element (&x)[kVec], int i, Element by) const {
-    if (!kCausal || column(i) + kVec <= columns_) return;
+    if constexpr (kCausal) {
+      if (column(i) + kVec <= columns_) return;
 #pragma unroll
-    for (int k = 0; k < kVec; ++k)
-      if (column(i) + k >= columns_) x[k] = by;
+      for (int k = 0; k < kVec; ++k)
+        if (column(i) + k >= columns_) x[k] = by;
+    }
   }
 
  private:
-  static __device__ int elements_to_pack(const T* p) {
-    return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % kVec);
+  // From p to the next multiple of so many.
+  static __device__ int elements_to(int multiple, const T* p) {
+    return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
+  }
+
+  static __device__ bool within(int column, int end) {
+    return kLines ? static_cast<unsigned>(column) < static_cast<unsigned>(end) : column < end;
   }
 
   int64_t begin_;
@@ -225,7 +236,7 @@ struct SoftmaxRows {
   accumulate_t<T> scale;  // of x
 };
 
-// exp(scale * x): as SoftmaxSum's exp_for, with the scale in the factor that 2^x needs anyway.
+// exp(scale * x): exp_for with the scale in the factor that 2^x needs anyway.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -289,7 +300,7 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   constexpr int kVec = kPack<T>;
   // Exponentials are kept where they fit; else they are taken again from x, of which 16-bit packs are half as large.
   constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
-  const RowColumns<T, Team, kSingles, kCausal> at(p.out, p.rows, p.width);
+  const RowColumns<T, Team, kSingles, kCausal, kMore> at(p.out, p.rows, p.width);
   RowPart<T, kItems, kMore> x(p.x, at, places);
 
   MaxSum<T> own;
@@ -439,7 +450,7 @@ struct SoftmaxBackwardRows {
 template <typename T, typename Team, int kItems, bool kSingles, bool kCausal, bool kMore>
 __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout_places, void* out_places) {
   constexpr int kVec = kPack<T>;
-  const RowColumns<T, Team, kSingles, kCausal> at(p.dx, p.rows, p.width);
+  const RowColumns<T, Team, kSingles, kCausal, kMore> at(p.dx, p.rows, p.width);
   RowPart<T, kItems, kMore> dout(p.dout, at, dout_places);
   RowPart<T, kItems, kMore> out(p.out, at, out_places);
 
@@ -534,14 +545,15 @@ constexpr int kSoftmaxItems = 4;  // packs a thread in registers: 32 to 40 regis
 struct BlockShape {
   unsigned threads;
   int more;  // packs a thread in shared memory, of each array
-  unsigned shared_bytes;
+  int64_t shared_bytes;
 };
 
 inline BlockShape block_shape(int64_t packs, int arrays, int most_threads) {
+  if (packs > int64_t(most_threads) * kSoftmaxItems) packs += 7;  // kLines: of the line in which the row begins
   const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kSoftmaxItems);
   const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
   const int64_t more = items - kSoftmaxItems;
-  return {static_cast<unsigned>(threads), static_cast<int>(more), static_cast<unsigned>(arrays * more * threads * 16)};
+  return {static_cast<unsigned>(threads), static_cast<int>(more), arrays * more * threads * 16};
 }
 
 // Calls lanes(kLanes, kItems, kSingles) with these as types, or beyond what a warp holds wider().
@@ -617,8 +629,9 @@ void launch_backward_registers(const SoftmaxBackwardRows<T>& p, Stream stream) {
       });
 }
 
-// float64, and what the fast kernels leave out: arrays whose rows begin at different places of a pack; scales that are
-// not positive, or so small that x - max(x) overflows where scale * (x - max(x)) does not.
+// The simple way, an element at a time and a row read in each pass, is for float64 and what the others leave out:
+// arrays whose rows begin at different places of a pack; scales that are not positive, or so small that x - max(x)
+// overflows where scale * (x - max(x)) does not; rows beyond a grid.
 
 template <bool kCausal, typename T>
 Status softmax_forward_rows(const SoftmaxRows<T>& p, Stream stream) {
