@@ -135,12 +135,29 @@ def test_padded_columns_take_no_part(vocab_size, width, dtype, device):
     assert (ops.fused_classifier(logits, targets, vocab_size)[1][:, vocab_size:] == 0).all()
 
 
-@pytest.mark.parametrize("width", [4096, 12288, 16384, 32768, 131072])
+@pytest.mark.parametrize("width", [1000, 2000, 4096, 12288, 32768, 50304, 65536, 131072, 262144, 600000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wherever_a_row_is_kept(width, dtype, device):
-    """On CUDA: registers, shared memory for one, two or more rows a multiprocessor, or nowhere."""
+    """On CUDA: registers, shared memory of a part of a multiprocessor, of one, of two or more, or nowhere."""
     check(*inputs(9, width, dtype, device))
     check(*inputs(2, width + 1, dtype, device))
+
+
+@pytest.mark.parametrize("width", [1001, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_follow_each_other(width, dtype, device):
+    """More rows than a device holds at a time, with ignored ones among them: slots are loaded again, or skipped."""
+    logits, targets, _ = inputs(1200, width, dtype, device)
+    targets[3::5] = IGNORED
+    losses, dlogits = ops.fused_classifier(logits, targets)
+    in_place_losses, in_place_dlogits = in_place(logits, targets)
+    assert torch.equal(in_place_losses, losses)
+    assert torch.equal(in_place_dlogits, dlogits)
+    torch.testing.assert_close(losses, torchs(logits, targets), rtol=1e-5, atol=1e-5)
+    expected = gradient(torchs, logits, targets, torch.ones_like(losses))
+    torch.testing.assert_close(dlogits, expected, **tolerance(dtype))
+    assert (dlogits[targets == IGNORED] == 0).all()
+    torch.testing.assert_close(dlogits.float().sum(-1), torch.zeros_like(losses), rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 5000])

@@ -1,12 +1,10 @@
-#include <cuda_pipeline.h>
-
-#include <limits>
-
 #include "../fused_classifier.h"
 #include "assert.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
-#include "reduce.cuh"
+#include "row.cuh"
+#include "softmax_sum.cuh"
+#include "wide_row.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -14,308 +12,264 @@ namespace {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward: reads the logits once, writes dlogits once; 2 * N * Vp * sizeof(T) bytes, and a target and a loss a row.
 //
-// The thread that holds a pack of columns is the only one that writes these, and but for the target's the only one that
-// reads them, so dlogits may take the place of the logits. Columns V..Vp count as -inf and are written as 0.
+// A thread writes the packs that it has read itself, so dlogits may take the place of the logits; the one logit that
+// all threads read, the target's, is in their sums before any of them writes. Columns V..Vp count as -inf and are
+// written as 0.
 //
-// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
-// gradient consist of, and that its sum, a little more than 1, would have rounded away.
+// The target's exponential is left out of the sum. That then holds the digits that a confident row's loss and gradient
+// consist of, and that the whole sum, a little more than 1, would have rounded away.
+//
+// A row is kept as it came, in half of what its exponentials would fill, and each of these is taken twice.
 
-template <typename A>
-constexpr A kLowest = -std::numeric_limits<A>::infinity();
-
-// A pack of logits with -inf for the target and for padding.
-template <typename T, int kVec>
-__device__ void load_others(accumulate_t<T> (&x)[kVec], const T* logits, int64_t column, int64_t target,
-                            int64_t vocab_size) {
-  load_wide<kVec>(x, logits + column);
-  if (column + kVec <= vocab_size && (target < column || target >= column + kVec)) return;
-#pragma unroll
-  for (int k = 0; k < kVec; ++k)
-    if (column + k >= vocab_size || column + k == target) x[k] = kLowest<accumulate_t<T>>;
+// ignore_index beyond the last row.
+template <typename T>
+__device__ int64_t read_target(const FusedClassifierForward<T>& p, int64_t row) {
+  if (row >= p.rows) return p.ignore_index;
+  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row]
+                             : static_cast<const int32_t*>(p.targets)[row];
 }
 
-template <typename T, int kVec>
-__device__ void store_gradients(T* dlogits, int64_t column, int64_t vocab_size, accumulate_t<T> (&d)[kVec]) {
-  if (column + kVec > vocab_size) {
+// Whether a row with this target has a loss. One outside the vocabulary is never used as an index.
+template <typename T>
+__device__ bool counts(const FusedClassifierForward<T>& p, int64_t target) {
+  return target != p.ignore_index && target >= 0 && target < p.vocab_size;
+}
+
+constexpr int kNone = -1;  // the target of a row without a loss
+
+template <typename T>
+__device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, int64_t target, const char* kernel) {
+  if (target == p.ignore_index || counts(p, target)) return;
+  device_fail(kernel, "a target is outside the vocabulary",
+              "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
+              static_cast<long long>(row), static_cast<long long>(p.vocab_size));
+  __builtin_unreachable();  // so that no register is kept for what would follow
+}
+
+// One row's arithmetic, a pack at a time.
+template <typename T, typename Column>
+struct Classifier {
+  using A = accumulate_t<T>;
+
+  Column target;
+  Column vocab_size;
+  A logit;  // the target's
+  A dloss;
+  // From the sum on:
+  A max = 0;
+  A rest = 0;  // the sum of exp(x - max) over all columns but the target's
+  A scale = 0;
+  A at_target = 0;
+
+  __device__ Classifier(const FusedClassifierForward<T>& p, int64_t row, int64_t target)
+      : target(static_cast<Column>(target)),
+        vocab_size(static_cast<Column>(p.vocab_size)),
+        logit(target == kNone ? A(0) : widen(p.logits[row * p.width + target])),
+        dloss(p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1)) {}
+
+  template <int kVec>
+  __device__ bool special(Column column, const A (&)[kVec]) const {
+    return column < 0 || column + kVec > vocab_size ||
+           static_cast<std::make_unsigned_t<Column>>(target - column) < kVec;
+  }
+
+  // -inf for the target, for padding, and for what belongs to the row before.
+  template <int kVec>
+  __device__ void leave_others(Column column, A (&x)[kVec]) const {
+    if (!special(column, x)) return;
 #pragma unroll
     for (int k = 0; k < kVec; ++k)
-      if (column + k >= vocab_size) d[k] = 0;
+      if (column + k < 0 || column + k >= vocab_size || column + k == target)
+        x[k] = -std::numeric_limits<A>::infinity();
   }
-  store_narrow<kVec>(dlogits + column, d);
-}
 
-template <typename A, int kVec>
-__device__ A max_of(A max, const A (&x)[kVec]) {
+  __device__ void set_sum(A max_logit, A sum_of_others) {
+    max = max_logit;
+    rest = sum_of_others;
+    const A total = exp(logit - max) + rest;
+    scale = dloss / total;
+    at_target = -(rest / total) * dloss;
+  }
+
+  __device__ A loss() const {
+    if (target == kNone) return 0;
+    const A shifted = logit - max;
+    return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
+  }
+
+  // Logits become gradients, but for the target and for padding ...
+  template <int kVec>
+  __device__ void differentiate(A (&x)[kVec]) const {
 #pragma unroll
-  for (int k = 0; k < kVec; ++k) max = Max{}(max, x[k]);
-  return max;
-}
+    for (int k = 0; k < kVec; ++k) x[k] = exp_for<T>(x[k] - max) * scale;
+  }
 
-// x = exp(x - max); returns the sum.
-template <typename A, int kVec>
-__device__ A exponentials(A (&x)[kVec], A max) {
-  A sum = 0;
+  // ... whose are put in here.
+  template <int kVec>
+  __device__ void correct(Column column, A (&x)[kVec]) const {
+    if (!special(column, x)) return;
 #pragma unroll
-  for (int k = 0; k < kVec; ++k) {
-    x[k] = exp(x[k] - max);
-    sum += x[k];
+    for (int k = 0; k < kVec; ++k) {
+      if (column + k >= vocab_size) x[k] = 0;
+      if (column + k == target) x[k] = at_target;
+    }
   }
-  return sum;
-}
-
-template <typename A, int kVec>
-__device__ void scale_by(A (&x)[kVec], A factor) {
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) x[k] *= factor;
-}
-
-// A row's target: read before the row is overwritten, brought in when the other columns' sum is known.
-template <typename T, int kVec>
-class Target {
-  using A = accumulate_t<T>;
-
- public:
-  __device__ Target(const FusedClassifierForward<T>& p, int64_t row, const char* kernel) {
-    column_ =
-        p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row] : static_cast<const int32_t*>(p.targets)[row];
-    const bool outside = column_ < 0 || column_ >= p.vocab_size;
-    ignored_ = outside || column_ == p.ignore_index;
-    if (outside && column_ != p.ignore_index && threadIdx.x == 0)
-      device_fail(kernel, "a target is outside the vocabulary",
-                  "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(column_),
-                  static_cast<long long>(row), static_cast<long long>(p.vocab_size));
-    if (ignored_) return;
-    logit_ = widen(p.logits[row * p.width + column_]);
-    dloss_ = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
-    __syncwarp();  // where the row is one warp's, nothing else keeps its stores behind this load
-  }
-
-  __device__ bool ignored() const { return ignored_; }
-  __device__ int64_t column() const { return column_; }
-
-  // The largest logit of the row, from that of the other columns.
-  __device__ A largest(A of_others) const { return Max{}(of_others, logit_); }
-
-  // What the other columns' exponentials are multiplied by.
-  __device__ A scale(A max, A rest) const { return dloss_ / (exp(logit_ - max) + rest); }
-
-  // The thread that has stored the target's column stores it again.
-  __device__ void finish(const FusedClassifierForward<T>& p, int64_t row, A max, A rest) const {
-    if (column_ / kVec % blockDim.x != threadIdx.x) return;
-    const A shifted = logit_ - max;
-    const A total = exp(shifted) + rest;
-    p.losses[row] = shifted == A(0) ? log1p(rest) : log(total) - shifted;
-    p.dlogits[row * p.width + column_] = narrow<T>(-(rest / total) * dloss_);
-  }
-
- private:
-  int64_t column_;
-  A logit_ = 0;
-  A dloss_ = 0;
-  bool ignored_;
 };
 
-template <int kVec, typename T>
-__device__ void write_ignored(const FusedClassifierForward<T>& p, int64_t row) {
-  using A = accumulate_t<T>;
-  if (threadIdx.x == 0) p.losses[row] = 0;
-  const A zeros[kVec] = {};
-  for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec)
-    store_narrow<kVec>(p.dlogits + row * p.width + column, zeros);
-}
-
-// Rows in registers are kept to half of what would fit, so that a multiprocessor holds several blocks, and one loads
-// while another stores.
+// Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. As in wide rows, the first and
+// the last pack may hold elements of the neighbouring rows.
 constexpr int kMaxItems = 4;
-constexpr int kRowArrays = 2;
+constexpr int kWarpRows = 8;  // of a block
 
-// The row stays in registers between the load and the store, and each exponential is taken once.
-template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kMaxRowThreads<T, kVec, kItems, kRowArrays>)
-    fused_classifier_forward_registers_kernel(const FusedClassifierForward<T> p) {
+template <typename T, int kItems>
+__global__ void __launch_bounds__(kWarp* kWarpRows)
+    fused_classifier_forward_warp_kernel(const FusedClassifierForward<T> p) {
   using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
-      continue;
-    }
-    A x[kItems][kVec];
-    A max = kLowest<A>;
+  constexpr int kVec = kPack<T>;
+  using Registers = Row<T, kVec, kItems>;
+  const int width = static_cast<int>(p.width);
+  const int64_t stride = int64_t(gridDim.x) * kWarpRows;
+  for (int64_t row = int64_t(blockIdx.x) * kWarpRows + threadIdx.y; row < p.rows; row += stride) {
+    const int64_t target = read_target(p, row);
+    if (threadIdx.x == 0) check_target(p, row, target, __func__);
+    const T* logits = p.logits + row * width;
+    const int before = elements_before<Packed<T, kVec>>(logits);
+    const auto column = [&](int i) { return static_cast<int>(Registers::column(i)) - before; };
+    Registers x;
+    if (counts(p, target)) x.load(logits - before, before + width);
+    Classifier<T, int> classifier(p, row, counts(p, target) ? target : kNone);
+    if (classifier.target != kNone) {
+      A max = classifier.logit;
+      x.each(before + width, [&](int i, auto& v) {
+        classifier.leave_others(column(i), v);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        load_others<T, kVec>(x[i], p.logits + row * p.width, column, target.column(), p.vocab_size);
-        max = max_of(max, x[i]);
-      }
-    }
-    max = target.largest(row_reduce<Max>(max, kLowest<A>));
-
-    A rest = 0;
+        for (int k = 0; k < kVec; ++k) max = fmax(max, v[k]);
+      });
+      max = fmax(warp_reduce<FiniteMax>(max), std::numeric_limits<A>::lowest());
+      A rest = 0;
+      x.each(before + width, [&](int i, auto& v) {
+        classifier.leave_others(column(i), v);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) rest += exponentials(x[i], max);
+        for (int k = 0; k < kVec; ++k) rest += exp_for<T>(v[k] - max);
+      });
+      classifier.set_sum(max, warp_reduce<Sum>(rest));
+      x.update(before + width, [&](int i, auto& v) {
+        classifier.differentiate(v);
+        classifier.correct(column(i), v);
+      });
+    } else {
+      x.fill(0);
     }
-    rest = row_sum(rest);
-
-    const A scale = target.scale(max, rest);
 #pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      const int64_t column = (int64_t(i) * blockDim.x + threadIdx.x) * kVec;
-      if (column < p.width) {
-        scale_by(x[i], scale);
-        store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x[i]);
-      }
-    }
-    target.finish(p, row, max, rest);
+    for (int i = 0; i < kItems; ++i)
+      if (column(i) < width) store_within(p.dlogits + row * width, column(i), width, x.packs[i]);
+    if (threadIdx.x == 0) p.losses[row] = classifier.loss();
   }
 }
 
-// A pack on its way into shared memory, past the registers: a whole row of loads is in flight at once.
-template <int kVec, typename T>
-__device__ void copy_to_shared(T* shared, const T* global) {
-  constexpr int kBytes = kVec * sizeof(T);
-  if constexpr (kBytes >= 4)
-    __pipeline_memcpy_async(shared, global, kBytes);
-  else
-    *shared = *global;
-}
-
-// The row stays in shared memory, a block a row; a thread meets its own packs only, so the block waits for nothing but
-// the two reductions. The exponentials are taken twice, since shared memory holds no more than the logits' own dtype.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_forward_shared_kernel(const FusedClassifierForward<T> p) {
+// All other rows: they stay in shared memory. Targets are read a row ahead, and for the loads of rows to come.
+template <typename T, bool kKept>
+__global__ void __launch_bounds__((kWideThreads<T, kKept>))
+    fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* logits = reinterpret_cast<T*>(shared_bytes);  // (Vp)
-  const int64_t first = int64_t(threadIdx.x) * kVec;
-  const int64_t step = int64_t(blockDim.x) * kVec;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
-      continue;
+  using Rows = WideRows<T, 1, kPack<T>, kKept>;
+  Rows rows(shape, p.rows, p.width, {p.logits}, [&](int64_t row) { return counts(p, read_target(p, row)); });
+  const auto checked = [&](int64_t row, int64_t target) {
+    if (rows.first_thread()) check_target(p, row, target, "fused_classifier_forward_wide_kernel");
+    return static_cast<typename Rows::Column>(counts(p, target) ? target : kNone);
+  };
+  auto target = checked(rows.row(), read_target(p, rows.row()));
+  while (rows.more()) {
+    rows.wait();
+    Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
+    const typename Rows::Exceptions exceptions = {classifier.vocab_size, target};
+    SoftmaxSum<T> sum;
+    if (target != kNone) {
+      rows.each(-std::numeric_limits<A>::infinity(), exceptions, [&](auto column, auto& x, auto exceptional) {
+        if (exceptional.value) classifier.leave_others(column, x[0]);
+        sum.add(x[0]);
+      });
+      sum.include_max(classifier.logit);
     }
-    for (int64_t column = first; column < p.width; column += step)
-      copy_to_shared<kVec>(logits + column, p.logits + row * p.width + column);
-    __pipeline_commit();
-    __pipeline_wait_prior(0);
-
-    A x[kVec];
-    A max = kLowest<A>;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      max = max_of(max, x);
+    const int64_t next = read_target(p, rows.next_row());
+    const int64_t loaded_next = read_target(p, rows.loaded_next());
+    if (target != kNone) {
+      rows.reduce(sum);
+      classifier.set_sum(sum.max, sum.total);
+      rows.write(p.dlogits, exceptions, [&](auto column, auto& x, auto exceptional) {
+        classifier.differentiate(x[0]);
+        if (exceptional.value) classifier.correct(column, x[0]);
+      });
+    } else {
+      rows.fill(p.dlogits, 0);
     }
-    max = target.largest(row_reduce<Max>(max, kLowest<A>));
-
-    A rest = 0;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      rest += exponentials(x, max);
-    }
-    rest = row_sum(rest);
-
-    const A scale = target.scale(max, rest);
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, logits, column, target.column(), p.vocab_size);
-      exponentials(x, max);
-      scale_by(x, scale);
-      store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
-    }
-    target.finish(p, row, max, rest);
+    if (rows.first_thread()) p.losses[rows.row()] = classifier.loss();
+    target = checked(rows.next_row(), next);
+    rows.next(counts(p, loaded_next));
   }
 }
 
-// Rows too wide for shared memory: a block a row, which reads it twice, the second time from L2. The first pass keeps a
-// running maximum and a sum that is rescaled whenever the maximum grows.
-template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p) {
-  using A = accumulate_t<T>;
-  const int64_t first = int64_t(threadIdx.x) * kVec;
-  const int64_t step = int64_t(blockDim.x) * kVec;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const Target<T, kVec> target(p, row, __func__);
-    if (target.ignored()) {
-      write_ignored<kVec>(p, row);
-      continue;
-    }
-    A x[kVec];
-    A own_max = kLowest<A>;
-    A own_sum = 0;
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
-      const A pack_max = max_of(kLowest<A>, x);
-      if (pack_max > own_max) {
-        own_sum *= exp(own_max - pack_max);
-        own_max = pack_max;
-      }
-      own_sum += exponentials(x, own_max == kLowest<A> ? A(0) : own_max);  // -inf - -inf would be no number
-    }
-    const A max = target.largest(row_reduce<Max>(own_max, kLowest<A>));
-    const A rest = row_sum(own_sum == A(0) ? A(0) : own_sum * exp(own_max - max));
-
-    const A scale = target.scale(max, rest);
-    for (int64_t column = first; column < p.width; column += step) {
-      load_others<T, kVec>(x, p.logits + row * p.width, column, target.column(), p.vocab_size);
-      exponentials(x, max);
-      scale_by(x, scale);
-      store_gradients<T, kVec>(p.dlogits + row * p.width, column, p.vocab_size, x);
-    }
-    target.finish(p, row, max, rest);
-  }
-}
-
-// Where a row is kept between its load and its store: registers, else shared memory, else nowhere. A row that takes
-// more than half of a multiprocessor's shared memory is alone there and gets all the threads a block may have.
-template <typename T, int kVec>
+// Where a row is kept between its two passes: registers, while they are one warp's; then, with launch_wide_rows, shared
+// memory, of a part of a multiprocessor or of up to eight, else nowhere.
+template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
-  const RowShape shape = row_shape<T, kVec, kMaxItems, kRowArrays>(p.width);
-  if (shape.items) {
-    const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-    return with_items<kMaxItems>(shape.items, [&](auto items) {
-      fused_classifier_forward_registers_kernel<T, kVec, items.value><<<grid, shape.block, 0, stream>>>(p);
-    });
-  }
-  const unsigned grid = grid_size(p.rows);
-  const int64_t row_bytes = p.width * int64_t(sizeof(T));
-  const int64_t shared_bytes = max_dynamic_shared_memory<fused_classifier_forward_shared_kernel<T, kVec>>();
-  if (row_bytes <= shared_bytes) {
-    const int threads = row_bytes <= shared_bytes / 2 ? 512 : 1024;
-    fused_classifier_forward_shared_kernel<T, kVec><<<grid, threads, row_bytes, stream>>>(p);
-  } else {
-    fused_classifier_forward_wide_kernel<T, kVec><<<grid, 1024, 0, stream>>>(p);
-  }
+  const bool aligned = packs<T>(p.width, p.logits);
+  const int64_t items = ceil_div(ceil_div(p.width, kPack<T>) + !aligned, kWarp);
+  if (items > kMaxItems)
+    return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>,
+                            fused_classifier_forward_wide_kernel<T, false>>(p, aligned, stream);
+  const unsigned grid = grid_size(ceil_div(p.rows, kWarpRows));
+  with_each_item<kMaxItems>(static_cast<int>(items), [&](auto items) {
+    fused_classifier_forward_warp_kernel<T, items.value><<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(p);
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Backward: reads and writes dlogits once.
+// Backward: reads and writes dlogits once; 2 * N * Vp * sizeof(T) bytes. All loads of a thread come before its first
+// store.
 
-template <typename T, int kVec>
-__global__ void __launch_bounds__(1024) fused_classifier_backward_rows_kernel(const FusedClassifierBackward<T> p) {
+constexpr int kBackwardItems = 4;
+
+// A pack of a row that begins in the row before or ends in the next keeps to its own elements.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    fused_classifier_backward_kernel(const FusedClassifierBackward<T> p, int segments) {
   using A = accumulate_t<T>;
-  const int64_t stride = int64_t(gridDim.x) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y; row < p.rows; row += stride) {
-    const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
-#pragma unroll 4
-    for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
-      A d[kVec];
-      load_wide<kVec>(d, p.dlogits + row * p.width + column);
+  constexpr int kVec = kPack<T>;
+  using Pack = Packed<T, kVec>;
+  const int64_t unit = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int64_t row = segments == 1 ? unit : unit / segments;
+  if (row >= p.rows) return;
+  const T* from = p.dlogits + row * p.width;
+  const int before = elements_before<Pack>(from);
+  const int64_t first = (unit - row * segments) * kBackwardItems * blockDim.x + threadIdx.x;
+  const auto column = [&](int i) { return (first + int64_t(i) * blockDim.x) * kVec - before; };
+  Pack packs[kBackwardItems];
 #pragma unroll
-      for (int k = 0; k < kVec; ++k) d[k] = d[k] == A(0) ? A(0) : d[k] * dloss;
-      store_narrow<kVec>(p.scaled + row * p.width + column, d);
-    }
+  for (int i = 0; i < kBackwardItems; ++i)
+    if (column(i) < p.width) packs[i] = load<kVec>(from + column(i));
+  const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
+  T* to = p.scaled + row * p.width;
+#pragma unroll
+  for (int i = 0; i < kBackwardItems; ++i) {
+    if (column(i) >= p.width) break;
+    A d[kVec];
+    widen(d, packs[i]);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) d[k] = d[k] == A(0) ? A(0) : d[k] * dloss;
+    store_within(to, column(i), p.width, narrow<T>(d));
   }
 }
 
-template <typename T, int kVec>
+// Rows of up to 1024 packs side by side in a block, wider ones over several blocks.
+template <typename T>
 void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
-  const RowShape shape = row_shape<T, kVec, kMaxItems>(p.width);
-  const unsigned grid = grid_size(ceil_div(p.rows, shape.block.y));
-  fused_classifier_backward_rows_kernel<T, kVec><<<grid, shape.block, 0, stream>>>(p);
+  const int64_t packs = ceil_div(p.width, kPack<T>) + !cuda::packs<T>(p.width, p.dlogits);
+  const int64_t lanes = ceil_div(ceil_div(packs, kBackwardItems), kWarp) * kWarp;
+  const dim3 block(std::min<int64_t>(lanes, 256), std::max<int64_t>(256 / lanes, 1));
+  const int64_t segments = ceil_div(packs, int64_t(block.x) * kBackwardItems);
+  const unsigned grid = static_cast<unsigned>(ceil_div(p.rows * segments, block.y));
+  fused_classifier_backward_kernel<T><<<grid, block, 0, stream>>>(p, static_cast<int>(segments));
 }
 
 }  // namespace
@@ -323,20 +277,14 @@ void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
 template <typename T>
 Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.dlogits, p.logits))
-    launch_forward<T, kPack<T>>(p, stream);
-  else
-    launch_forward<T, 1>(p, stream);
+  launch_forward(p, stream);
   return cudaGetLastError();
 }
 
 template <typename T>
 Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream) {
   if (p.rows == 0 || p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.scaled, p.dlogits))
-    launch_backward<T, kPack<T>>(p, stream);
-  else
-    launch_backward<T, 1>(p, stream);
+  launch_backward(p, stream);
   return cudaGetLastError();
 }
 

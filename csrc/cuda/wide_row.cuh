@@ -16,8 +16,9 @@
 //   }
 //
 // Packs are 16 bytes at multiples of 16 bytes, also where a row does not begin or end at one: the first and the last
-// pack then hold elements of neighbouring rows. These are replaced as they are read and never written, so it does not
-// matter that in place somebody else may just be writing them. All arrays that are read must lie alike (in_step), else
+// pack then hold elements of neighbouring rows, or lie beyond the last row, but never beyond the allocation. These are
+// replaced as they are read and never written, so it does not matter that nobody may have written them yet, or that in
+// place somebody else may just be doing it. All arrays that are read must lie alike (in_step), else
 // kVec is 1; the one that is written may lie otherwise, and is then written element by element.
 //
 // Where not even one row fits (kKept = false), the same interface reads it from memory in each pass.
@@ -40,9 +41,7 @@ namespace gptkernels::cuda {
 // The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more
 // for those of two arrays, for four packs that come from memory, and for float64.
 template <typename T, bool kKept, int kArrays = 1>
-constexpr int kWideThreads = !kKept || sizeof(T) == 8 ? 512
-                             : kArrays == 1           ? 896
-                                                      : 768;
+constexpr int kWideThreads = !kKept || sizeof(T) == 8 ? 512 : (kArrays == 1 ? 896 : 768);
 
 struct WideShape {
   int cluster;    // blocks that share a row
@@ -274,12 +273,13 @@ class WideRows {
     return {static_cast<Column>(before * kVec - head), static_cast<Column>(left < 0 ? 0 : left < part_ ? left : part_)};
   }
 
-  // Begins to load this warp's part of a row, or nothing, which arrives at once.
+  // Begins to load this warp's part of a row, or nothing, which arrives at once. The lanes read the slot before they
+  // meet here, and the copy is begun after.
   __device__ void load(int slot, int64_t row, bool wanted) {
     wanted = wanted && row < rows_;
     const Part part = part_of(row);
 #if GPTKERNELS_HOPPER
-    __syncwarp();  // all lanes are done with the slot
+    __syncwarp();
     if (lane() == 0) {
       const unsigned bytes = wanted ? part.count * sizeof(Pack) : 0;
       mbarrier_expect(full(slot), bytes * kArrays);
@@ -386,7 +386,7 @@ struct WideLayout {
 // rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
 // meeting or its loads, the others work. Before sm_90 those of one block are left.
 constexpr WideLayout kWideLayouts[] = {
-    {1, 28, 2}, {1, 20, 1}, {1, 6, 1}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
+    {1, 24, 2}, {1, 20, 1}, {1, 6, 1}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
     {4, 3, 1},  {8, 3, 1},  {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
 };
 
