@@ -38,10 +38,10 @@
 
 namespace gptkernels::cuda {
 
-// The threads of all blocks on a multiprocessor: 72 registers for each, which is what two packs in flight take; more
-// for those of two arrays, for four packs that come from memory, and for float64.
-template <typename T, bool kKept, int kArrays = 1>
-constexpr int kWideThreads = !kKept || sizeof(T) == 8 ? 512 : (kArrays == 1 ? 896 : 768);
+// The threads of all blocks on a multiprocessor: 80 registers for each, which is what two packs in flight take; more
+// for four packs that come from memory, and for float64.
+template <typename T, bool kKept>
+constexpr int kWideThreads = kKept && sizeof(T) < 8 ? 768 : 512;
 
 struct WideShape {
   int cluster;    // blocks that share a row
@@ -414,7 +414,7 @@ WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster
   constexpr int64_t kMostStages = 3;
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
   const auto try_layout = [&](const WideLayout& layout) {
-    WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true, kArrays> / kWarp / layout.blocks, 1));
+    WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true> / kWarp / layout.blocks, 1));
     const int64_t available = (limit + kReserved) / layout.blocks - kReserved - Rows::shared_bytes(shape);
     shape.stages = static_cast<int>(std::min(available / Rows::stage_bytes(shape), kMostStages));
     shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
