@@ -50,7 +50,7 @@ def functions(scores, dout):
     return (ours, scores, dout), (torchs, scores, dout), (exact, double(scores), double(dout))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 17, 33, 127, 768])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 7, 8, 17, 33, 64, 127, 250, 768])
 @pytest.mark.parametrize("matrices", [0, 1, 5])
 @all_dtypes
 def test_matches_float64(matrices, tokens, dtype, device):
@@ -69,6 +69,16 @@ def test_wide_matrices(tokens, dtype, device):
 def test_views(view, dtype, device):
     scores, dout = (randn(3, 2, 40, 40, dtype=dtype, device=device) for _ in range(2))
     check(as_view(scores, view), as_view(dout, view), -2.0)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 1e-37, 30.0])
+@all_dtypes
+def test_any_scale(scale, dtype, device):
+    scores, dout = (randn(2, 33, 33, dtype=dtype, device=device) for _ in range(2))
+    if abs(scale) <= 1 and dtype != torch.float16:
+        scores[1] *= torch.finfo(torch.bfloat16).max / 8  # the differences of what the scale makes small overflow
+    assert_as_exact_as_torch(ours(scores, scale), torchs(scores, scale), exact(double(scores), scale))
+    check(scores[:1], dout[:1], scale)
 
 
 @all_dtypes

@@ -51,6 +51,13 @@ def test_matches_float64(rows, width, dtype, device):
     check(3 * x, dout)
 
 
+@pytest.mark.parametrize("width", [8, 64, 100, 120, 250, 256, 520, 1000, 2304, 8200, 33000, 70001, 110000, 150000])
+@all_dtypes
+def test_wherever_a_row_is_kept(width, dtype, device):
+    x, dout = (randn(3, width, dtype=dtype, device=device) for _ in range(2))
+    check(3 * x, dout)
+
+
 @all_views
 @all_dtypes
 def test_views(view, dtype, device):
