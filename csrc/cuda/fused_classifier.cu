@@ -219,7 +219,7 @@ void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
     return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>,
                             fused_classifier_forward_wide_kernel<T, false>>(p, aligned, stream);
   const unsigned grid = grid_size(ceil_div(p.rows, kWarpRows));
-  with_each_item<kMaxItems>(static_cast<int>(items), [&](auto items) {
+  with_row_items<1, kMaxItems>(static_cast<int>(items), [&](auto items) {
     fused_classifier_forward_warp_kernel<T, items.value><<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(p);
   });
 }

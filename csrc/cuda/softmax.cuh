@@ -566,7 +566,7 @@ void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wi
   if (aligned && packs <= 32) return lanes(Items<32>{}, Items<1>{}, std::false_type{});
   const int64_t items = std::max<int64_t>(ceil_div(packs, kWarp), 1);
   if (items > kSoftmaxItems) return wider();
-  with_each_item<kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, std::true_type{}); });
+  with_row_items<1, kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, std::true_type{}); });
 }
 
 // One launch can have a block for every row. More rows than that take the simple way.
