@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(kForwardThreads<kCausal, kMore>, 2)
 }
 
 template <typename T, int kVec, bool kKept, bool kCausal>
-__global__ void __launch_bounds__(kWideThreads<T, kKept>)
+__global__ void __launch_bounds__(kWideThreads<T, kKept>, 1)
     softmax_forward_wide_kernel(const SoftmaxRows<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
   using Rows = WideRows<T, 1, kVec, kKept>;
@@ -512,7 +512,7 @@ __global__ void __launch_bounds__(1024) softmax_backward_block_kernel(const Soft
 }
 
 template <typename T, int kVec, bool kKept, bool kCausal>
-__global__ void __launch_bounds__(kWideThreads<T, kKept>)
+__global__ void __launch_bounds__(kWideThreads<T, kKept>, 1)
     softmax_backward_wide_kernel(const SoftmaxBackwardRows<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
   using Rows = WideRows<T, 2, kVec, kKept>;
