@@ -6,6 +6,7 @@
 
 #include "../encoder.h"
 #include "assert.cuh"
+#include "counting_sort.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
@@ -15,7 +16,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr unsigned kAll = 0xFFFFFFFFu;
 
 template <int kVec>
 int64_t slabs(int64_t width) {
@@ -43,38 +43,10 @@ __device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t 
   return false;
 }
 
-// A pack as accumulators and back; bfloat16 in pairs, one instruction an element to widen and one a pair to narrow.
-template <int kVec, typename T>
-__device__ void widen_pack(accumulate_t<T> (&values)[kVec], const Packed<T, kVec>& pack) {
-  if constexpr (std::is_same_v<T, bfloat16> && kVec % 2 == 0) {
-#pragma unroll
-    for (int k = 0; k < kVec; k += 2) {
-      const uint32_t pair = reinterpret_cast<const uint32_t*>(&pack)[k / 2];
-      values[k] = __uint_as_float(pair << 16);
-      values[k + 1] = __uint_as_float(pair & 0xFFFF0000u);
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) values[k] = widen(pack.v[k]);
-  }
-}
-
-template <int kVec, typename T>
-__device__ void narrow_pack(Packed<T, kVec>& pack, const accumulate_t<T> (&values)[kVec]) {
-  if constexpr (std::is_same_v<T, bfloat16> && kVec % 2 == 0) {
-#pragma unroll
-    for (int k = 0; k < kVec; k += 2)
-      reinterpret_cast<__nv_bfloat162*>(&pack)[k / 2] = __floats2bfloat162_rn(values[k], values[k + 1]);
-  } else {
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) pack.v[k] = narrow<T>(values[k]);
-  }
-}
-
 template <int kVec, typename T>
 __device__ void add_pack(accumulate_t<T> (&sum)[kVec], const Packed<T, kVec>& pack) {
   accumulate_t<T> values[kVec];
-  widen_pack(values, pack);
+  widen(values, pack);
 #pragma unroll
   for (int k = 0; k < kVec; ++k) sum[k] += values[k];
 }
@@ -92,9 +64,7 @@ __device__ void stream(T* p, const Packed<T, kVec>& value) {
 
 template <int kVec, typename T>
 __device__ void stream_narrow(T* p, const accumulate_t<T> (&values)[kVec]) {
-  Packed<T, kVec> pack;
-  narrow_pack(pack, values);
-  stream<kVec>(p, pack);
+  stream<kVec>(p, narrow<T>(values));
 }
 
 template <int kVec, typename A>
@@ -168,9 +138,9 @@ __global__ void __launch_bounds__(kThreads, kOwnPositions ? kForwardBlocks - 1 :
       if (row >= rows) break;
       if (p.wpe) {
         accumulate_t<T> sum[kVec];
-        widen_pack(sum, embeddings[r]);
+        widen(sum, embeddings[r]);
         add_pack(sum, positions[kOwnPositions ? r : 0]);
-        narrow_pack(embeddings[r], sum);
+        embeddings[r] = narrow<T>(sum);
       }
       stream<kVec>(p.out + row * p.width + at.column, embeddings[r]);
     }
@@ -199,7 +169,7 @@ void launch_forward(const EncoderForward<T, Token>& p, Stream stream) {
 // numbers, are spread). In the second a block gathers one bin from all tiles and sorts it by the other bits. A token's
 // place in the order, bin after bin, is its slot. No atomics but those that count, so the order is the tokens' alone.
 // It takes reading the tokens and a few times 4 N bytes, all in L2: this half is latency, not bytes. The next kernel of
-// the three starts while one still runs (see `wait_for_previous_kernel`), and the sums over the batch need no order.
+// the three starts while one still runs (launch.cuh), and the sums over the batch need no order.
 
 constexpr int kTileThreads = 1024;
 constexpr int kBinThreads = 512;
@@ -281,110 +251,6 @@ Workspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary
   take(w.partials, (2 * windows + piece_rows) * width);
   return w;
 }
-
-// From sm_90 on a kernel may be launched before the one ahead of it in the stream has ended: it says here from where on
-// it needs what that one wrote. The kernel ahead allows it by `let_next_kernel_start`.
-__device__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-template <typename... Parameters>
-void launch_early(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared_bytes, Stream stream,
-                  const std::type_identity_t<Parameters>&... arguments) {
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = major >= 9 ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-// Over a warp.
-__device__ int inclusive_scan(int value) {
-#pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int below = __shfl_up_sync(kAll, value, offset);
-    if (threadIdx.x % kWarp >= offset) value += below;
-  }
-  return value;
-}
-
-// In place, over the block. Each thread takes a stretch of an odd length, which no two lanes find in one bank.
-__device__ void exclusive_scan(int* values, int count) {
-  __shared__ int warps[kWarp];
-  const int lane = threadIdx.x % kWarp;
-  const int warp = threadIdx.x / kWarp;
-  const int stretch = (count + blockDim.x - 1) / blockDim.x | 1;
-  const int begin = min(count, static_cast<int>(threadIdx.x) * stretch);
-  const int end = min(count, begin + stretch);
-  __syncthreads();
-  int total = 0;
-  for (int i = begin; i < end; ++i) total += values[i];
-  const int up_to = inclusive_scan(total);
-  if (lane == kWarp - 1) warps[warp] = up_to;
-  __syncthreads();
-  int sum = warp_reduce<Sum>(lane < warp ? warps[lane] : 0) + up_to - total;
-  for (int i = begin; i < end; ++i) {
-    const int value = values[i];
-    values[i] = sum;
-    sum += value;
-  }
-  __syncthreads();
-}
-
-// A stable counting sort by a block whose warps take one stretch of the entries each: every warp counts the digits of
-// its own, a scan turns the counts into where each warp's entries of a digit begin, and the warps place them.
-struct CountingSort {
-  int* counts;  // (digits, warps + 1), in shared memory; the last column is for the banks
-
-  static int threads(int most, int64_t digits) {
-    constexpr int64_t kSharedBytes = 46 * 1024;
-    int warps = most / kWarp;
-    while (warps > 1 && shared_bytes(warps * kWarp, digits) > kSharedBytes) warps /= 2;
-    return warps * kWarp;
-  }
-  static int64_t shared_bytes(int threads, int64_t digits) {
-    return digits * (threads / kWarp + 1) * int64_t(sizeof(int));
-  }
-
-  __device__ CountingSort(int* shared, int digits) : counts(shared) {
-    for (int i = threadIdx.x; i < digits * columns(); i += blockDim.x) counts[i] = 0;
-    __syncthreads();
-  }
-  __device__ static int columns() { return blockDim.x / kWarp + 1; }
-  __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  __device__ int start(int digit) const { return counts[digit * columns()]; }
-  __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
-  __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
-
-  // Where this lane's entry belongs. All lanes call it; those that are not `active` have none.
-  __device__ int place(bool active, int digit) const {
-    const unsigned same = __match_any_sync(kAll, active ? digit : -1);
-    const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));
-    int place = 0;
-    if (active) place = *mine(digit) + rank;
-    __syncwarp();
-    if (active && rank == 0) *mine(digit) += __popc(same);
-    __syncwarp();
-    return place;
-  }
-};
 
 template <typename T, typename Token>
 __global__ void __launch_bounds__(kTileThreads)
@@ -738,14 +604,14 @@ void launch_backward(const EncoderBackward<T, Token>& p, const Workspace<T>& w, 
   const int bin_threads = CountingSort::threads(kBinThreads, w.digits);
   encoder_backward_tiles_kernel<T, Token>
       <<<w.tiles, tile_threads, CountingSort::shared_bytes(tile_threads, bins), stream>>>(p, w);
-  launch_early(encoder_backward_bins_kernel<T>, dim3(bins), bin_threads,
-               CountingSort::shared_bytes(bin_threads, w.digits), stream, w);
+  launch_early<encoder_backward_bins_kernel<T>>(bins, bin_threads, CountingSort::shared_bytes(bin_threads, w.digits),
+                                                stream, w);
   constexpr int kMaxGridY = 65535;
   const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kWarps) : 0;
   const int64_t slot_blocks = ceil_div(w.units, kWarps);
-  launch_early(encoder_backward_sums_kernel<T, Token, kVec>,
-               dim3(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY)), kThreads, 0, stream, p, w,
-               batch_blocks);
+  launch_early<encoder_backward_sums_kernel<T, Token, kVec>>(
+      dim3(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY)), kThreads, 0, stream, p, w,
+      batch_blocks);
 }
 
 }  // namespace

@@ -1,41 +1,14 @@
 // GELU and its derivative at one x, for every kernel that has one in hand.
 //
 // Neither form is computed as x / 2 * (1 + tanh(u)) or (1 + erf(u)), whose sum cancels for negative x: both take the
-// small tail itself. T is the dtype that the result is rounded to. What 16 bits cannot show is not computed: there the
-// exponential and the reciprocal are one instruction each, since these kernels have some 30 instructions an element
-// before they are slower than the memory.
+// small tail itself.
 #pragma once
 
 #include <limits>
-#include <type_traits>
 
-#include "device.h"
+#include "approximate.cuh"
 
 namespace gptkernels::cuda {
-
-template <typename T>
-constexpr bool kSixteenBits = sizeof(T) == 2;
-
-template <typename T, typename A>
-__device__ A exponential(A x) {
-  if constexpr (kSixteenBits<T>) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-    return result;
-  }
-  return exp(x);
-}
-
-// 1 / x for x >= 1.
-template <typename T, typename A>
-__device__ A reciprocal(A x) {
-  if constexpr (kSixteenBits<T>) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
-  return A(1) / x;
-}
 
 // With v = 2 sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
 template <typename T>
@@ -46,7 +19,7 @@ struct GeluTanh {
 
   static __device__ A value(A x) {
     const A v = x * (A(kLinear) + A(kCubic) * (x * x));
-    return x * reciprocal<T>(A(1) + exponential<T>(-v));
+    return x * reciprocal_for<T>(A(1) + exp_for<T>(-v));
   }
 
   // s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
@@ -54,8 +27,8 @@ struct GeluTanh {
   static __device__ A derivative(A x) {
     const A square = fmin(x * x, std::numeric_limits<A>::max());
     const A v = x * (A(kLinear) + A(kCubic) * square);
-    const A e = exponential<T>(-fabs(v));
-    const A s = reciprocal<T>(A(1) + e);
+    const A e = exp_for<T>(-fabs(v));
+    const A s = reciprocal_for<T>(A(1) + e);
     return (v < A(0) ? e * s : s) + x * (e * s * s * (A(kLinear) + A(3 * kCubic) * square));
   }
 };
@@ -101,10 +74,10 @@ template <typename T>
 __device__ Tail<float> tail(float x) {
   using Fit = TailFit<T>;
   const float square = x * x;
-  float e = exponential<T>(-0.5f * square);
+  float e = exp_for<T>(-0.5f * square);
   // What rounding the square has cost, 80 ulp of e in the far tail.
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
-  const float t = reciprocal<T>(1.0f + Fit::kC * x);
+  const float t = reciprocal_for<T>(1.0f + Fit::kC * x);
   float mass = e * t * Fit::polynomial(t);
   // Near 0 there is no tail to keep, and 1/2 - x R(x^2) has fewer roundings; R is fitted in the same way, to 7e-10.
   if constexpr (!kSixteenBits<T>)

@@ -32,7 +32,7 @@ __device__ double squares(const Packed<T, N>& pack) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     global_norm_squares_chunks_kernel(const __grid_constant__ NormList list, double* partials) {
-  let_second_stage_start();
+  let_next_kernel_start();
   constexpr int N = kPack<T>;
   constexpr int kRound = kPacksInFlight * kThreads * N;
   const int thread = static_cast<int>(threadIdx.x);
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
   for (int i = packed + thread; i < chunk.size; i += kThreads) sum += squares(load<1>(x + i));
-  const double total = row_sum(sum);
+  const double total = block_sum(sum);
   if (thread == 0) partials[blockIdx.x] = total;
 }
 
@@ -65,7 +65,7 @@ constexpr int kSumsInFlight = 8;
 
 __global__ void __launch_bounds__(kSumThreads)
     global_norm_sum_block_kernel(float* norm, const double* partials, int64_t count) {
-  wait_for_first_stage();
+  wait_for_previous_kernel();
   double sum = 0;
   for (int64_t begin = threadIdx.x; begin < count; begin += kSumsInFlight * kSumThreads) {
     double found[kSumsInFlight];
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
     for (int k = 0; k < kSumsInFlight; ++k) sum += found[k];
   }
-  const double total = row_sum(sum);
+  const double total = block_sum(sum);
   if (threadIdx.x == 0) *norm = static_cast<float>(sqrt(total));
 }
 
@@ -100,7 +100,7 @@ Status global_norm_squares(const GlobalNormSquares<T>& p, Stream stream) {
 }
 
 Status global_norm_sum(float* norm, const double* partials, int64_t count, Stream stream) {
-  launch_second_stage(global_norm_sum_block_kernel, 1, kSumThreads, stream, norm, partials, count);
+  launch_early<global_norm_sum_block_kernel>(1, kSumThreads, 0, stream, norm, partials, count);
   return cudaGetLastError();
 }
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "device.h"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 
@@ -33,9 +32,22 @@ inline int multiprocessors() {
   return device_attribute<cudaDevAttrMultiProcessorCount>();
 }
 
-// Hopper or later: thread-block clusters, bulk copies and dependent launches.
-inline bool is_hopper() {
-  return device_attribute<cudaDevAttrComputeCapabilityMajor>() >= 9;
+// Whether the code of a kernel that the current device runs is that for sm_90 and later (a device may run older code,
+// translated anew): what __CUDA_ARCH__ >= 900 adds to it is there. Asked for once a device.
+template <auto kKernel>
+bool built_for_hopper() {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];  // the version of the code
+  int device = 0;
+  cudaGetDevice(&device);
+  int version = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (version == 0) {
+    cudaFuncAttributes attributes = {};
+    cudaFuncGetAttributes(&attributes, kKernel);
+    version = attributes.ptxVersion;
+    if (device < kMaxDevices) known[device].store(version, std::memory_order_relaxed);
+  }
+  return version >= 90;
 }
 
 // A grid for `blocks` units of work in a grid-stride loop.
@@ -61,49 +73,11 @@ int blocks_per_multiprocessor(unsigned threads) {
   return blocks;
 }
 
-// How one row is laid over threads: `items` packs of kVec elements a thread, in registers. One warp a row with four
-// rows a block while that suffices, then a block a row.
-struct RowShape {
-  int items;  // 1, 2, 4 or 8; 0 when the row does not fit
-  dim3 block;
-};
-
-// The most threads of a block in which each keeps kArrays arrays of kItems packs: they may fill a third of the register
-// file (65536), the rest is for everything else. A kernel declares it as its __launch_bounds__.
-template <typename T, int kVec, int kItems, int kArrays = 1>
-constexpr int kMaxRowThreads =
-    std::min<int>(1024, 20480 / (kVec * kItems * kArrays * (sizeof(accumulate_t<T>) / 4)) / kWarp * kWarp);
-
-template <typename T, int kVec, int kMaxItems, int kArrays = 1>
-RowShape row_shape(int64_t width) {
-  constexpr int kRowsPerBlock = 4;
-  const int64_t packs = ceil_div(width, kVec);
-  for (int items = 1; items <= kMaxItems; items *= 2)
-    if (packs <= kWarp * items) return {items, dim3(kWarp, kRowsPerBlock)};
-  constexpr int kFew = std::min(4, kMaxItems);
-  const int64_t few = ceil_div(ceil_div(packs, kFew), kWarp) * kWarp;
-  if (few <= kMaxRowThreads<T, kVec, kFew, kArrays>) return {kFew, dim3(static_cast<unsigned>(few))};
-  const int64_t many = ceil_div(ceil_div(packs, kMaxItems), kWarp) * kWarp;
-  if (many <= kMaxRowThreads<T, kVec, kMaxItems, kArrays>) return {kMaxItems, dim3(static_cast<unsigned>(many))};
-  return {0, dim3(1024)};
-}
-
-// Calls fn with `items` as a type, so that it can size register arrays.
+// A number as a type, so that what is called with it can size register arrays.
 template <int N>
 struct Items {
   static constexpr int value = N;
 };
-
-template <int kMaxItems, typename Fn>
-void with_items(int items, const Fn& fn) {
-  if constexpr (kMaxItems >= 8)
-    if (items == 8) return fn(Items<8>{});
-  if constexpr (kMaxItems >= 4)
-    if (items == 4) return fn(Items<4>{});
-  if constexpr (kMaxItems >= 2)
-    if (items == 2) return fn(Items<2>{});
-  fn(Items<1>{});
-}
 
 // The dynamic shared memory that a block of this kernel may ask for on the current device, beside what the kernel
 // declares itself. The first call on a device raises the kernel's own limit to that, from CUDA's 48 KB.
@@ -125,33 +99,36 @@ int64_t max_dynamic_shared_memory() {
   return bytes;
 }
 
-// Launches a second stage whose blocks may be set up while the first still runs, where the device can (in a graph's
-// capture since CUDA 12.3): the kernel calls wait_for_first_stage() before it reads what that has written. Saves the
-// microsecond or two between launches.
-template <typename... Parameters, typename... Arguments>
-void launch_second_stage(void (*kernel)(Parameters...), dim3 grid, dim3 block, Stream stream, Arguments... arguments) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+// ---- kernels that follow each other
+// ----------------------------------------------------------------------------------- From sm_90 on a kernel may be set
+// up while the one ahead of it in the stream still runs (in a graph's capture since CUDA 12.3), which saves the
+// microsecond or two between them. It says by wait_for_previous_kernel() from where on it needs what that one wrote;
+// the one ahead may say by let_next_kernel_start() that there is no need to wait for its end.
+
+template <auto kKernel, typename... Arguments>
+void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = CUDART_VERSION >= 12030 && is_hopper() ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, arguments...);
+  config.attrs = &early;
+  config.numAttrs = CUDART_VERSION >= 12030 && built_for_hopper<kKernel>() ? 1 : 0;
+  cudaLaunchKernelEx(&config, kKernel, arguments...);
 }
 
-// In the first stage: what follows has time to be set up from here on.
-__device__ inline void let_second_stage_start() {
+__device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-__device__ inline void wait_for_first_stage() {
+__device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

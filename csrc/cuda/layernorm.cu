@@ -1,3 +1,5 @@
+#include <limits>
+
 #include "../layernorm.h"
 #include "partial_sums.cuh"
 #include "row_ring.cuh"
@@ -18,9 +20,10 @@ struct Moments {
 };
 
 // 1 / sqrt(x). The approximation is good to 2 ulp; a step of Newton's makes that 1, for an eighth of a division's work.
+// At 0 and infinity, where the step would be no number, it is exact as it is.
 __device__ float reciprocal_root(float x) {
   const float r = rsqrtf(x);
-  return r + 0.5f * r * fmaf(-x * r, r, 1.0f);
+  return x > 0 && x < INFINITY ? r + 0.5f * r * fmaf(-x * r, r, 1.0f) : r;
 }
 __device__ double reciprocal_root(double x) {
   return 1 / sqrt(x);
@@ -100,7 +103,7 @@ struct Affine {
   }
 };
 
-// Everything from a row in registers to its output; affine() gives weight and bias. `inverse` is 1 / C.
+// Everything from a row in registers to its output; get_affine() gives weight and bias. `inverse` is 1 / C.
 template <typename T, int kVec, int kItems, int kThreads, typename GetAffine>
 __device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const Row<T, kVec, kItems, kThreads>& packs,
                               accumulate_t<T> inverse, const GetAffine& get_affine) {
@@ -193,7 +196,7 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
 #pragma unroll
       for (int k = 0; k < kVec; ++k) sum += x[k];
     }
-    const A mean = row_sum(sum) / A(p.width);
+    const A mean = block_sum(sum) / A(p.width);
 
     A rests = 0;
     A squares = 0;
@@ -205,7 +208,7 @@ __global__ void __launch_bounds__(1024) layernorm_forward_wide_kernel(const Laye
         squares += (x[k] - mean) * (x[k] - mean);
       }
     }
-    const Moments<A> m = moments(mean, row_sum(rests), row_sum(squares), A(1) / A(p.width), p.eps);
+    const Moments<A> m = moments(mean, block_sum(rests), block_sum(squares), A(1) / A(p.width), p.eps);
     write_statistics(p, row, m);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_wide<kVec>(x, x_row + column);
@@ -273,7 +276,7 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
           p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
   if constexpr (kVec == 8 && !kResidual)
     if (!row.full && p.width > kWarp * 4 * kVec && launch_forward_ring<kVec>(p, stream)) return;
-  if (row.items)
+  if (row.items && p.rows <= std::numeric_limits<int>::max())  // a grid has no more blocks
     launch_forward_registers<kResidual, kVec>(p, row, stream);
   else
     layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
@@ -442,8 +445,8 @@ __global__ void __launch_bounds__(1024) layernorm_backward_wide_kernel(const Lay
         sum_gn += gradient[k] * norm[k];
       }
     }
-    const A avg_g = row_sum(sum_g) / A(p.width);
-    const A avg_gn = row_sum(sum_gn) / A(p.width);
+    const A avg_g = block_sum(sum_g) / A(p.width);
+    const A avg_gn = block_sum(sum_gn) / A(p.width);
     for (int64_t column = int64_t(threadIdx.x) * kVec; column < p.width; column += int64_t(blockDim.x) * kVec) {
       load_columns(column);
       A dresidual[kVec] = {};

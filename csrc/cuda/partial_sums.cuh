@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   __shared__ A sums[kSumRows][kWarp + 1];
   const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
   A sum = 0;
-  wait_for_first_stage();
+  wait_for_previous_kernel();
   if (column < p.width) {
 #pragma unroll 8
     for (int64_t row = threadIdx.y; row < p.count; row += kSumRows) sum += p.partials[row * p.width + column];
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
 template <typename T>
 void launch_partial_sums(const PartialSums<T>& p, Stream stream) {
   static_assert(kSumRows == kWarp);
-  launch_second_stage(partial_sums_kernel<T>, grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), stream, p);
+  launch_early<partial_sums_kernel<T>>(grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), 0, stream, p);
 }
 
 }  // namespace gptkernels::cuda

@@ -19,6 +19,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "approximate.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
@@ -49,13 +50,6 @@ struct Block {
   static __device__ int thread() { return threadIdx.x; }
   static __device__ int threads() { return blockDim.x; }
 };
-
-template <int kLanes, typename Op, typename A>
-__device__ A reduce_lanes(A value, Op op = {}) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) value = op(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
-  return value;
-}
 
 // To lane i the value of the block's warp i, V() where there is none. Once a kernel.
 template <typename V>
@@ -241,19 +235,14 @@ template <typename T>
 struct ScaledExp {
   float factor;
 
-  __device__ explicit ScaledExp(float scale) : factor(sizeof(T) == 2 ? scale * 1.4426950408889634f : scale) {}
+  __device__ explicit ScaledExp(float scale) : factor(kSixteenBits<T> ? scale * kLog2E : scale) {}
 
-  __device__ float operator()(float x) const { return sizeof(T) == 2 ? power(x * factor) : expf(x * factor); }
+  __device__ float operator()(float x) const {
+    return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
+  }
 
   // exp(scale * x) / 2^y, for 16-bit types.
-  __device__ float over_power(float x, float y) const { return power(fmaf(x, factor, -y)); }
-
- private:
-  static __device__ float power(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
+  __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
 
 template <typename T, int kVec>
@@ -314,7 +303,7 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   if constexpr (kMore)
     for (int i = kItems; at.counts(i); ++i) own.max = fmaxf(own.max, largest_of(*x.place(i)));
   if (at.single_counts()) own.max = fmaxf(own.max, x.single());
-  own.max = reduce_lanes<Team::kOfWarp, FiniteMax>(own.max);
+  own.max = warp_reduce<FiniteMax, Team::kOfWarp>(own.max);
 
   // Each warp sums relative to its own maximum: warps of a block meet once, not twice.
   const ScaledExp<T> exponential(p.scale);
@@ -346,13 +335,13 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
     kept_single = exponential(x.single() - own.max);
     own.total += kept_single;
   }
-  own.total = reduce_lanes<Team::kOfWarp, Sum>(own.total);
+  own.total = warp_reduce<Sum, Team::kOfWarp>(own.total);
 
   MaxSum<T> all = own;
   if constexpr (!Team::kOneWarp) {
     all = value_of_warp(own);
-    const float max = reduce_lanes<kWarp, FiniteMax>(all.max);
-    all.total = reduce_lanes<kWarp, Sum>(all.total * sum_t<T>(exponential(all.max - max)));
+    const float max = warp_reduce<FiniteMax, kWarp>(all.max);
+    all.total = warp_reduce<Sum, kWarp>(all.total * sum_t<T>(exponential(all.max - max)));
     all.max = max;
   }
 
@@ -478,8 +467,8 @@ __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout
       add_products(d, o);
     }
   if (at.single_counts()) products += sum_t<T>(dout.single()) * sum_t<T>(out.single());
-  products = reduce_lanes<Team::kOfWarp, Sum>(products);
-  if constexpr (!Team::kOneWarp) products = reduce_lanes<kWarp, Sum>(value_of_warp(products));
+  products = warp_reduce<Sum, Team::kOfWarp>(products);
+  if constexpr (!Team::kOneWarp) products = warp_reduce<Sum, kWarp>(value_of_warp(products));
   const float dot = static_cast<float>(products);
 
   const auto gradient = [&](float d, float o) { return kCausal ? p.scale * (o * (d - dot)) : o * (d - dot); };

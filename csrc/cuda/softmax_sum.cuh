@@ -3,30 +3,10 @@
 
 #include <limits>
 
-#include "packed.cuh"
+#include "approximate.cuh"
 #include "reduce.cuh"
 
 namespace gptkernels::cuda {
-
-// exp(x) as exact as what becomes T needs it: for 16-bit types the hardware's 2^x, which drops results below 2^-126.
-template <typename T>
-__device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
-  if constexpr (sizeof(T) == 2) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * 1.4426950408889634f));
-    return result;
-  } else {
-    return exp(x);
-  }
-}
-
-// Passes over NaNs, in one instruction.
-struct FiniteMax {
-  template <typename A>
-  __device__ A operator()(A a, A b) const {
-    return fmax(a, b);
-  }
-};
 
 // The maximum, and the sum of exp(x - maximum); the sum is rescaled whenever the maximum grows. The maximum starts at
 // the lowest finite number, not at -inf, so that nothing but -inf so far gives a sum of 0 and no number that is none.

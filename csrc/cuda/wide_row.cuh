@@ -462,14 +462,6 @@ void launch_unkept(const P& p, Stream stream) {
   launch_wide<kKernel>(p, shape, stream);
 }
 
-// Whether a kernel's code is that for sm_90 and later.
-template <auto kKernel>
-bool built_for_hopper() {
-  cudaFuncAttributes attributes = {};
-  cudaFuncGetAttributes(&attributes, kKernel);
-  return attributes.ptxVersion >= 90;
-}
-
 template <typename T, int kArrays, auto kKept, auto kUnkept, typename P>
 void launch_wide_rows(const P& p, bool aligned, Stream stream) {
   const int max_cluster = built_for_hopper<kKept>() ? 8 : 1;

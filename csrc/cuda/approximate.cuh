@@ -1,0 +1,42 @@
+// Exponentials and reciprocals as exact as what becomes of them needs. T is the dtype that the result is rounded to:
+// what 16 bits cannot show is not computed, since a kernel on bfloat16 has some 30 instructions an element before it is
+// slower than the memory.
+#pragma once
+
+#include "device.h"
+
+namespace gptkernels::cuda {
+
+template <typename T>
+constexpr bool kSixteenBits = sizeof(T) == 2;
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^x, one instruction; to 2^-22, and 0 below 2^-126.
+__device__ inline float exp2_approximately(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
+template <typename T>
+__device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
+  if constexpr (kSixteenBits<T>)
+    return exp2_approximately(x * kLog2E);
+  else
+    return exp(x);
+}
+
+// 1 / x for x >= 1.
+template <typename T>
+__device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
+  if constexpr (kSixteenBits<T>) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  } else {
+    return accumulate_t<T>(1) / x;
+  }
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,83 @@
+// A stable counting sort by one block, and the prefix sums it needs.
+#pragma once
+
+#include <cstdint>
+
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr unsigned kAll = 0xFFFFFFFFu;  // lanes
+
+// Over a warp.
+__device__ inline int inclusive_scan(int value) {
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int below = __shfl_up_sync(kAll, value, offset);
+    if (threadIdx.x % kWarp >= offset) value += below;
+  }
+  return value;
+}
+
+// In place, over the block. Each thread takes a stretch of an odd length, which no two lanes find in one bank.
+__device__ inline void exclusive_scan(int* values, int count) {
+  __shared__ int warps[kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int stretch = (count + blockDim.x - 1) / blockDim.x | 1;
+  const int begin = min(count, static_cast<int>(threadIdx.x) * stretch);
+  const int end = min(count, begin + stretch);
+  __syncthreads();
+  int total = 0;
+  for (int i = begin; i < end; ++i) total += values[i];
+  const int up_to = inclusive_scan(total);
+  if (lane == kWarp - 1) warps[warp] = up_to;
+  __syncthreads();
+  int sum = warp_reduce<Sum>(lane < warp ? warps[lane] : 0) + up_to - total;
+  for (int i = begin; i < end; ++i) {
+    const int value = values[i];
+    values[i] = sum;
+    sum += value;
+  }
+  __syncthreads();
+}
+
+// A stable counting sort by a block whose warps take one stretch of the entries each: every warp counts the digits of
+// its own, a scan turns the counts into where each warp's entries of a digit begin, and the warps place them.
+struct CountingSort {
+  int* counts;  // (digits, warps + 1), in shared memory; the last column is for the banks
+
+  static int threads(int most, int64_t digits) {
+    constexpr int64_t kSharedBytes = 46 * 1024;
+    int warps = most / kWarp;
+    while (warps > 1 && shared_bytes(warps * kWarp, digits) > kSharedBytes) warps /= 2;
+    return warps * kWarp;
+  }
+  static int64_t shared_bytes(int threads, int64_t digits) {
+    return digits * (threads / kWarp + 1) * int64_t(sizeof(int));
+  }
+
+  __device__ CountingSort(int* shared, int digits) : counts(shared) {
+    for (int i = threadIdx.x; i < digits * columns(); i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+  }
+  __device__ static int columns() { return blockDim.x / kWarp + 1; }
+  __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
+  __device__ int start(int digit) const { return counts[digit * columns()]; }
+  __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
+  __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
+
+  // Where this lane's entry belongs. All lanes call it; those that are not `active` have none.
+  __device__ int place(bool active, int digit) const {
+    const unsigned same = __match_any_sync(kAll, active ? digit : -1);
+    const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));
+    int place = 0;
+    if (active) place = *mine(digit) + rank;
+    __syncwarp();
+    if (active && rank == 0) *mine(digit) += __popc(same);
+    __syncwarp();
+    return place;
+  }
+};
+
+}  // namespace gptkernels::cuda
