@@ -7,6 +7,7 @@
 #include "launch.cuh"
 #include "matmul.h"
 #include "packed.cuh"
+#include "reduce.cuh"
 
 // cuBLAS sees a row-major matrix as its transpose, column-major. So out = a @ b is asked for as out^T = b^T @ a^T:
 // cuBLAS's first operand (its A) is our b, its second (its B) our a, its rows are our columns. An operand of ours that
