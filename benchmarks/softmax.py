@@ -10,7 +10,7 @@ from benchmarks.harness.peers import backward, compiled
 ops = torch.ops.gptkernels
 NARROW = [(65536, width) for width in (64, 128, 256, 768, 1000, 1024)]
 WIDE = [(8192, 4096), (4096, 50257), (512, 100000), (256, 262144)]
-SIZES = {"bfloat16": NARROW + WIDE, "float32": []}
+SIZES = {"bfloat16": NARROW + WIDE, "float32": [(65536, 768), (8192, 4096)]}
 CPU_SIZES = [(4096, 768)]
 TINY = (4, 8)
 
