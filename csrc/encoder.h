@@ -37,8 +37,19 @@ struct EncoderBackward {
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The bytes of scratch that a backward needs: the positions sorted by token and, on CUDA, partial sums of rows. There a
-// backward takes up to 2^30 tokens and a vocabulary of up to 2^24.
+// The most that a backward takes. CUDA's counts rows and their columns in 32 bits, and keeps sqrt(V) counters a warp in
+// shared memory.
+#ifdef GPTKERNELS_CUDA
+constexpr int64_t kEncoderMostRows = int64_t(1) << 30;  // B * T, and P
+constexpr int64_t kEncoderMostWords = int64_t(1) << 24;
+constexpr int64_t kEncoderMostColumns = int64_t(1) << 27;
+#else
+constexpr int64_t kEncoderMostRows = INT64_MAX;
+constexpr int64_t kEncoderMostWords = INT64_MAX;
+constexpr int64_t kEncoderMostColumns = INT64_MAX;
+#endif
+
+// The bytes of scratch that a backward needs: the positions sorted by token and, on CUDA, partial sums of rows.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

@@ -76,8 +76,18 @@ void check_length(const char* op, const Tensor& tokens, int64_t positions) {
     fail(op, "tokens of length ", tokens.size(1), " need as many positions, there are ", positions);
 }
 
-void check_count(const char* op, const char* name, int64_t count) {
+void check_count(const char* op, const char* name, int64_t count, int64_t most) {
   if (count < 0) fail(op, name, " must not be negative, got ", count);
+  if (count > most) fail(op, name, " must be at most ", most, " on this device, got ", count);
+}
+
+void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, int64_t vocab_size) {
+  check_dim_at_least(op, "dout", dout, 1);
+  check_floating(op, "dout", dout);
+  check_count(op, "vocab_size", vocab_size, kEncoderMostWords);
+  check_count(op, "the number of tokens", tokens.numel(), kEncoderMostRows);
+  check_count(op, "the width of dout", width_of(dout), kEncoderMostColumns);
+  check_tokens(op, tokens, "dout", dout);
 }
 
 Shape with_width(const Tensor& tokens, int64_t width) {
@@ -103,10 +113,8 @@ Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe) {
 std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size,
                                                int64_t max_positions) {
   constexpr const char* op = "encoder_backward";
-  check_dim_at_least(op, "dout", dout, 1);
-  check_floating(op, "dout", dout);
-  check_count(op, "vocab_size", vocab_size);
-  check_tokens(op, tokens, "dout", dout);
+  check_backward(op, dout, tokens, vocab_size);
+  check_count(op, "max_positions", max_positions, kEncoderMostRows);
   check_length(op, tokens, max_positions);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   Tensor dwte = allocate({vocab_size, width_of(dout)}, dout);
@@ -127,10 +135,7 @@ Tensor embedding_op(const Tensor& tokens, const Tensor& weight) {
 
 Tensor embedding_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size) {
   constexpr const char* op = "embedding_backward";
-  check_dim_at_least(op, "dout", dout, 1);
-  check_floating(op, "dout", dout);
-  check_count(op, "vocab_size", vocab_size);
-  check_tokens(op, tokens, "dout", dout);
+  check_backward(op, dout, tokens, vocab_size);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   Tensor dweight = allocate({vocab_size, width_of(dout)}, dout);
   backward(op, {1, tokens.numel()}, dout, tokens, dweight, std::nullopt);

@@ -250,6 +250,9 @@ def test_bad_input(device):
         ops.embedding(tokens, wte[0])
     with raises("embedding_backward", r"dout must have shape \(2, 3, 8\)"):
         ops.embedding_backward(dout[:1], tokens, 13)
+    if device.type == "cuda":
+        with raises("encoder_backward", "vocab_size must be at most 16777216 on this device", "16777217"):
+            ops.encoder_backward(dout, tokens, 2**24 + 1, 5)
 
 
 @all_index_dtypes

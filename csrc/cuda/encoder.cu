@@ -643,9 +643,9 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
         return status;
     return p.dwte ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
   }
-  // Rows and their columns are counted in 32 bits, and the sqrt(V) counters of a warp must fit in shared memory.
-  constexpr int64_t kMost = 1 << 30;
-  if (n > kMost || p.positions > kMost || p.width > kMost / 8 || p.vocabulary > 1 << 24) return cudaErrorInvalidValue;
+  if (n > kEncoderMostRows || p.positions > kEncoderMostRows || p.vocabulary > kEncoderMostWords ||
+      p.width > kEncoderMostColumns)
+    return cudaErrorInvalidValue;
   const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
   constexpr int kVec = kBackwardVec<T>;
   const int64_t slab_count = packed ? slabs<kVec>(p.width) : slabs<1>(p.width);
