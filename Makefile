@@ -33,11 +33,12 @@ test: $(BUILT) $(STAMPS)/test-tools
 bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)
 
-# Memory errors, races, misused barriers and uninitialised reads in the kernels, on the tests' small shapes (CUDA).
+# Memory errors, races, misused barriers and uninitialised reads in the kernels (CUDA), on the tests' small shapes and on
+# one for every place that a row is kept in.
 sanitize: $(BUILT) $(STAMPS)/test-tools
 	for tool in memcheck racecheck synccheck initcheck; do \
 	  compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) -m pytest --device cuda -m "not large" \
-	    -k "sanitize or (matches_float64 and 33)" $(ARGS) || exit 1; done
+	    -k "(matches_float64 and 33) or (wherever and bfloat16) or long_sums" $(ARGS) || exit 1; done
 
 lint: $(STAMPS)/lint-tools
 	$(LINT_BIN)ruff check . && $(LINT_BIN)ruff format --check .

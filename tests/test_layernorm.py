@@ -83,7 +83,7 @@ def test_many_rows(rows, dtype, device):
 
 
 @pytest.mark.parametrize(("rows", "width"), [(3000, 1100), (700, 1280), (300, 8192), (3, 40000)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_wherever_a_row_is_kept(rows, width, dtype, device):
     """One warp's registers, several warps', shared memory with rows following each other, nowhere."""
     check(inputs(rows, width, dtype, device), randn(rows, width, dtype=dtype, device=device))
