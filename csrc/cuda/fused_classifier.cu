@@ -116,8 +116,8 @@ struct Classifier {
   }
 };
 
-// Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. As in wide rows, the first and
-// the last pack may hold elements of the neighbouring rows.
+// Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. Packs lie at multiples of 16
+// bytes, so the first and the last may reach beyond the row; of these only the row's elements are loaded and stored.
 constexpr int kMaxItems = 4;
 constexpr int kWarpRows = 8;  // of a block
 
@@ -136,7 +136,11 @@ __global__ void __launch_bounds__(kWarp* kWarpRows)
     const int before = elements_before<Packed<T, kVec>>(logits);
     const auto column = [&](int i) { return static_cast<int>(Registers::column(i)) - before; };
     Registers x;
-    if (counts(p, target)) x.load(logits - before, before + width);
+    if (counts(p, target)) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i)
+        if (column(i) < width) x.packs[i] = load_within<kVec>(logits, column(i), width);
+    }
     Classifier<T, int> classifier(p, row, counts(p, target) ? target : kNone);
     if (classifier.target != kNone) {
       A max = classifier.logit;
@@ -247,7 +251,7 @@ __global__ void __launch_bounds__(256)
   Pack packs[kBackwardItems];
 #pragma unroll
   for (int i = 0; i < kBackwardItems; ++i)
-    if (column(i) < p.width) packs[i] = load<kVec>(from + column(i));
+    if (column(i) < p.width) packs[i] = load_within<kVec>(from, column(i), p.width);
   const A dloss = p.dlosses[p.dlosses_per_row ? row : 0];
   T* to = p.scaled + row * p.width;
 #pragma unroll

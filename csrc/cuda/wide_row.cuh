@@ -74,6 +74,17 @@ __device__ void store_within(T* row, Column column, Column width, const Packed<T
     if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
 }
 
+// Loads what of a pack at a multiple of 16 bytes lies within its row; the rest is 0.
+template <int kVec, typename Column, typename T>
+__device__ Packed<T, kVec> load_within(const T* row, Column column, Column width) {
+  if (column >= 0 && column + kVec <= width) return load<kVec>(row + column);
+  Packed<T, kVec> pack = {};
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) pack.v[k] = row[column + k];
+  return pack;
+}
+
 // What WideRows::reduce makes of all threads' values: `merge` takes another's in, `warp_reduce` a whole warp's. The
 // default value is that of no elements.
 template <typename A>
