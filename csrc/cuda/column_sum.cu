@@ -49,7 +49,7 @@ template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = ceil_div(width, kWarp * kVec);
-  const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>>(kWarp * kRows);
+  const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>, kWarp * kRows>();
   const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
   const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kAhead * kRows), 1, std::min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};

@@ -13,41 +13,40 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// An attribute of the current device, asked for once a device.
-template <cudaDeviceAttr kAttribute>
-int device_attribute() {
+// What ask(device) answers for the current device, which must not be 0: asked for once a device. Every lambda is a type
+// of its own, and so has its own memory here.
+template <typename Ask>
+int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
   static std::atomic<int> known[kMaxDevices];
   int device = 0;
   cudaGetDevice(&device);
-  int value = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (device >= kMaxDevices) return ask(device);
+  int value = known[device].load(std::memory_order_relaxed);
   if (value == 0) {
-    cudaDeviceGetAttribute(&value, kAttribute, device);
-    if (device < kMaxDevices) known[device].store(value, std::memory_order_relaxed);
+    value = ask(device);
+    known[device].store(value, std::memory_order_relaxed);
   }
   return value;
 }
 
 inline int multiprocessors() {
-  return device_attribute<cudaDevAttrMultiProcessorCount>();
+  return once_a_device([](int device) {
+    int count = 0;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+  });
 }
 
 // Whether the code of a kernel that the current device runs is that for sm_90 and later (a device may run older code,
-// translated anew): what __CUDA_ARCH__ >= 900 adds to it is there. Asked for once a device.
+// translated anew): what __CUDA_ARCH__ >= 900 adds to it is there.
 template <auto kKernel>
 bool built_for_hopper() {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];  // the version of the code
-  int device = 0;
-  cudaGetDevice(&device);
-  int version = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (version == 0) {
-    cudaFuncAttributes attributes = {};
-    cudaFuncGetAttributes(&attributes, kKernel);
-    version = attributes.ptxVersion;
-    if (device < kMaxDevices) known[device].store(version, std::memory_order_relaxed);
-  }
-  return version >= 90;
+  return once_a_device([](int) {
+           cudaFuncAttributes attributes = {};
+           cudaFuncGetAttributes(&attributes, kKernel);
+           return attributes.ptxVersion;
+         }) >= 90;
 }
 
 // A grid for `blocks` units of work in a grid-stride loop.
@@ -56,21 +55,14 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// The blocks of so many threads of this kernel that a multiprocessor of the current device holds at once, as a
-// persistent grid needs to know. Asked for again only when the device or the threads change.
-template <auto kKernel>
-int blocks_per_multiprocessor(unsigned threads) {
-  static std::atomic<uint64_t> known;  // device, threads, blocks
-  int device = 0;
-  cudaGetDevice(&device);
-  const uint64_t asked = uint64_t(device) << 48 | uint64_t(threads) << 16;
-  const uint64_t last = known.load(std::memory_order_relaxed);
-  if (last >> 16 == asked >> 16 && last != 0) return static_cast<int>(last & 0xFFFF);
-  int blocks = 0;
-  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, static_cast<int>(threads), 0);
-  blocks = std::max(blocks, 1);
-  known.store(asked | static_cast<uint64_t>(blocks), std::memory_order_relaxed);
-  return blocks;
+// The blocks of kThreads threads of this kernel that a multiprocessor of the current device holds at once.
+template <auto kKernel, int kThreads>
+int blocks_per_multiprocessor() {
+  return once_a_device([](int) {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, 0);
+    return std::max(blocks, 1);
+  });
 }
 
 // A number as a type, so that what is called with it can size register arrays.
@@ -83,27 +75,23 @@ struct Items {
 // declares itself. The first call on a device raises the kernel's own limit to that, from CUDA's 48 KB.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
-  constexpr int kMaxDevices = 64;
-  static std::atomic<int> known[kMaxDevices];
-  int device = 0;
-  cudaGetDevice(&device);
-  int bytes = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (bytes == 0) {
+  return once_a_device([](int device) {
     cudaFuncAttributes kernel = {};
+    int bytes = 0;
     cudaFuncGetAttributes(&kernel, kKernel);
     cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     bytes -= static_cast<int>(kernel.sharedSizeBytes);
     cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (device < kMaxDevices) known[device].store(bytes, std::memory_order_relaxed);
-  }
-  return bytes;
+    return bytes;
+  });
 }
 
-// ---- kernels that follow each other
-// ----------------------------------------------------------------------------------- From sm_90 on a kernel may be set
-// up while the one ahead of it in the stream still runs (in a graph's capture since CUDA 12.3), which saves the
-// microsecond or two between them. It says by wait_for_previous_kernel() from where on it needs what that one wrote;
-// the one ahead may say by let_next_kernel_start() that there is no need to wait for its end.
+// ---- kernels that follow each other ---------------------------------------------------------------------------------
+
+// From sm_90 on a kernel may be set up while the one ahead of it in the stream still runs (in a graph's capture since
+// CUDA 12.3), which saves the microsecond or two between them. It says by wait_for_previous_kernel() from where on it
+// needs what that one wrote; the one ahead may say by let_next_kernel_start() that there is no need to wait for its
+// end.
 
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {

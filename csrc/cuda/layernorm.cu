@@ -152,11 +152,11 @@ __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
 
 // One block a multiprocessor walks over the rows, several at a time, while the next are on their way into shared
 // memory. Weight and bias are loaded once a thread.
-template <typename T, int kVec, int kThreads, int kItems>
+template <typename T, int kVec, int kItems>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     layernorm_forward_ring_kernel(const LayernormForward<T> p, accumulate_t<T> inverse, int stages) {
-  using R = Row<T, kVec, kItems, kThreads>;
-  using Ring = RowRing<T, kVec, kItems, kThreads, 1>;
+  using R = Row<T, kVec, kItems, kPart>;
+  using Ring = RowRing<T, kVec, kItems, kPart, 1>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
   Ring ring(shared, {p.x}, p.rows, width, stages);
@@ -256,7 +256,7 @@ bool launch_forward_ring(const LayernormForward<T>& p, Stream stream) {
   if (row.items == 0) return false;
   bool launched = false;
   with_row_items<1, kMax>(row.items, [&](auto items) {
-    constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, kPart, items.value>;
+    constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, items.value>;
     const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, 1>(p.width), row.threads,
                                        kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
     if (shape.stages == 0) return;
@@ -311,9 +311,8 @@ template <typename T, int kVec, int kItems>
 constexpr int kBackwardMaxThreads =
     max_threads(10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4);
 
-// Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in
-// shared memory, in the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in
-// neighbouring banks.
+// Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in shared memory, in
+// the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in neighbouring banks.
 template <typename R, typename T, typename A, int kItems, int kVec>
 __device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const A (&dweight)[kItems][kVec],
                                  const A (&dbias)[kItems][kVec]) {
@@ -353,13 +352,7 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
   using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 3 : 2>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
-  const auto begin = [&] {
-    if constexpr (kResidual)
-      return Ring(shared, {p.x, p.dout, p.dresidual}, p.rows, width, stages);
-    else
-      return Ring(shared, {p.x, p.dout}, p.rows, width, stages);
-  };
-  Ring ring = begin();
+  Ring ring(shared, {p.x, p.dout, p.dresidual}, p.rows, width, stages);
   R weight;
   weight.fill(1);
   if (p.weight) weight.load(p.weight, width);

@@ -59,13 +59,12 @@ __device__ void row_barrier() {
     __syncthreads();
 }
 
-// Reduces kN values over threadIdx.x with one barrier. Reductions that follow each other on different `slot`s, 0 and 1
-// in turn, need no second one: whoever writes to a slot has passed the other one's barrier, before which all had read
-// it.
-template <typename Op, int kThreads = kBlock, typename A, int kN>
-__device__ void row_reduce(A (&values)[kN], int slot, Op op = {}) {
+// Adds up kN values over threadIdx.x with one barrier. Sums that follow each other on different `slot`s, 0 and 1 in
+// turn, need no second one: whoever writes to a slot has passed the other one's barrier, before which all had read it.
+template <int kThreads, typename A, int kN>
+__device__ void row_sums(A (&values)[kN], int slot) {
 #pragma unroll
-  for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Op>(values[n]);
+  for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Sum>(values[n]);
   if constexpr (kThreads != kWarp) {
     if (blockDim.x == kWarp) return;
     __shared__ A warps[2][kWarp][kN];  // all the warps of a block, row after row
@@ -81,13 +80,8 @@ __device__ void row_reduce(A (&values)[kN], int slot, Op op = {}) {
 #pragma unroll 4
     for (int warp = 1; warp < row_warps; ++warp)
 #pragma unroll
-      for (int n = 0; n < kN; ++n) values[n] = op(values[n], row[warp][n]);
+      for (int n = 0; n < kN; ++n) values[n] += row[warp][n];
   }
-}
-
-template <int kThreads = kBlock, typename A, int kN>
-__device__ void row_sums(A (&values)[kN], int slot) {
-  row_reduce<Sum, kThreads>(values, slot);
 }
 
 }  // namespace gptkernels::cuda

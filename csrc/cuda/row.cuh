@@ -84,14 +84,10 @@ struct Row {
   // The same, and what fn leaves in x is what the row holds from then on.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (!has(i, width)) continue;
-      A x[kVec];
-      widen(x, packs[i]);
+    each(width, [&](int i, A(&x)[kVec]) {
       fn(i, x);
       packs[i] = narrow<T>(x);
-    }
+    });
   }
 };
 

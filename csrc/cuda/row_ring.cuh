@@ -49,10 +49,13 @@ class RowRing {
   using R = Row<T, kVec, kItems, kThreads>;
 
  public:
-  __device__ RowRing(void* shared, const T* const (&arrays)[kArrays], int64_t rows, int width, int stages)
+  // Of the arrays that are given the first kArrays travel.
+  template <int kGiven>
+  __device__ RowRing(void* shared, const T* const (&arrays)[kGiven], int64_t rows, int width, int stages)
       : width_(width),
         stages_(stages),
         left_(static_cast<int>(rows > first() ? (rows - first() - 1) / step() + 1 : 0)) {
+    static_assert(kGiven >= kArrays);
     constexpr int kAlign = 16 / sizeof(T);
     pitch_ = (width + kAlign - 1) / kAlign * kAlign;
     stage_step_ = static_cast<int>(blockDim.y) * kArrays * pitch_;
