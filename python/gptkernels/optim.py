@@ -144,7 +144,7 @@ class AdamW(torch.optim.AdamW):
         """The norm that ``max_grad_norm`` limits, where one is wanted."""
         if self.max_grad_norm is None:
             return None
-        norm = _total_norm(grads)
+        norm = _total_norm(_by_device(grads))
         scale = getattr(self, "grad_scale", None)
         return norm if scale is None else norm / scale.to(norm.device)
 
@@ -238,9 +238,9 @@ def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
     return found
 
 
-def _total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The norm of tensors that may lie on several devices, on that of the first."""
-    norms = [ops.global_norm(group) for group in _by_device(tensors).values()]
+def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
+    """The norm of all these tensors, on the first device."""
+    norms = [ops.global_norm(group) for group in by_device.values()]
     if not norms:
         return torch.zeros(())
     return norms[0] if len(norms) == 1 else ops.global_norm([norm.to(norms[0].device) for norm in norms])
@@ -275,11 +275,12 @@ def clip_grad_norm_(
     """
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
-    grads = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = _by_device(p.grad for p in parameters if p.grad is not None)
     total = _total_norm(grads)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for device, group in _by_device(grads).items():
+    for device, group in grads.items():
         torch._foreach_mul_(group, scale.to(device))
     return total
