@@ -102,6 +102,29 @@ def gradients(function, inputs, dout):
     return [None if t is None else next(found) for t in leaves]
 
 
+def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
+    """``assert_as_exact_as_torch`` for what three functions of the same arguments return, and for all gradients.
+
+    Args:
+        ours: our op.
+        torchs: torch's.
+        exact: the formula, called with float64.
+        args: tensors, or None for what is absent.
+        dout: the gradient of the result.
+        names: of the gradients, one for each of ``args``.
+
+    Returns:
+        Our gradients.
+    """
+    doubles = [double(t) for t in args]
+    assert_as_exact_as_torch(ours(*args), torchs(*args), exact(*doubles))
+    found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
+    for name, a, b, c in zip(names, *found, strict=True):
+        if a is not None:
+            assert_as_exact_as_torch(a, b, c, name)
+    return found[0]
+
+
 def raises(*fragments):
     """Expect the op's RuntimeError, with all these fragments in its message."""
     pattern = "".join(f"(?=.*{fragment})" for fragment in fragments)

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from helpers import (
     all_views,
     all_widths,
     as_view,
-    assert_as_exact_as_torch,
+    assert_as_exact_with_gradients,
     assert_same_bits,
     double,
     gradients,
@@ -43,17 +44,10 @@ def inputs(batch, length, width, dtype, device, vocabulary=13, positions=None, i
 
 def check(tokens, wte, wpe, dout):
     """Forward and both gradients against float64 and beside torch, with positions and without."""
-    doubles = double(wte), double(wpe)
-    assert_as_exact_as_torch(ops.encoder(tokens, wte, wpe), torchs(tokens, wte, wpe), torchs(tokens, *doubles))
-    found = (
-        gradients(lambda *weights: ops.encoder(tokens, *weights), (wte, wpe), dout),
-        gradients(lambda *weights: torchs(tokens, *weights), (wte, wpe), dout),
-        gradients(lambda *weights: torchs(tokens, *weights), doubles, double(dout)),
-    )
-    for name, a, b, c in zip(("dwte", "dwpe"), *found, strict=True):
-        assert_as_exact_as_torch(a, b, c, name)
+    functions = (partial(f, tokens) for f in (ops.encoder, torchs, torchs))
+    dwte, _ = assert_as_exact_with_gradients(*functions, (wte, wpe), dout, ("dwte", "dwpe"))
     assert torch.equal(ops.embedding(tokens, wte), F.embedding(tokens, wte))
-    assert torch.equal(gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)[0], found[0][0])
+    assert torch.equal(gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)[0], dwte)
 
 
 @all_dtypes

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from helpers import (
     all_widths,
     as_view,
     assert_as_exact_as_torch,
+    assert_as_exact_with_gradients,
     assert_same_bits,
     double,
     gradients,
@@ -44,13 +46,8 @@ def exact(x, approximate):
 
 def check(x, dout, approximate):
     """Forward and gradient against float64 and beside torch."""
-    assert_as_exact_as_torch(ours(x, approximate), torchs(x, approximate), exact(double(x), approximate))
-    (a,), (b,), (c,) = (
-        gradients(lambda x: ours(x, approximate), (x,), dout),
-        gradients(lambda x: torchs(x, approximate), (x,), dout),
-        gradients(lambda x: exact(x, approximate), (double(x),), double(dout)),
-    )
-    assert_as_exact_as_torch(a, b, c, "dx")
+    functions = (partial(f, approximate=approximate) for f in (ours, torchs, exact))
+    assert_as_exact_with_gradients(*functions, (x,), dout, ("dx",))
 
 
 @all_forms

@@ -12,6 +12,7 @@ from helpers import (
     all_views,
     as_view,
     assert_as_exact_as_torch,
+    assert_as_exact_with_gradients,
     assert_close_in_scale,
     assert_same_bits,
     double,
@@ -49,16 +50,7 @@ def inputs(rows, inner, width, dtype, device, bias=True):
 
 def check(args, dout):
     """Forward and all gradients against float64 and beside torch."""
-    doubles = [double(t) for t in args]
-    assert_as_exact_as_torch(ours(*args), torchs(*args), exact(*doubles))
-    found = (
-        gradients(ours, args, dout),
-        gradients(torchs, args, dout),
-        gradients(exact, doubles, double(dout)),
-    )
-    for name, a, b, c in zip(("dx", "dweight", "dbias"), *found, strict=True):
-        if a is not None:
-            assert_as_exact_as_torch(a, b, c, name)
+    assert_as_exact_with_gradients(ours, torchs, exact, args, dout, ("dx", "dweight", "dbias"))
 
 
 @all_dtypes
