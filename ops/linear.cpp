@@ -29,7 +29,7 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
   return out;
 }
 
-// dx = dout @ weight, dweight = dout^T @ x, dbias = sums over dout's rows, in the same pass as dweight where BLAS can.
+// dx = dout @ weight, dweight = dout^T @ x, dbias = sums over dout's rows.
 std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const Tensor& x, const Tensor& weight,
                                                       const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_backward";
@@ -43,7 +43,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   Tensor dbias = allocate_if(output_mask[2], {weight.size(0)}, x);
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));
-  weight_gradient(launcher, where(output_mask[1], dweight), where(output_mask[2], dbias), dout_rows, matrix(x));
+  if (output_mask[1]) matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x));
+  if (output_mask[2]) column_sums(launcher, dbias, dout_rows);
   return {dx, dweight, dbias};
 }
 

@@ -12,18 +12,6 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x) {
-  dispatch_floating(out, [&]<typename T>() {
-    const Tensor partials = workspace(column_sum_workspace<T>(x.rows, x.columns), out);
-    launcher.check(column_sum<T>({.out = pointer<T>(out),
-                                  .x = pointer<T>(x.tensor),
-                                  .workspace = pointer<void>(partials),
-                                  .rows = x.rows,
-                                  .width = x.columns},
-                                 launcher.stream()));
-  });
-}
-
 #ifdef GPTKERNELS_CUDA
 
 // torch's handle for the current device and stream. torch gives it a workspace and, from torch.backends.cuda.matmul,
@@ -132,9 +120,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .alpha = epilogue.alpha,
                          .bias = start<T>(epilogue.bias),
                          .pre_gelu = start<T>(epilogue.pre_gelu),
-                         .dgelu_at = start<T>(epilogue.dgelu_at),
-                         .column_sums = start<T>(epilogue.column_sums),
-                         .a_sums = start<T>(epilogue.a_sums)};
+                         .dgelu_at = start<T>(epilogue.dgelu_at)};
     const MatmulPlan plan = matmul_plan(p, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
@@ -151,18 +137,20 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
   check_shim(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias) : product(first, a, b, epilogue.alpha));
   if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
   if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
-  if (epilogue.column_sums) column_sums(launcher, *epilogue.column_sums, out);
-  if (epilogue.a_sums) column_sums(launcher, *epilogue.a_sums, a.transposed());
 }
 
 #endif
 
-void weight_gradient(const Launcher& launcher, const OptionalTensor& dweight, const OptionalTensor& dbias,
-                     const Matrix& dout, const Matrix& x) {
-  if (dweight)
-    matmul(launcher, matrix(*dweight), dout.transposed(), x, {.a_sums = dbias});
-  else if (dbias)
-    column_sums(launcher, *dbias, dout);
+void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x) {
+  dispatch_floating(out, [&]<typename T>() {
+    const Tensor partials = workspace(column_sum_workspace<T>(x.rows, x.columns), out);
+    launcher.check(column_sum<T>({.out = pointer<T>(out),
+                                  .x = pointer<T>(x.tensor),
+                                  .workspace = pointer<void>(partials),
+                                  .rows = x.rows,
+                                  .width = x.columns},
+                                 launcher.stream()));
+  });
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

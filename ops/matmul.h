@@ -36,28 +36,19 @@ inline Matrix matrix(const Tensor& t) {
   return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
 }
 
-// What is done with a product besides storing it. At most the pairs {bias, pre_gelu} and {dgelu_at, column_sums} go
-// together; these vectors and matrices are dense.
+// What is done with a product besides storing it. dgelu_at goes alone; the vector and the matrices are dense.
 struct Epilogue {
-  double alpha = 1;                 // the product is multiplied by it; 1 where anything below is given
-  OptionalTensor bias = {};         // (columns): added to every row
-  OptionalTensor pre_gelu = {};     // (rows, columns): takes the product, and out becomes GELU of it
-  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by the derivative of GELU there
-  OptionalTensor column_sums = {};  // (columns): takes the sums over out's rows
-  OptionalTensor a_sums = {};  // (rows): takes the sums over a's columns; a is then the transpose of a dense matrix
+  double alpha = 1;              // the product is multiplied by it; 1 where anything below is given
+  OptionalTensor bias = {};      // (columns): added to every row
+  OptionalTensor pre_gelu = {};  // (rows, columns): takes the product, and out becomes GELU of it
+  OptionalTensor dgelu_at = {};  // (rows, columns): the product is multiplied by the derivative of GELU there
 };
 
 // out = alpha * a @ b, and the epilogue.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 
-// The gradients of a weight (M, K) and a bias (M) that made (N, M) from x (N, K), each where it is wanted:
-// dweight = dout^T @ x, dbias = sums over the rows of dout, which is dense. Both take one pass where BLAS can.
-void weight_gradient(const Launcher& launcher, const OptionalTensor& dweight, const OptionalTensor& dbias,
-                     const Matrix& dout, const Matrix& x);
-
-inline OptionalTensor where(bool wanted, const Tensor& t) {
-  return wanted ? OptionalTensor(t) : std::nullopt;
-}
+// out (M) = the sums over the rows of x (N, M), which is dense: the gradient of a bias that was added to every row.
+void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
 }
 
 // With u = pre_gelu: du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, and the two weights' gradients. The
-// bias gradient of fc is the sum over du's rows, and BLAS may take it while it makes du.
+// bias gradients are the sums over the rows of du and dout.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,
@@ -73,12 +73,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   Tensor dproj_weight = allocate_if(output_mask[3], shape_of(proj_weight), x);
   Tensor dproj_bias = allocate_if(output_mask[4], {proj_weight.size(0)}, x);
   const Matrix dout_rows = matrix(dense(dout));
-  weight_gradient(launcher, where(output_mask[3], dproj_weight), where(output_mask[4], dproj_bias), dout_rows,
-                  matrix(post_gelu));
+  if (output_mask[3]) matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(post_gelu));
+  if (output_mask[4]) column_sums(launcher, dproj_bias, dout_rows);
   if (output_mask[0] || output_mask[1] || output_mask[2]) {
     const Matrix du = matrix(allocate(shape_of(pre_gelu), x));
-    matmul(launcher, du, dout_rows, matrix(proj_weight),
-           {.dgelu_at = dense(pre_gelu), .column_sums = where(output_mask[2], dfc_bias)});
+    matmul(launcher, du, dout_rows, matrix(proj_weight), {.dgelu_at = dense(pre_gelu)});
+    if (output_mask[2]) column_sums(launcher, dfc_bias, du);
     if (output_mask[0]) matmul(launcher, matrix(dx), du, matrix(fc_weight));
     if (output_mask[1]) matmul(launcher, matrix(dfc_weight), du.transposed(), matrix(x));
   }

@@ -6,7 +6,7 @@ namespace {
 
 // Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, a pack a thread, and every gridDim.y-th run
 // of rows, and writes one row of partial sums; a second kernel adds those in order, so equal inputs give equal bits.
-constexpr int kRows = 8;   // threads that share a strip's columns: threadIdx.y
+constexpr int kRows = 16;  // threads that share a strip's columns: threadIdx.y
 constexpr int kAhead = 4;  // loads under way a thread
 
 template <typename T, int kVec>

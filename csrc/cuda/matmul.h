@@ -10,8 +10,7 @@ namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
 // the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
-// j * ld + i. Of the pointers below `alpha`, each null or not, at most the pairs {bias, pre_gelu} and
-// {dgelu_at, column_sums} go together, with alpha 1, one batch, and out dense.
+// j * ld + i. The pointers below `alpha` are null or not, with alpha 1, one batch, and out dense; dgelu_at goes alone.
 template <typename T>
 struct Matmul {
   T* out;
@@ -33,13 +32,12 @@ struct Matmul {
   const T* bias;      // (columns): added to every row
   T* pre_gelu;        // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
   const T* dgelu_at;  // (rows, columns), dense: the product is multiplied by GELU's derivative there
-  T* column_sums;     // (columns): takes the sums over out's rows
-  T* a_sums;          // (rows): takes the sums over a's columns; a is transposed, with a_ld == rows
 };
 
-// How a product is done: what cuBLASLt's heuristic answered for its shape, asked once a process and remembered.
+// How a product is done. What cuBLASLt's heuristic answers for a shape is asked once a process and remembered.
 struct MatmulPlan {
-  bool fused;  // by one cublasLtMatmul; else by a plain product, then our kernels
+  bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
+  bool own_gelu;  // GELU and its gradient are left to our kernels
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };
@@ -47,6 +45,8 @@ struct MatmulPlan {
 struct MatmulStatus {
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
   cudaError_t cuda = cudaSuccess;
+
+  bool ok() const { return cublas == CUBLAS_STATUS_SUCCESS && cuda == cudaSuccess; }
 };
 
 template <typename T>
