@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "../column_sum.h"
 #include "partial_sums.cuh"
 
@@ -9,9 +11,13 @@ namespace {
 constexpr int kRows = 16;  // threads that share a strip's columns: threadIdx.y
 constexpr int kAhead = 4;  // loads under way a thread
 
+// float32 is summed in float64: the digits cost nothing where memory sets the pace.
+template <typename T>
+using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
+
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
-  using A = accumulate_t<T>;
+  using A = sum_t<T>;
   __shared__ A sums[kRows][kVec][kWarp];
   const int64_t column = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kVec;
   A sum[kVec] = {};
@@ -25,7 +31,7 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         if (row + i * stride >= p.rows) continue;
-        A x[kVec];
+        accumulate_t<T> x[kVec];
         widen(x, packs[i]);
 #pragma unroll
         for (int k = 0; k < kVec; ++k) sum[k] += x[k];
@@ -59,13 +65,13 @@ template <typename T, int kVec>
 void launch(const ColumnSum<T>& p, Stream stream) {
   const dim3 grid = partial_grid<T, kVec>(p.rows, p.width);
   column_sum_partial_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p);
-  launch_partial_sums<T>({.first = p.out,
-                          .second = nullptr,
-                          .partials = static_cast<const accumulate_t<T>*>(p.workspace),
-                          .count = grid.y,
-                          .width = p.width,
-                          .split = p.width},
-                         stream);
+  launch_partial_sums<T, sum_t<T>>({.first = p.out,
+                                    .second = nullptr,
+                                    .partials = static_cast<const sum_t<T>*>(p.workspace),
+                                    .count = grid.y,
+                                    .width = p.width,
+                                    .split = p.width},
+                                   stream);
 }
 
 }  // namespace
@@ -75,7 +81,7 @@ template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;
   const int64_t partials = std::max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
-  return partials * width * int64_t(sizeof(accumulate_t<T>));
+  return partials * width * int64_t(sizeof(sum_t<T>));
 }
 
 template <typename T>

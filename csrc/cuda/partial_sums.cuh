@@ -12,11 +12,11 @@ namespace gptkernels::cuda {
 
 // partials (count, width) are added over count. The first `split` columns go to `first`, the others to `second`; where
 // one of these is null its sums are dropped.
-template <typename T>
+template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
   T* second;
-  const accumulate_t<T>* partials;
+  const A* partials;
   int64_t count;
   int64_t width;
   int64_t split;
@@ -26,9 +26,8 @@ struct PartialSums {
 // There is one row of partials a block of the first stage, so a thread has a handful of loads, all under way at once.
 constexpr int kSumRows = 32;
 
-template <typename T>
-__global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const PartialSums<T> p) {
-  using A = accumulate_t<T>;
+template <typename T, typename A>
+__global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const PartialSums<T, A> p) {
   __shared__ A sums[kSumRows][kWarp + 1];
   const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
   A sum = 0;
@@ -44,13 +43,13 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;
   T* out = mine < p.split ? p.first : p.second;
-  if (out) out[mine < p.split ? mine : mine - p.split] = narrow<T>(total);
+  if (out) out[mine < p.split ? mine : mine - p.split] = narrow<T>(accumulate_t<T>(total));
 }
 
-template <typename T>
-void launch_partial_sums(const PartialSums<T>& p, Stream stream) {
+template <typename T, typename A = accumulate_t<T>>
+void launch_partial_sums(const PartialSums<T, A>& p, Stream stream) {
   static_assert(kSumRows == kWarp);
-  launch_early<partial_sums_kernel<T>>(grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), 0, stream, p);
+  launch_early<partial_sums_kernel<T, A>>(grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), 0, stream, p);
 }
 
 }  // namespace gptkernels::cuda
