@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import compare, measure, report, roof
+from benchmarks.harness import compare, measure, pages, report, roof
 from benchmarks.harness.machine import describe, title
 from benchmarks.harness.peers import PEERS, absent
 from benchmarks.harness.run import load, save
@@ -31,6 +31,7 @@ def parser():
     add("--repeats", type=int, default=20, help="timed runs of each (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="keep the run here")
     add("--plot", type=Path, metavar="DIR", help="draw each op and a roofline here, with a Markdown page of tables")
+    add("--pages", action="store_true", help="put the figures into the README and docs/, as those of the kept run")
     add("--compare", type=Path, metavar="OLD.json", help="name what became slower than in this run; then exit with 1")
     add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept runs and measure nothing")
     return parser
@@ -116,6 +117,8 @@ def main(arguments=None):
         from benchmarks.harness.plot import draw
 
         draw(run, arguments.plot)
+    if arguments.pages:
+        pages.fill(Path(__file__).parents[1], run)
     lines = compare.slower(load(arguments.compare)["rows"], run["rows"]) if arguments.compare else []
     print(*lines, sep="\n", end="\n" if lines else "")
     if arguments.compare and not lines:

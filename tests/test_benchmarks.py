@@ -1,16 +1,18 @@
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.harness import compare, exact, measure, report
+from benchmarks.harness import compare, exact, measure, pages, report
 from benchmarks.harness.case import Case
 from benchmarks.harness.run import load, save
 from benchmarks.harness.timing import Time
 
 pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="the benchmark of the CPU kernels")
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 
 
 def settings(**changes):
@@ -65,6 +67,31 @@ def test_plots_and_tables_of_a_kept_run(kept, tmp_path):
     page = (tmp_path / "README.md").read_text()
     assert "## layernorm" in page
     assert "| layernorm bwd | 4x8 | float32 |" in page
+
+
+KEPT = ROOT / "benchmarks" / "results" / "h200.json"
+
+
+def test_the_pages_have_the_kept_runs_figures():
+    """README.md and docs/ show what `python -m benchmarks --from benchmarks/results/h200.json --pages` puts there."""
+    found = pages.filled(ROOT, load(KEPT))
+    assert {ROOT / "README.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)} <= set(found)
+    for path, text in found.items():
+        assert pages.BEGIN in text, path
+        assert path.read_text() == text, path
+
+
+def test_a_page_without_a_place_stays_as_it_is(kept, tmp_path):
+    (tmp_path / "README.md").write_text("no place\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "gelu.md").write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
+    pages.fill(tmp_path, load(kept))
+    assert (tmp_path / "README.md").read_text() == "no place\n"
+    text = (tmp_path / "docs" / "gelu.md").read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("\nafter\n")
+    assert "old" not in text
+    assert "| gelu fwd | 4x8" in text
 
 
 def test_a_planted_regression_is_named(kept, tmp_path, capsys):

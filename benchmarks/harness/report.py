@@ -35,10 +35,10 @@ def cells(row, peers, strong):
     if "ours" in row.times:
         median, low, high = row.times["ours"]
         share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
-        rate = f"{number(row.rate('ours'))} {row.unit}" if "copy" in row.times else ""
-        texts += [microseconds(median), f"{(high - low) / median:.0%}", rate, share]
+        texts += [microseconds(median), f"{(high - low) / median:.0%}"]
+        texts += [rate(row, "ours") if "copy" in row.times else "", share]
     elif row.op == "roof":
-        texts += ["", "", f"{number(row.rate('torch'))} {row.unit}", ""]
+        texts += ["", "", rate(row, "torch"), ""]
     else:
         texts += [row.faults["ours"].split(":")[0], "", "", ""]
     for peer in peers:
@@ -49,6 +49,10 @@ def cells(row, peers, strong):
         else:
             texts.append(row.faults[peer].split(":")[0] if peer in row.faults else "")
     return [*texts, ", ".join(row.ahead) if row.op != "roof" else ""]
+
+
+def rate(row, variant):
+    return f"{number(row.rate(variant))} {row.unit}"
 
 
 def microseconds(seconds):
@@ -66,10 +70,13 @@ def faults(rows):
 
 def table(rows) -> str:
     """The same as Markdown; a peer ahead of ours in bold."""
-    head = header(rows)
-    lines = [head, ["---" if i < 3 else "---:" for i in range(len(head))]]
-    lines += [cells(row, columns_of(rows), "**{}**") for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
+
+
+def markdown(head, lines, texts) -> str:
+    """A table whose first columns are texts and whose others are figures."""
+    rule = ["---" if i < texts else "---:" for i in range(len(head))]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
 
 def page(run) -> str:

@@ -1,0 +1,59 @@
+"""A kept run in the documentation: its tables stand in the pages between two comments, and are never typed."""
+
+from pathlib import Path
+
+from benchmarks.harness.machine import title
+from benchmarks.harness.report import by_op, faults, markdown, microseconds, rate, table
+
+BEGIN, END = "<!-- the kept run -->", "<!-- /the kept run -->"
+PICTURES = "benchmarks/results"
+
+
+def fill(root: Path, run):
+    """Put the run's figures into the README and each op's page, where these have a place for them.
+
+    Args:
+        root: the checkout.
+        run: as ``run.load`` gives it.
+    """
+    for path, text in filled(root, run).items():
+        path.write_text(text)
+
+
+def filled(root: Path, run) -> dict[Path, str]:
+    """What the pages are with the run's figures in them."""
+    parts = {root / "README.md": overview(run)}
+    parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
+    return {path: _between(path.read_text(), part) for path, part in parts.items() if path.exists()}
+
+
+def _between(text, part):
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{part}\n{end}{after}" if begin and end else text
+
+
+def section(op, rows, run) -> str:
+    """An op's picture and table."""
+    head = f"{title(run['machine'])}; [how to read this](benchmarks.md#how-to-read-it), [the whole run](../{PICTURES})."
+    parts = [head, f"![{op}](../{PICTURES}/{op}.png)", table(rows)]
+    parts += ["\n".join(f"- {line}" for line in faults(rows))] if faults(rows) else []
+    return "\n\n".join(parts)
+
+
+def overview(run) -> str:
+    """Everything that is measured at its first size, beside the best peer."""
+    first = {}
+    for row in run["rows"]:
+        if row.op != "roof" and "ours" in row.times:
+            first.setdefault(row.name, row)
+    head = ["", "size", "us", "rate", "of a copy", "best peer (ours is faster by)"]
+    return "\n\n".join([title(run["machine"]) + ".", markdown(head, map(_line, first.values()), texts=2)])
+
+
+def _line(row):
+    share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
+    best = min((p for p in row.peers if p in row.times), key=lambda p: row.times[p].median, default=None)
+    beside = f"{best} ({row.beside(best):.2f}x)" if best else ""
+    size = f"{row.shape} {row.dtype}"
+    return [row.name, size, microseconds(row.times["ours"].median), rate(row, "ours"), share, beside]
