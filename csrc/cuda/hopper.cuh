@@ -62,12 +62,24 @@ __device__ inline unsigned cluster_rank() {
   return rank;
 }
 
-// Every thread of the cluster waits for every other.
+__device__ inline unsigned cluster_blocks() {
+  unsigned blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+
+// Every thread of the cluster waits for every other, between which it may do something else.
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 __device__ inline void cluster_barrier() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // The same place in the shared memory of block `rank` of the cluster.

@@ -4,10 +4,11 @@
 // Every input is read once and the output written once, so the time is that of the bytes, if only enough of them are
 // under way at any time. Where a row stays between its load and its store:
 //
-//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes                softmax_*_lanes_kernel
+//   up to 128 packs of 16 bytes    in registers of 4, 8, 16 or 32 lanes             softmax_*_lanes_kernel
 //   up to 4096 packs (64 KB)       in registers of a block                          softmax_*_block_kernel
 //   up to about 160 KB             in registers and shared memory of a block        softmax_*_block_kernel
-//   wider                          in shared memory of a cluster (wide_row.cuh)     softmax_*_wide_kernel
+//   up to 4 MB (from sm_90 on)     in those of a cluster of up to 16 blocks         softmax_*_cluster_kernel
+//   else                           nowhere: read in each pass (wide_row.cuh)        softmax_*_simple_kernel
 //
 // A thread writes only columns that it has read itself, so the output may take the place of an input.
 #pragma once
@@ -20,6 +21,7 @@
 #include <type_traits>
 
 #include "approximate.cuh"
+#include "hopper.cuh"
 #include "launch.cuh"
 #include "packed.cuh"
 #include "reduce.cuh"
@@ -30,14 +32,78 @@
 namespace gptkernels::cuda {
 
 // ---------------------------------------------------------------------------------------------------------------------
-// A row in the registers of the threads that share it: of kLanes neighbours in a warp, or of a block.
+// Where the warps that share a row make one value of theirs, once a kernel: meeting(value, merge), where merge(value)
+// gives every lane what the values of a warp's lanes make together.
 
-constexpr int kLanesThreads = 128;  // of a block whose rows have lanes
+constexpr int kMostBlocks = 16;  // of a cluster
+
+struct NoMeeting {
+  template <typename V, typename Merge>
+  __device__ void operator()(V&, const Merge&) {}
+};
+
+template <typename V>
+struct BlockMeeting {
+  template <typename Merge>
+  __device__ void operator()(V& value, const Merge& merge) {
+    __shared__ V values[kWarp];
+    const int lane = threadIdx.x % kWarp;
+    if (lane == 0) values[threadIdx.x / kWarp] = value;
+    __syncthreads();
+    value = lane < static_cast<int>(blockDim.x) / kWarp ? values[lane] : V();
+    merge(value);
+  }
+};
+
+#if GPTKERNELS_HOPPER
+// Each block sends its value to all and waits for theirs. That every block is there to be sent to is found out while
+// the row is on its way: the meeting is made before the loads.
+template <typename V>
+class ClusterMeeting {
+ public:
+  __device__ ClusterMeeting() {
+    if (threadIdx.x == 0) {
+      mbarrier_init(&shared().met);
+      mbarrier_init_fence();
+      mbarrier_expect(&shared().met, cluster_blocks() * sizeof(V));
+    }
+    cluster_arrive();
+  }
+
+  template <typename Merge>
+  __device__ void operator()(V& value, const Merge& merge) {
+    BlockMeeting<V>()(value, merge);
+    cluster_wait();
+    if (threadIdx.x < cluster_blocks())
+      store_in_block(&shared().values[cluster_rank()], value, &shared().met, threadIdx.x);
+    mbarrier_wait(&shared().met, 0);
+    const unsigned lane = threadIdx.x % kWarp;
+    value = lane < cluster_blocks() ? shared().values[lane] : V();
+    merge(value);
+  }
+
+ private:
+  struct Shared {
+    V values[kMostBlocks];
+    uint64_t met;
+  };
+  static __device__ Shared& shared() {
+    __shared__ Shared shared;
+    return shared;
+  }
+};
+#endif
+
+// A row and the threads that share it: kLanes neighbours in a warp, a block, or the blocks of a cluster.
+
+constexpr int kLanesThreads = 64;  // of a block whose rows have lanes: small blocks come and go most evenly
 
 template <int kLanes>
 struct Lanes {
   static constexpr int kOfWarp = kLanes;
   static constexpr bool kOneWarp = true;
+  template <typename V>
+  using Meeting = NoMeeting;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * (kLanesThreads / kLanes) + threadIdx.x / kLanes; }
   static __device__ int thread() { return threadIdx.x % kLanes; }
   static __device__ int threads() { return kLanes; }
@@ -46,20 +112,24 @@ struct Lanes {
 struct Block {
   static constexpr int kOfWarp = kWarp;
   static constexpr bool kOneWarp = false;
+  template <typename V>
+  using Meeting = BlockMeeting<V>;
   static __device__ int64_t row() { return blockIdx.x; }
   static __device__ int thread() { return threadIdx.x; }
   static __device__ int threads() { return blockDim.x; }
 };
 
-// To lane i the value of the block's warp i, V() where there is none. Once a kernel.
-template <typename V>
-__device__ V value_of_warp(const V& own) {
-  __shared__ V values[kWarp];
-  const int lane = threadIdx.x % kWarp;
-  if (lane == 0) values[threadIdx.x / kWarp] = own;
-  __syncthreads();
-  return lane < static_cast<int>(blockDim.x) / kWarp ? values[lane] : V();
-}
+#if GPTKERNELS_HOPPER
+struct Cluster {
+  static constexpr int kOfWarp = kWarp;
+  static constexpr bool kOneWarp = false;
+  template <typename V>
+  using Meeting = ClusterMeeting<V>;
+  static __device__ int64_t row() { return blockIdx.x / cluster_blocks(); }
+  static __device__ int thread() { return cluster_rank() * blockDim.x + threadIdx.x; }
+  static __device__ int threads() { return cluster_blocks() * blockDim.x; }
+};
+#endif
 
 // What sums over a row of T are taken in. Those of float32 would else be most of its results' error; a bfloat16 or
 // float16 result is rounded to far less.
@@ -289,6 +359,7 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   constexpr int kVec = kPack<T>;
   // Exponentials are kept where they fit; else they are taken again from x, of which 16-bit packs are half as large.
   constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
+  typename Team::template Meeting<MaxSum<T>> meeting;
   const RowColumns<T, Team, kSingles, kCausal, kMore> at(p.out, p.rows, p.width);
   RowPart<T, kItems, kMore> x(p.x, at, places);
 
@@ -305,7 +376,7 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   if (at.single_counts()) own.max = fmaxf(own.max, x.single());
   own.max = warp_reduce<FiniteMax, Team::kOfWarp>(own.max);
 
-  // Each warp sums relative to its own maximum: warps of a block meet once, not twice.
+  // Each warp sums relative to its own maximum: warps meet once, not twice.
   const ScaledExp<T> exponential(p.scale);
   float kept[kItems][kVec], kept_single = 0;
   const auto add_exponentials = [&](float (&e)[kVec]) {
@@ -338,12 +409,11 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   own.total = warp_reduce<Sum, Team::kOfWarp>(own.total);
 
   MaxSum<T> all = own;
-  if constexpr (!Team::kOneWarp) {
-    all = value_of_warp(own);
-    const float max = warp_reduce<FiniteMax, kWarp>(all.max);
-    all.total = warp_reduce<Sum, kWarp>(all.total * sum_t<T>(exponential(all.max - max)));
-    all.max = max;
-  }
+  meeting(all, [&](MaxSum<T>& of_lane) {
+    const float max = warp_reduce<FiniteMax>(of_lane.max);
+    of_lane.total = warp_reduce<Sum>(of_lane.total * sum_t<T>(exponential(of_lane.max - max)));
+    of_lane.max = max;
+  });
 
   if constexpr (kKept) {
     const Quotient<T> quotient(static_cast<float>(all.total));
@@ -375,27 +445,39 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   }
 }
 
-// Two such blocks fit on a multiprocessor, so that one loads while the other computes: 32 registers a thread, or 40.
-template <bool kCausal, bool kMore>
-constexpr int kForwardThreads = kCausal || kMore ? 768 : 1024;
+// Two such blocks fit on a multiprocessor, so that one loads while the other computes: 32 registers a thread, or as
+// many more as the code takes.
+template <typename T, bool kSingles, bool kCausal, bool kMore>
+constexpr int kForwardThreads = kCausal && kMore                                    ? 512
+                                : kCausal || (kMore && (kSingles || sizeof(T) > 2)) ? 768
+                                                                                    : 1024;
 
 template <typename T, int kLanes, int kItems, bool kSingles, bool kCausal>
 __global__ void __launch_bounds__(kLanesThreads) softmax_forward_lanes_kernel(const SoftmaxRows<T> p) {
   softmax_row<T, Lanes<kLanes>, kItems, kSingles, kCausal, false>(p, nullptr);
 }
 
-template <typename T, int kItems, bool kCausal, bool kMore>
-__global__ void __launch_bounds__(kForwardThreads<kCausal, kMore>, 2)
+template <typename T, int kItems, bool kSingles, bool kCausal, bool kMore>
+__global__ void __launch_bounds__((kForwardThreads<T, kSingles, kCausal, kMore>), 2)
     softmax_forward_block_kernel(const SoftmaxRows<T> p) {
   extern __shared__ uint4 places[];
-  softmax_row<T, Block, kItems, true, kCausal, kMore>(p, places);
+  softmax_row<T, Block, kItems, kSingles, kCausal, kMore>(p, places);
 }
 
-template <typename T, int kVec, bool kKept, bool kCausal>
-__global__ void __launch_bounds__(kWideThreads<T, kKept>, 1)
-    softmax_forward_wide_kernel(const SoftmaxRows<T> p, const WideShape shape) {
+template <typename T, int kItems, bool kSingles, bool kCausal>
+__global__ void __launch_bounds__((kForwardThreads<T, kSingles, kCausal, true>), 2)
+    softmax_forward_cluster_kernel(const SoftmaxRows<T> p) {
+#if GPTKERNELS_HOPPER
+  extern __shared__ uint4 places[];
+  softmax_row<T, Cluster, kItems, kSingles, kCausal, true>(p, places);
+#endif
+}
+
+template <typename T, int kVec, bool kCausal>
+__global__ void __launch_bounds__(kWideThreads<T, false>, 1)
+    softmax_forward_simple_kernel(const SoftmaxRows<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  using Rows = WideRows<T, 1, kVec, kKept>;
+  using Rows = WideRows<T, 1, kVec, false>;
   using Column = typename Rows::Column;
   Rows rows(shape, p.rows, p.width, {p.x});
   for (; rows.more(); rows.next()) {
@@ -439,6 +521,7 @@ struct SoftmaxBackwardRows {
 template <typename T, typename Team, int kItems, bool kSingles, bool kCausal, bool kMore>
 __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout_places, void* out_places) {
   constexpr int kVec = kPack<T>;
+  typename Team::template Meeting<sum_t<T>> meeting;
   const RowColumns<T, Team, kSingles, kCausal, kMore> at(p.dx, p.rows, p.width);
   RowPart<T, kItems, kMore> dout(p.dout, at, dout_places);
   RowPart<T, kItems, kMore> out(p.out, at, out_places);
@@ -468,7 +551,7 @@ __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout
     }
   if (at.single_counts()) products += sum_t<T>(dout.single()) * sum_t<T>(out.single());
   products = warp_reduce<Sum, Team::kOfWarp>(products);
-  if constexpr (!Team::kOneWarp) products = warp_reduce<Sum, kWarp>(value_of_warp(products));
+  meeting(products, [](sum_t<T>& of_lane) { of_lane = warp_reduce<Sum>(of_lane); });
   const float dot = static_cast<float>(products);
 
   const auto gradient = [&](float d, float o) { return kCausal ? p.scale * (o * (d - dot)) : o * (d - dot); };
@@ -494,17 +577,25 @@ __global__ void __launch_bounds__(kLanesThreads) softmax_backward_lanes_kernel(c
   softmax_backward_row<T, Lanes<kLanes>, kItems, kSingles, kCausal, false>(p, nullptr, nullptr);
 }
 
-template <typename T, int kItems, bool kCausal, bool kMore>
+template <typename T, int kItems, bool kSingles, bool kCausal, bool kMore>
 __global__ void __launch_bounds__(1024) softmax_backward_block_kernel(const SoftmaxBackwardRows<T> p, int more) {
   extern __shared__ uint4 places[];
-  softmax_backward_row<T, Block, kItems, true, kCausal, kMore>(p, places, places + more * blockDim.x);
+  softmax_backward_row<T, Block, kItems, kSingles, kCausal, kMore>(p, places, places + more * blockDim.x);
 }
 
-template <typename T, int kVec, bool kKept, bool kCausal>
-__global__ void __launch_bounds__(kWideThreads<T, kKept>, 1)
-    softmax_backward_wide_kernel(const SoftmaxBackwardRows<T> p, const WideShape shape) {
+template <typename T, int kItems, bool kSingles, bool kCausal>
+__global__ void __launch_bounds__(1024) softmax_backward_cluster_kernel(const SoftmaxBackwardRows<T> p, int more) {
+#if GPTKERNELS_HOPPER
+  extern __shared__ uint4 places[];
+  softmax_backward_row<T, Cluster, kItems, kSingles, kCausal, true>(p, places, places + more * blockDim.x);
+#endif
+}
+
+template <typename T, int kVec, bool kCausal>
+__global__ void __launch_bounds__(kWideThreads<T, false>, 1)
+    softmax_backward_simple_kernel(const SoftmaxBackwardRows<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  using Rows = WideRows<T, 2, kVec, kKept>;
+  using Rows = WideRows<T, 2, kVec, false>;
   using Column = typename Rows::Column;
   Rows rows(shape, p.rows, p.width, {p.dout, p.out});
   for (; rows.more(); rows.next()) {
@@ -530,32 +621,126 @@ __global__ void __launch_bounds__(kWideThreads<T, kKept>, 1)
 
 constexpr int kSoftmaxItems = 4;  // packs a thread in registers: 32 to 40 registers in the forward, 64 in the backward
 
-// How a block holds a row of `arrays` arrays: the packs that registers leave over are in shared memory.
+// How the threads of a block hold a row of so many packs, or their block's part of it, of each of `arrays` arrays: what
+// registers leave over is in shared memory.
 struct BlockShape {
   unsigned threads;
   int more;  // packs a thread in shared memory, of each array
   int64_t shared_bytes;
+
+  BlockShape(int64_t packs, int arrays, int64_t threads)
+      : threads(static_cast<unsigned>(threads)),
+        more(static_cast<int>(std::max<int64_t>(ceil_div(packs, threads) - kSoftmaxItems, 0))),
+        shared_bytes(arrays * more * threads * 16) {}
 };
 
-inline BlockShape block_shape(int64_t packs, int arrays, int most_threads) {
-  if (packs > int64_t(most_threads) * kSoftmaxItems) packs += 7;  // kLines: of the line in which the row begins
-  const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kSoftmaxItems);
-  const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-  const int64_t more = items - kSoftmaxItems;
-  return {static_cast<unsigned>(threads), static_cast<int>(more), arrays * more * threads * 16};
+// The fewest threads, in whole warps, that hold so many packs with `items` each.
+inline int64_t threads_for(int64_t packs, int64_t items) {
+  return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Calls lanes(kLanes, kItems, kSingles) with these as types, or beyond what a warp holds wider().
+inline BlockShape block_shape(int64_t packs, int arrays, int64_t most_threads) {
+  const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kSoftmaxItems);
+  return {packs, arrays, threads_for(packs, items)};
+}
+
+// What packs beyond registers take into account (kLines): those of the line in which a row begins.
+template <typename T>
+int64_t packs_on_lines(int64_t width, const T* base) {
+  const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
+  return width / kPack<T> + (begin_there ? 0 : 7);
+}
+
+struct ClusterShape {
+  int64_t blocks;
+  BlockShape block;
+};
+
+// The fewest blocks with at most 32 KB of a row each: then a multiprocessor has many, of many rows, and some of them
+// load while others compute or meet. Threads have at most 12 packs, so that there are enough of them.
+inline ClusterShape cluster_shape(int64_t packs, int arrays, int64_t most_blocks, int64_t most_threads) {
+  constexpr int64_t kPartPacks = 2048 + 7;
+  constexpr int64_t kMostItems = 12;
+  constexpr int64_t kStep = 256;
+  int64_t blocks = 2;
+  while (blocks < most_blocks && ceil_div(packs, blocks) > kPartPacks) blocks *= 2;
+  const int64_t part = ceil_div(packs, blocks);
+  const int64_t threads = std::min(ceil_div(part, kStep * kMostItems) * kStep, most_threads);
+  return {blocks, {part, arrays, threads}};
+}
+
+// The most blocks, 1 or a power of 2, that a cluster of this kernel has on the current device, whatever their shape.
+template <auto kKernel, int kMostThreads>
+int64_t most_cluster_blocks() {
+  if (!built_for_hopper<kKernel>()) return 1;
+  return once_a_device([](int) {
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(kMostBlocks);
+    config.blockDim = dim3(kMostThreads);
+    config.dynamicSmemBytes = static_cast<size_t>(max_dynamic_shared_memory<kKernel>());
+    int most = 1;
+    cudaOccupancyMaxPotentialClusterSize(&most, kKernel, &config);
+    int blocks = 1;
+    while (2 * blocks <= std::min(most, kMostBlocks)) blocks *= 2;
+    return blocks;
+  });
+}
+
+// Calls launch(config, block) with a cluster for every row, if a cluster holds one. Of rows so wide there are not too
+// many for a grid.
+template <auto kKernel, int kMostThreads, typename Launch>
+bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, const Launch& launch) {
+  const int64_t most_blocks = most_cluster_blocks<kKernel, kMostThreads>();
+  const ClusterShape shape = cluster_shape(packs, arrays, most_blocks, kMostThreads);
+  if (most_blocks == 1 || shape.block.shared_bytes > max_dynamic_shared_memory<kKernel>()) return false;
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(rows * shape.blocks));
+  config.blockDim = dim3(shape.block.threads);
+  config.dynamicSmemBytes = static_cast<size_t>(shape.block.shared_bytes);
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  launch(config, shape.block);
+  return true;
+}
+
+// Calls lanes(kLanes, kItems, kSingles) with these as types, or beyond what a warp holds wider(kSingles). Nobody looks
+// for singles where packs alone make up the rows; narrow ones then have two packs a lane, and no idle lanes.
 template <typename T, typename ByLanes, typename Wider>
 void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wider) {
   const int64_t packs = width / kPack<T>;
-  // A thread's instructions beside its pack weigh most where it has but one: no idle lanes, and no looking for singles.
-  if (aligned && packs <= 8) return lanes(Items<8>{}, Items<1>{}, std::false_type{});
-  if (aligned && packs <= 16) return lanes(Items<16>{}, Items<1>{}, std::false_type{});
-  if (aligned && packs <= 32) return lanes(Items<32>{}, Items<1>{}, std::false_type{});
-  const int64_t items = std::max<int64_t>(ceil_div(packs, kWarp), 1);
-  if (items > kSoftmaxItems) return wider();
-  with_row_items<1, kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, std::true_type{}); });
+  const auto by_warp = [&](auto singles) {
+    const int64_t items = std::max<int64_t>(ceil_div(packs, kWarp), 1);
+    if (items > kSoftmaxItems) return wider(singles);
+    constexpr int kFewest = singles.value ? 1 : 2;
+    with_row_items<kFewest, kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, singles); });
+  };
+  if (!aligned) return by_warp(std::true_type{});
+  if (packs <= 8) return lanes(Items<4>{}, Items<2>{}, std::false_type{});
+  if (packs <= 16) return lanes(Items<8>{}, Items<2>{}, std::false_type{});
+  if (packs <= 32) return lanes(Items<16>{}, Items<2>{}, std::false_type{});
+  by_warp(std::false_type{});
+}
+
+// Calls block(kItems) with the packs a thread as a type, 3 if that leaves fewer threads without a fourth, if a block of
+// so many threads can have the row in registers.
+template <bool kSingles, typename ByBlock>
+bool by_block(int64_t packs, int64_t most_threads, const ByBlock& block) {
+  if (packs > most_threads * kSoftmaxItems) return false;
+  if constexpr (!kSingles) {
+    const int64_t threads = threads_for(packs, 3);
+    if (threads <= most_threads && threads * 3 < threads_for(packs, 4) * 4) {
+      block(Items<3>{});
+      return true;
+    }
+  }
+  block(Items<kSoftmaxItems>{});
+  return true;
 }
 
 // One launch can have a block for every row. More rows than that take the simple way.
@@ -564,58 +749,81 @@ bool fits_grid(const P& p) {
   return p.rows <= std::numeric_limits<int>::max();
 }
 
+// Under the mask the look for singles is for free.
+template <bool kCausal, bool kSingles, typename T>
+void launch_forward_wide(const SoftmaxRows<T>& p, Stream stream) {
+  const int64_t packs = p.width / kPack<T>;
+  constexpr int kThreads = kForwardThreads<T, kSingles, kCausal, false>;
+  if (by_block<kSingles>(packs, kThreads, [&](auto items) {
+        softmax_forward_block_kernel<T, items.value, kSingles, kCausal, false>
+            <<<grid_size(p.rows), static_cast<unsigned>(threads_for(packs, items.value)), 0, stream>>>(p);
+      }))
+    return;
+
+  const int64_t line_packs = packs_on_lines(p.width, p.out);
+  constexpr int kMoreThreads = kForwardThreads<T, kSingles, kCausal, true>;
+  if constexpr (!kCausal) {
+    constexpr auto kernel = softmax_forward_block_kernel<T, kSoftmaxItems, kSingles, kCausal, true>;
+    const BlockShape shape = block_shape(line_packs, 1, kMoreThreads);
+    if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>() / 2 - 1024)
+      return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p);
+  }
+  constexpr auto kernel = softmax_forward_cluster_kernel<T, kSoftmaxItems, kSingles, kCausal>;
+  if (launch_clusters<kernel, kMoreThreads>(p.rows, line_packs, 1, stream, [&](const auto& config, const BlockShape&) {
+        cudaLaunchKernelEx(&config, kernel, p);
+      }))
+    return;
+  launch_unkept<T, 1, kPack<T>, softmax_forward_simple_kernel<T, kPack<T>, kCausal>>(p, stream);
+}
+
 template <bool kCausal, typename T>
 void launch_forward_registers(const SoftmaxRows<T>& p, Stream stream) {
-  constexpr int kVec = kPack<T>;
-  const bool aligned = packs<T>(p.width, p.out, p.x);
   by_lanes<T>(
-      p.width, aligned,
+      p.width, packs<T>(p.width, p.out, p.x),
       [&](auto lanes, auto items, auto singles) {
         const unsigned grid = grid_size(ceil_div(p.rows, kLanesThreads / lanes.value));
         softmax_forward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
             <<<grid, kLanesThreads, 0, stream>>>(p);
       },
-      [&] {
-        const BlockShape plain = block_shape(p.width / kVec, 1, kForwardThreads<kCausal, false>);
-        if (plain.more == 0)
-          return softmax_forward_block_kernel<T, kSoftmaxItems, kCausal, false>
-              <<<grid_size(p.rows), plain.threads, 0, stream>>>(p);
-        if constexpr (!kCausal) {
-          constexpr auto kernel = softmax_forward_block_kernel<T, kSoftmaxItems, kCausal, true>;
-          const BlockShape shape = block_shape(p.width / kVec, 1, kForwardThreads<kCausal, true>);
-          if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>() / 2 - 1024)
-            return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p);
-        }
-        launch_wide_rows<T, 1, softmax_forward_wide_kernel<T, kVec, true, kCausal>,
-                         softmax_forward_wide_kernel<T, kVec, false, kCausal>>(p, aligned, stream);
-      });
+      [&](auto singles) { launch_forward_wide<kCausal, kCausal || singles.value>(p, stream); });
+}
+
+template <bool kCausal, bool kSingles, typename T>
+void launch_backward_wide(const SoftmaxBackwardRows<T>& p, Stream stream) {
+  const int64_t packs = p.width / kPack<T>;
+  constexpr int kThreads = 1024;
+  if (by_block<kSingles>(packs, kThreads, [&](auto items) {
+        softmax_backward_block_kernel<T, items.value, kSingles, kCausal, false>
+            <<<grid_size(p.rows), static_cast<unsigned>(threads_for(packs, items.value)), 0, stream>>>(p, 0);
+      }))
+    return;
+
+  const int64_t line_packs = packs_on_lines(p.width, p.dx);
+  if constexpr (!kCausal) {
+    // There is little to compute: one block to a multiprocessor suffices.
+    constexpr auto kernel = softmax_backward_block_kernel<T, kSoftmaxItems, kSingles, kCausal, true>;
+    const BlockShape shape = block_shape(line_packs, 2, kThreads);
+    if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>())
+      return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p, shape.more);
+  }
+  constexpr auto kernel = softmax_backward_cluster_kernel<T, kSoftmaxItems, kSingles, kCausal>;
+  if (launch_clusters<kernel, kThreads>(
+          p.rows, line_packs, 2, stream,
+          [&](const auto& config, const BlockShape& shape) { cudaLaunchKernelEx(&config, kernel, p, shape.more); }))
+    return;
+  launch_unkept<T, 2, kPack<T>, softmax_backward_simple_kernel<T, kPack<T>, kCausal>>(p, stream);
 }
 
 template <bool kCausal, typename T>
 void launch_backward_registers(const SoftmaxBackwardRows<T>& p, Stream stream) {
-  constexpr int kVec = kPack<T>;
-  const bool aligned = packs<T>(p.width, p.dx, p.dout, p.out);
   by_lanes<T>(
-      p.width, aligned,
+      p.width, packs<T>(p.width, p.dx, p.dout, p.out),
       [&](auto lanes, auto items, auto singles) {
         const unsigned grid = grid_size(ceil_div(p.rows, kLanesThreads / lanes.value));
         softmax_backward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
             <<<grid, kLanesThreads, 0, stream>>>(p);
       },
-      [&] {
-        const BlockShape shape = block_shape(p.width / kVec, 2, 1024);
-        if (shape.more == 0)
-          return softmax_backward_block_kernel<T, kSoftmaxItems, kCausal, false>
-              <<<grid_size(p.rows), shape.threads, 0, stream>>>(p, 0);
-        if constexpr (!kCausal) {
-          // There is little to compute: one block to a multiprocessor suffices.
-          constexpr auto kernel = softmax_backward_block_kernel<T, kSoftmaxItems, kCausal, true>;
-          if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>())
-            return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p, shape.more);
-        }
-        launch_wide_rows<T, 2, softmax_backward_wide_kernel<T, kVec, true, kCausal>,
-                         softmax_backward_wide_kernel<T, kVec, false, kCausal>>(p, aligned, stream);
-      });
+      [&](auto singles) { launch_backward_wide<kCausal, kCausal || singles.value>(p, stream); });
 }
 
 // The simple way, an element at a time and a row read in each pass, is for float64 and what the others leave out:
@@ -630,7 +838,7 @@ Status softmax_forward_rows(const SoftmaxRows<T>& p, Stream stream) {
     registers = in_step(p.out, p.x) && fits_grid(p) && p.scale >= 1e-30f;
     if (registers) launch_forward_registers<kCausal>(p, stream);
   }
-  if (!registers) launch_unkept<T, 1, 1, softmax_forward_wide_kernel<T, 1, false, kCausal>>(p, stream);
+  if (!registers) launch_unkept<T, 1, 1, softmax_forward_simple_kernel<T, 1, kCausal>>(p, stream);
   return cudaGetLastError();
 }
 
@@ -642,7 +850,7 @@ Status softmax_backward_rows(const SoftmaxBackwardRows<T>& p, Stream stream) {
     registers = in_step(p.dx, p.dout, p.out) && fits_grid(p);
     if (registers) launch_backward_registers<kCausal>(p, stream);
   }
-  if (!registers) launch_unkept<T, 2, 1, softmax_backward_wide_kernel<T, 1, false, kCausal>>(p, stream);
+  if (!registers) launch_unkept<T, 2, 1, softmax_backward_simple_kernel<T, 1, kCausal>>(p, stream);
   return cudaGetLastError();
 }
 
