@@ -51,7 +51,10 @@ def test_matches_float64(rows, width, dtype, device):
     check(3 * x, dout)
 
 
-@pytest.mark.parametrize("width", [8, 64, 100, 120, 250, 256, 520, 1000, 2304, 8200, 33000, 70001, 110000, 150000])
+KEPT = [8, 64, 100, 120, 250, 256, 520, 1000, 1536, 2304, 8200, 33000, 65536, 70001, 110000, 150000, 262144, 1000003]
+
+
+@pytest.mark.parametrize("width", KEPT)
 @all_dtypes
 def test_wherever_a_row_is_kept(width, dtype, device):
     x, dout = (randn(3, width, dtype=dtype, device=device) for _ in range(2))

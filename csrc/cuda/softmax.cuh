@@ -4,7 +4,7 @@
 // Every input is read once and the output written once, so the time is that of the bytes, if only enough of them are
 // under way at any time. Where a row stays between its load and its store:
 //
-//   up to 128 packs of 16 bytes    in registers of 4, 8, 16 or 32 lanes             softmax_*_lanes_kernel
+//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes                softmax_*_lanes_kernel
 //   up to 4096 packs (64 KB)       in registers of a block                          softmax_*_block_kernel
 //   up to about 160 KB             in registers and shared memory of a block        softmax_*_block_kernel
 //   up to 4 MB (from sm_90 on)     in those of a cluster of up to 16 blocks         softmax_*_cluster_kernel
@@ -96,15 +96,17 @@ class ClusterMeeting {
 
 // A row and the threads that share it: kLanes neighbours in a warp, a block, or the blocks of a cluster.
 
-constexpr int kLanesThreads = 64;  // of a block whose rows have lanes: small blocks come and go most evenly
+// Of a block whose rows have lanes. Small blocks come and go most evenly.
+template <int kItems>
+constexpr int kLanesThreads = kItems == 1 ? 128 : 64;
 
-template <int kLanes>
+template <int kLanes, int kThreads>
 struct Lanes {
   static constexpr int kOfWarp = kLanes;
   static constexpr bool kOneWarp = true;
   template <typename V>
   using Meeting = NoMeeting;
-  static __device__ int64_t row() { return int64_t(blockIdx.x) * (kLanesThreads / kLanes) + threadIdx.x / kLanes; }
+  static __device__ int64_t row() { return int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; }
   static __device__ int thread() { return threadIdx.x % kLanes; }
   static __device__ int threads() { return kLanes; }
 };
@@ -253,6 +255,10 @@ class RowPart {
   __device__ void mask(const Columns& at, int i, float by) {
     at.mask(packs_[i].v, i, narrow<T>(by));
   }
+  template <typename Columns>
+  __device__ void mask_more(const Columns& at, int i, float by) const {
+    at.mask(place(i)->v, i, narrow<T>(by));
+  }
 
   // A pack beyond kItems.
   __device__ Packed<T, kVec>* place(int i) const { return more_ + (i - kItems) * blockDim.x + threadIdx.x; }
@@ -281,8 +287,11 @@ __device__ void store_part(T* base, const Columns& at, const Pack& pack, const M
   }
   if constexpr (kMore)
     for (int i = kItems; at.has(i); ++i) {
-      float y[kVec];
-      more(y, i);
+      float y[kVec] = {};
+      if (at.counts(i)) {
+        more(y, i);
+        at.mask(y, i, 0.f);
+      }
       store_narrow<kVec>(row + at.column(i), y);
     }
   if (at.has_single()) row[at.single()] = narrow<T>(at.single_counts() ? single() : 0.f);
@@ -372,7 +381,10 @@ __device__ void softmax_row(const SoftmaxRows<T>& p, void* places) {
   }
   x.wait_for_more();
   if constexpr (kMore)
-    for (int i = kItems; at.counts(i); ++i) own.max = fmaxf(own.max, largest_of(*x.place(i)));
+    for (int i = kItems; at.counts(i); ++i) {
+      x.mask_more(at, i, -INFINITY);
+      own.max = fmaxf(own.max, largest_of(*x.place(i)));
+    }
   if (at.single_counts()) own.max = fmaxf(own.max, x.single());
   own.max = warp_reduce<FiniteMax, Team::kOfWarp>(own.max);
 
@@ -453,8 +465,8 @@ constexpr int kForwardThreads = kCausal && kMore                                
                                                                                     : 1024;
 
 template <typename T, int kLanes, int kItems, bool kSingles, bool kCausal>
-__global__ void __launch_bounds__(kLanesThreads) softmax_forward_lanes_kernel(const SoftmaxRows<T> p) {
-  softmax_row<T, Lanes<kLanes>, kItems, kSingles, kCausal, false>(p, nullptr);
+__global__ void __launch_bounds__(kLanesThreads<kItems>) softmax_forward_lanes_kernel(const SoftmaxRows<T> p) {
+  softmax_row<T, Lanes<kLanes, kLanesThreads<kItems>>, kItems, kSingles, kCausal, false>(p, nullptr);
 }
 
 template <typename T, int kItems, bool kSingles, bool kCausal, bool kMore>
@@ -544,6 +556,8 @@ __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout
   out.wait_for_more();
   if constexpr (kMore)
     for (int i = kItems; at.counts(i); ++i) {
+      dout.mask_more(at, i, 0);
+      out.mask_more(at, i, 0);
       float d[kVec], o[kVec];
       widen(d, *dout.place(i));
       widen(o, *out.place(i));
@@ -573,8 +587,8 @@ __device__ void softmax_backward_row(const SoftmaxBackwardRows<T>& p, void* dout
 }
 
 template <typename T, int kLanes, int kItems, bool kSingles, bool kCausal>
-__global__ void __launch_bounds__(kLanesThreads) softmax_backward_lanes_kernel(const SoftmaxBackwardRows<T> p) {
-  softmax_backward_row<T, Lanes<kLanes>, kItems, kSingles, kCausal, false>(p, nullptr, nullptr);
+__global__ void __launch_bounds__(kLanesThreads<kItems>) softmax_backward_lanes_kernel(const SoftmaxBackwardRows<T> p) {
+  softmax_backward_row<T, Lanes<kLanes, kLanesThreads<kItems>>, kItems, kSingles, kCausal, false>(p, nullptr, nullptr);
 }
 
 template <typename T, int kItems, bool kSingles, bool kCausal, bool kMore>
@@ -710,7 +724,7 @@ bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, con
 }
 
 // Calls lanes(kLanes, kItems, kSingles) with these as types, or beyond what a warp holds wider(kSingles). Nobody looks
-// for singles where packs alone make up the rows; narrow ones then have two packs a lane, and no idle lanes.
+// for singles where packs alone make up the rows, and narrow ones then have no idle lanes.
 template <typename T, typename ByLanes, typename Wider>
 void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wider) {
   const int64_t packs = width / kPack<T>;
@@ -721,7 +735,7 @@ void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wi
     with_row_items<kFewest, kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, singles); });
   };
   if (!aligned) return by_warp(std::true_type{});
-  if (packs <= 8) return lanes(Items<4>{}, Items<2>{}, std::false_type{});
+  if (packs <= 8) return lanes(Items<8>{}, Items<1>{}, std::false_type{});
   if (packs <= 16) return lanes(Items<8>{}, Items<2>{}, std::false_type{});
   if (packs <= 32) return lanes(Items<16>{}, Items<2>{}, std::false_type{});
   by_warp(std::false_type{});
@@ -781,9 +795,10 @@ void launch_forward_registers(const SoftmaxRows<T>& p, Stream stream) {
   by_lanes<T>(
       p.width, packs<T>(p.width, p.out, p.x),
       [&](auto lanes, auto items, auto singles) {
-        const unsigned grid = grid_size(ceil_div(p.rows, kLanesThreads / lanes.value));
+        constexpr int kThreads = kLanesThreads<items.value>;
+        const unsigned grid = grid_size(ceil_div(p.rows, kThreads / lanes.value));
         softmax_forward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
-            <<<grid, kLanesThreads, 0, stream>>>(p);
+            <<<grid, kThreads, 0, stream>>>(p);
       },
       [&](auto singles) { launch_forward_wide<kCausal, kCausal || singles.value>(p, stream); });
 }
@@ -819,9 +834,10 @@ void launch_backward_registers(const SoftmaxBackwardRows<T>& p, Stream stream) {
   by_lanes<T>(
       p.width, packs<T>(p.width, p.dx, p.dout, p.out),
       [&](auto lanes, auto items, auto singles) {
-        const unsigned grid = grid_size(ceil_div(p.rows, kLanesThreads / lanes.value));
+        constexpr int kThreads = kLanesThreads<items.value>;
+        const unsigned grid = grid_size(ceil_div(p.rows, kThreads / lanes.value));
         softmax_backward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
-            <<<grid, kLanesThreads, 0, stream>>>(p);
+            <<<grid, kThreads, 0, stream>>>(p);
       },
       [&](auto singles) { launch_backward_wide<kCausal, kCausal || singles.value>(p, stream); });
 }
