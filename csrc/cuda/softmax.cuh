@@ -701,8 +701,8 @@ int64_t most_cluster_blocks() {
   });
 }
 
-// Calls launch(config, block) with a cluster for every row, if a cluster holds one. Of rows so wide there are not too
-// many for a grid.
+// Calls launch(config, block) with a cluster for every row, if a cluster holds one. No memory has more of such rows
+// than a grid has blocks.
 template <auto kKernel, int kMostThreads, typename Launch>
 bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, const Launch& launch) {
   const int64_t most_blocks = most_cluster_blocks<kKernel, kMostThreads>();
@@ -741,8 +741,8 @@ void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wi
   by_warp(std::false_type{});
 }
 
-// Calls block(kItems) with the packs a thread as a type, 3 if that leaves fewer threads without a fourth, if a block of
-// so many threads can have the row in registers.
+// Calls block(kItems) with the packs a thread as a type, if a block of so many threads holds a row in registers: 4, or
+// 3 where with 4 more of them would be none of the row's.
 template <bool kSingles, typename ByBlock>
 bool by_block(int64_t packs, int64_t most_threads, const ByBlock& block) {
   if (packs > most_threads * kSoftmaxItems) return false;
@@ -763,7 +763,7 @@ bool fits_grid(const P& p) {
   return p.rows <= std::numeric_limits<int>::max();
 }
 
-// Under the mask the look for singles is for free.
+// What more than a warp holds. Under the mask the look for singles costs nothing: kSingles is true there.
 template <bool kCausal, bool kSingles, typename T>
 void launch_forward_wide(const SoftmaxRows<T>& p, Stream stream) {
   const int64_t packs = p.width / kPack<T>;
