@@ -19,6 +19,13 @@ __device__ inline float exp2_approximately(float x) {
   return result;
 }
 
+// 1 / x for x >= 1, one instruction; to 2^-23.
+__device__ inline float reciprocal_approximately(float x) {
+  float result;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 template <typename T>
 __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)
@@ -30,13 +37,10 @@ __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
 // 1 / x for x >= 1.
 template <typename T>
 __device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
-  if constexpr (kSixteenBits<T>) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  } else {
+  if constexpr (kSixteenBits<T>)
+    return reciprocal_approximately(x);
+  else
     return accumulate_t<T>(1) / x;
-  }
 }
 
 }  // namespace gptkernels::cuda

@@ -45,7 +45,7 @@ __device__ inline void exclusive_scan(int* values, int count) {
 // A stable counting sort by a block whose warps take one stretch of the entries each: every warp counts the digits of
 // its own, a scan turns the counts into where each warp's entries of a digit begin, and the warps place them.
 struct CountingSort {
-  int* counts;  // (digits, warps + 1), in shared memory; the last column is for the banks
+  int* counts;  // (digits, warps + 1), in shared memory; nothing is counted in the last column
 
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
@@ -63,7 +63,10 @@ struct CountingSort {
   }
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  __device__ int start(int digit) const { return counts[digit * columns()]; }
+  // Where a digit's entries begin and end, once scan() is done; the last column stays as it is while they are placed.
+  __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
+  __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
+  __device__ int length(int digit) const { return end(digit) - start(digit); }
   __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
   __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
 

@@ -1,8 +1,10 @@
-// The rows of the tables and of dout are cut into slabs of columns, one pack a lane of a warp, and every grid is done
-// with all rows of one slab before it comes to the next. What is read more than once (the row of a token that occurs
-// often; dout, which goes into two sums) then comes from memory once and from the L2 afterwards: there a slab of 64K
-// rows fits, 16 or 32 MB, and whole rows do not.
+// The rows of the tables and of dout are cut into slabs of columns, and every grid is done with all rows of one slab
+// before it comes to the next. What is read more than once (the row of a token that occurs often; dout, which goes into
+// two sums) then comes from memory once and from the L2 afterwards. Of that only half is room for what all
+// multiprocessors read, some 30 MB: a slab of 64K rows fits with 256 bytes of each, and whole rows do not.
+#include <climits>
 #include <type_traits>
+#include <utility>
 
 #include "../encoder.h"
 #include "assert.cuh"
@@ -17,20 +19,20 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
-template <int kVec>
+template <int kVec, int kLanes>
 int64_t slabs(int64_t width) {
-  return ceil_div(width, int64_t(kVec) * kWarp);
+  return ceil_div(width, int64_t(kVec) * kLanes);
 }
 
-// This lane's part of a slab.
-template <int kVec>
+// A lane's part of a slab, where kLanes neighbours share a row. Lanes beyond the width do again what the last one
+// within does: the same bytes to the same place cost nothing, and a test for every access would.
+template <int kVec, int kLanes>
 struct Place {
   int64_t slab;
   int64_t column;  // of its pack
-  bool has;        // whether rows are that wide
 
   __device__ Place(int64_t slab, int64_t width)
-      : slab(slab), column((slab * kWarp + threadIdx.x % kWarp) * kVec), has(column < width) {}
+      : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
 // Whether a token may be used as an index; one that may not is said, and ends the kernel.
@@ -51,13 +53,32 @@ __device__ void add_pack(accumulate_t<T> (&sum)[kVec], const Packed<T, kVec>& pa
   for (int k = 0; k < kVec; ++k) sum[k] += values[k];
 }
 
-// Evict-first: what is written is not read again here, so the L2 is left to what is.
+// Past the L1, which has no use for it: a row that other multiprocessors read too.
+template <int kVec, typename T>
+__device__ Packed<T, kVec> load_from_l2(const T* p) {
+  if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
+    const uint4 words = __ldcg(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Packed<T, kVec>&>(words);
+  } else {
+    return load<kVec>(p);
+  }
+}
+
+// Evict-first, for what is not read again, or not written and read: the L2 is left to what is.
+template <int kVec, typename T>
+__device__ Packed<T, kVec> load_last(const T* p) {
+  if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
+    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Packed<T, kVec>&>(words);
+  } else {
+    return load<kVec>(p);
+  }
+}
+
 template <int kVec, typename T>
 __device__ void stream(T* p, const Packed<T, kVec>& value) {
   if constexpr (sizeof(value) == sizeof(uint4))
     __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&value));
-  else if constexpr (sizeof(value) == sizeof(uint2))
-    __stcs(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(&value));
   else
     store<kVec>(p, value);
 }
@@ -76,89 +97,69 @@ __device__ void set_zero(A (&values)[kVec]) {
 // ---------------------------------------------------------------------------------------------------------------
 // Forward: writes out once, B * T * C * sizeof(T) bytes, and reads the rows of wte that occur, and wpe, once.
 //
-// Each warp of a grid that just fills the device takes units of four rows, all under way at once, and looks up the next
-// unit's tokens meanwhile. A unit's rows are those of one position in several sequences, which share the row of wpe.
-// Where there are fewer sequences than that its rows are neighbours, each with its own row of wpe.
+// Small blocks that come and go, and a warp has its part of two rows, 512 bytes each. Grids that stay, and warps with
+// more rows, which could share a row of wpe, were slower by up to a tenth: their reads and writes come in bursts.
 
-constexpr int kForwardRows = 4;
-constexpr int kForwardBlocks = 4;  // of a multiprocessor
+constexpr int kForwardWarps = 4;
+constexpr int kForwardRows = 2;  // of a warp
+constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
-struct Units {
-  int64_t stride;  // from one row of a unit to the next: T, or 1
-  int64_t count;
+struct ForwardBlocks {
+  unsigned of_sequence;
+  unsigned of_slab;  // all sequences
 };
 
-template <typename T, typename Token, int kVec, bool kOwnPositions>
-__global__ void __launch_bounds__(kThreads, kOwnPositions ? kForwardBlocks - 1 : kForwardBlocks)
-    encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const Units units, const int64_t slab_count) {
-  constexpr int kRows = kForwardRows;
-  constexpr int kPositions = kOwnPositions ? kRows : 1;
-  const int lane = threadIdx.x % kWarp;
-  const int64_t rows = p.batch * p.length;
-  const int64_t step = int64_t(gridDim.x) * kWarps;
-  const auto first_row = [&](int64_t unit) { return unit + unit / units.stride * (kRows - 1) * units.stride; };
-  const auto load_token = [&](int64_t first) {
-    const int64_t row = first + lane * units.stride;
-    return lane < kRows && row < rows ? p.tokens[row] : Token(0);
-  };
-  int64_t slab = 0;
-  int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / kWarp;
-  const auto settle = [&] {
-    for (; unit >= units.count && slab < slab_count; ++slab) unit -= units.count;
-  };
-  settle();
-  int64_t next_first = first_row(unit);
-  Token next_token = slab < slab_count ? load_token(next_first) : Token(0);
-  while (slab < slab_count) {
-    const Place<kVec> at(slab, p.width);
-    const int64_t first = next_first;
-    const Token token = next_token;
-    if (!__all_sync(kAll, inside(token, p.vocabulary, p.wpe ? "encoder" : "embedding", first + lane * units.stride)))
-      return;
-    unit += step;
-    settle();
-    next_first = first_row(unit);
-    next_token = slab < slab_count ? load_token(next_first) : Token(0);
-
-    Packed<T, kVec> embeddings[kRows], positions[kPositions];
+template <typename T, typename Token, int kVec>
+__global__ void __launch_bounds__(kForwardWarps* kWarp, 14)
+    encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const ForwardBlocks blocks) {
+  const unsigned slab = blockIdx.x / blocks.of_slab;
+  const unsigned block = blockIdx.x - slab * blocks.of_slab;
+  const unsigned sequence = block / blocks.of_sequence;
+  const unsigned part = block - sequence * blocks.of_sequence;
+  const int64_t position = int64_t(part) * kForwardBlockRows + threadIdx.x / kWarp;
+  if (position >= p.length) return;
+  const int64_t row = sequence * p.length + position;
+  const Place<kVec, kWarp> at(slab, p.width);
+  // A row beyond the sequence is the first one once more.
+  int64_t offsets[kForwardRows];
+  Token tokens[kForwardRows];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row_token = __shfl_sync(kAll, token, r);
-      if (at.has && first + r * units.stride < rows)
-        embeddings[r] = load<kVec>(p.wte + row_token * p.width + at.column);
+  for (int r = 0; r < kForwardRows; ++r) {
+    offsets[r] = position + r * kForwardWarps < p.length ? r * kForwardWarps : 0;
+    tokens[r] = p.tokens[row + offsets[r]];
+  }
+  bool all_inside = true;
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) all_inside &= tokens[r] >= 0 && tokens[r] < p.vocabulary;
+  if (!all_inside)
+    for (int r = 0; r < kForwardRows; ++r)
+      if (!inside(tokens[r], p.vocabulary, p.wpe ? "encoder" : "embedding", row + offsets[r])) return;
+  Packed<T, kVec> embeddings[kForwardRows], positions[kForwardRows];
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) {
+    embeddings[r] = load_from_l2<kVec>(p.wte + tokens[r] * p.width + at.column);
+    positions[r] = {};
+    if (p.wpe) positions[r] = load<kVec>(p.wpe + (position + offsets[r]) * p.width + at.column);
+  }
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) {
+    if (p.wpe) {
+      accumulate_t<T> sum[kVec];
+      widen(sum, embeddings[r]);
+      add_pack(sum, positions[r]);
+      embeddings[r] = narrow<T>(sum);
     }
-    if (!at.has) continue;
-    if (p.wpe)
-#pragma unroll
-      for (int r = 0; r < kPositions; ++r)
-        if (first + r < rows) positions[r] = load<kVec>(p.wpe + (first + r) % p.length * p.width + at.column);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = first + r * units.stride;
-      if (row >= rows) break;
-      if (p.wpe) {
-        accumulate_t<T> sum[kVec];
-        widen(sum, embeddings[r]);
-        add_pack(sum, positions[kOwnPositions ? r : 0]);
-        embeddings[r] = narrow<T>(sum);
-      }
-      stream<kVec>(p.out + row * p.width + at.column, embeddings[r]);
-    }
+    stream<kVec>(p.out + (row + offsets[r]) * p.width + at.column, embeddings[r]);
   }
 }
 
 template <typename T, typename Token, int kVec>
-void launch_forward(const EncoderForward<T, Token>& p, Stream stream) {
-  const bool share = p.wpe && p.batch >= kForwardRows;
-  const int64_t stride = share ? p.length : 1;
-  const Units units{stride, ceil_div(p.batch * p.length / stride, kForwardRows) * stride};
-  const int64_t slab_count = slabs<kVec>(p.width);
-  const int64_t fill = int64_t(multiprocessors()) * kForwardBlocks;
-  const unsigned grid = grid_size(std::min(ceil_div(units.count * slab_count, kWarps), fill));
-  if (p.wpe && !share)
-    encoder_forward_slab_kernel<T, Token, kVec, true><<<grid, kThreads, 0, stream>>>(p, units, slab_count);
-  else
-    encoder_forward_slab_kernel<T, Token, kVec, false><<<grid, kThreads, 0, stream>>>(p, units, slab_count);
+void launch_forward(EncoderForward<T, Token> p, Stream stream) {
+  if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // one sequence
+  const int64_t of_sequence = ceil_div(p.length, kForwardBlockRows);
+  const ForwardBlocks blocks{grid_size(of_sequence), grid_size(p.batch * of_sequence)};
+  encoder_forward_slab_kernel<T, Token, kVec>
+      <<<grid_size(p.batch * of_sequence * slabs<kVec, kWarp>(p.width)), kForwardWarps * kWarp, 0, stream>>>(p, blocks);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -171,10 +172,10 @@ void launch_forward(const EncoderForward<T, Token>& p, Stream stream) {
 // It takes reading the tokens and a few times 4 N bytes, all in L2: this half is latency, not bytes. The next kernel of
 // the three starts while one still runs (launch.cuh), and the sums over the batch need no order.
 
-constexpr int kTileThreads = 1024;
-constexpr int kBinThreads = 512;
+constexpr int kTileThreads = 512;
+constexpr int kBinThreads = 1024;
 constexpr int kMaxTiles = 128;
-constexpr int kUnit = 32;           // slots and entries together that a warp sums
+constexpr int kUnit = 32;           // items: of the rows that begin there the sums are one piece of work
 constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
 constexpr int kBatchPiece = 128;    // of a position's rows likewise
 constexpr int kGroup = 64;          // partial sums that are added at a time
@@ -184,16 +185,26 @@ struct Entry {
   int digit;  // the token's high bits
 };
 
-// `starts[s]` is where slot s begins in the list, `first_slot[u]` the first slot s with starts[s] + s >= u * kUnit: to
-// count an entry and a slot alike cuts reading and writing in units of one size.
+// What the sort writes is one list of items: for every slot a head, ~token, and behind it its entries, the positions
+// where the token stands. One load tells a warp all about 32 of them, and a token without entries is no special case.
+// Not by these heads go a slot that is no token and a long run, whose entries are marked.
+constexpr int kNoHead = INT_MIN;
+constexpr unsigned kNoRow = ~unsigned(kNoHead);
+constexpr int kMark = 1 << 30;  // beyond every position: kEncoderMostRows
+
+// A long run: its first entry's and its last one's place among the items.
+struct Run {
+  int first;
+  int last;  // 0: there is none
+  int token;
+};
+
 template <typename T>
 struct Workspace {
   Entry* tile_entries;        // (N) each tile in order of bins
   int* tile_starts;           // (bins + 1, tiles)
-  int* list;                  // (N) positions in order
-  int* starts;                // (slots + 1)
-  int* first_slot;            // (units + 1)
-  int* has_long;              // (windows) whether a piece of a long run lies there; followed by
+  int* items;                 // (windows + 1, kWindow), the last ones kNoHead
+  Run* long_runs;             // (windows, 2) that which began before the window, that which begins there
   int* arrived;               // (2, arrivals, slabs) partial sums that are done
   accumulate_t<T>* partials;  // (2 * windows + pieces * T, C)
   int n;
@@ -202,12 +213,12 @@ struct Workspace {
   int slots;   // bins * digits
   int tiles;
   int tile_size;
-  int units;
   int windows;
   int pieces;  // of a position's sum over the batch
   int arrivals;
   int slabs;
   int width;
+  int64_t zeros;  // ints to be cleared: long_runs and arrived
   int64_t bytes;  // all of it
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
@@ -236,18 +247,17 @@ Workspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary
   w.tile_size = static_cast<int>(tile_size);
   w.tiles = static_cast<int>(ceil_div(n, tile_size));
   w.windows = static_cast<int>(windows);
-  w.units = static_cast<int>(windows * (kWindow / kUnit));
   w.pieces = static_cast<int>(pieces);
   w.arrivals = static_cast<int>(windows + piece_rows);
   w.slabs = static_cast<int>(slabs);
   w.width = static_cast<int>(width);
   take(w.tile_entries, n);
   take(w.tile_starts, ((1 << w.shift) + 1) * int64_t(w.tiles));
-  take(w.list, n);
-  take(w.starts, slots + 1);
-  take(w.first_slot, w.units + 1);
-  take(w.has_long, w.windows + 2 * w.arrivals * slabs);
-  w.arrived = w.has_long + w.windows;
+  take(w.items, (windows + 1) * kWindow);
+  const int64_t zeros_begin = w.bytes;
+  take(w.long_runs, 2 * windows);
+  take(w.arrived, 2 * w.arrivals * slabs);
+  w.zeros = (w.bytes - zeros_begin) / int64_t(sizeof(int));
   take(w.partials, (2 * windows + piece_rows) * width);
   return w;
 }
@@ -263,13 +273,13 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const int64_t zeros = w.windows + 2 * int64_t(w.arrivals) * w.slabs;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < zeros; i += int64_t(gridDim.x) * blockDim.x)
-    w.has_long[i] = 0;
-
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // on its way while zeros are written
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
+    reinterpret_cast<int*>(w.long_runs)[i] = 0;
+  const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
   const CountingSort sort(shared, bins);
   for (int i = begin + lane; i < end; i += kWarp) {
-    const Token token = p.tokens[i];
+    const Token token = token_at(i);
     if (inside(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
       sort.count(static_cast<int>(token) & (bins - 1));
   }
@@ -280,14 +290,15 @@ __global__ void __launch_bounds__(kTileThreads)
   __syncthreads();
   for (int i = begin; i < end; i += kWarp) {
     const bool active = i + lane < end;
-    const int token = active ? static_cast<int>(p.tokens[i + lane]) : 0;
+    const int token = active ? static_cast<int>(token_at(i + lane)) : 0;
     const int place = tile_begin + sort.place(active, token & (bins - 1));
     if (active) w.tile_entries[place] = {i + lane, token >> w.shift};
   }
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kBinThreads) encoder_backward_bins_kernel(const Workspace<T> w) {
+__global__ void __launch_bounds__(kBinThreads, 2048 / kBinThreads)
+    encoder_backward_bins_kernel(const Workspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
   __shared__ int firsts[kMaxTiles];   // the bin's entries in the tiles before
   __shared__ int origins[kMaxTiles];  // where its 0th would lie, were it in this tile
@@ -323,43 +334,51 @@ __global__ void __launch_bounds__(kBinThreads) encoder_backward_bins_kernel(cons
   const int share = (total + blockDim.x - 1) / blockDim.x * kWarp;
   const int begin = threadIdx.x / kWarp * share;
   const int end = min(begin + share, total);
-  const auto for_entries = [&](const auto& visit) {
-    for (int first = begin; first < end; first += kAhead * kWarp) {
-      Entry entries[kAhead] = {};
+  const auto load_entries = [&](Entry(&entries)[kAhead], int first) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j)
-        if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
+    for (int j = 0; j < kAhead; ++j)
+      if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
+  };
+  Entry kept[kAhead] = {};  // what is loaded for the counts and still there for the places: all, in most bins
+  load_entries(kept, begin);
+  const auto for_entries = [&](const auto& visit) {
+    const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
 #pragma unroll
       for (int j = 0; j < kAhead; ++j)
         if (first + j * kWarp < end) visit(first + j * kWarp + lane < end, entries[j]);
+    };
+    visit_all(kept, begin);
+    for (int first = begin + kAhead * kWarp; first < end; first += kAhead * kWarp) {
+      Entry entries[kAhead] = {};
+      load_entries(entries, first);
+      visit_all(entries, first);
     }
   };
   for_entries([&](bool active, Entry entry) {
     if (active) sort.count(entry.digit);
   });
   sort.scan(w.digits);
+  const int first_slot = bin * w.digits;
+  const int origin = before + first_slot;
   for (int digit = threadIdx.x; digit < w.digits; digit += blockDim.x) {
-    const int slot = bin * w.digits + digit;
-    const int start = before + sort.start(digit);
-    const int next = before + (digit + 1 < w.digits ? sort.start(digit + 1) : total);
-    w.starts[slot] = start;
-    for (int unit = (start + slot) / kUnit + 1; unit <= (next + slot + 1) / kUnit; ++unit)
-      w.first_slot[unit] = slot + 1;
-    if (next - start > kWindow)
-      for (int window = (start + slot) / kWindow; window <= (next - 1 + slot) / kWindow; ++window)
-        w.has_long[window] = 1;
-  }
-  if (bin == 0 && threadIdx.x == 0) {
-    w.first_slot[0] = 0;
-    w.starts[w.slots] = w.n;
+    const int token = w.token_of(first_slot + digit);
+    w.items[origin + digit + sort.start(digit)] =
+        token < vocabulary && sort.length(digit) <= kWindow ? ~token : kNoHead;
   }
   if (bin == 0)
-    for (int unit = (w.n + w.slots) / kUnit + 1 + threadIdx.x; unit <= w.units; unit += blockDim.x)
-      w.first_slot[unit] = w.slots;
+    for (int i = w.n + w.slots + threadIdx.x; i < (w.windows + 1) * kWindow; i += blockDim.x) w.items[i] = kNoHead;
   __syncthreads();
   for_entries([&](bool active, Entry entry) {
-    const int place = before + sort.place(active, entry.digit);
-    if (active) w.list[place] = entry.position;
+    const int place_in_bin = sort.place(active, entry.digit);
+    if (!active) return;
+    const int shift = origin + entry.digit + 1;
+    const int place = shift + place_in_bin;
+    const int begin = shift + sort.start(entry.digit);
+    const bool is_long = sort.length(entry.digit) > kWindow;
+    w.items[place] = entry.position | (is_long ? kMark : 0);
+    if (is_long && (place == begin || place % kWindow == 0))  // a window's first entry of the run
+      w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
+                                                               w.token_of(first_slot + entry.digit)};
   });
 }
 
@@ -367,20 +386,21 @@ __global__ void __launch_bounds__(kBinThreads) encoder_backward_bins_kernel(cons
 // Backward, second half: reads dout once, B * T * C * sizeof(T) bytes, and writes each row of dwte and dwpe once, zero
 // where no token stands.
 //
-// A warp takes one unit of work, and units of three kinds are cut so that all are of about one size: a position's rows
-// over (a piece of) the batch; the rows of neighbouring slots; of a long run (a token that occurs often) what lies in a
-// window of the list. The sum of a run or of a batch that is cut in pieces is added up, in order, by the warp whose
-// piece is the last to be done. Whichever that is, the order of the additions is the same, and so are the bits.
+// Pieces of work of three kinds are cut so that all are of about one size: a position's rows over (a part of) the
+// batch; the rows of dwte whose heads are in a unit of the items; of a long run (a token that occurs often) what lies
+// in a window of the items. The sum of a run or of a batch that is cut in parts is added up, in order, by the warp
+// whose part is the last to be done. Whichever that is, the order of the additions is the same, and so are the bits.
+//
+// A slab takes 256 bytes of a row, 16 lanes: wider ones do not stay in the L2 until dout is read for the second time,
+// narrower ones cost the memory more, and with 16 bytes a lane there are half as many instructions as with 8.
 
 constexpr int kBackwardBlocks = 4;  // of a multiprocessor
-
-// Slabs of 256 bytes (16 MB of 64K rows) for what has 4 bytes an element. With 2 bytes an element there is twice as
-// much to do a byte, and packs of 16 bytes, half as many, are worth more than the L2's room.
-template <typename T>
-constexpr int kBackwardVec = sizeof(T) == 2 ? 8 : 8 / sizeof(T);
-
 template <int kVec>
-constexpr int kAhead = kVec <= 2 ? 8 : 4;  // rows that a warp has under way at once
+constexpr int kAhead = kVec <= 4 ? 8 : 4;  // rows that a lane has under way at once, as registers allow
+
+// The lanes of a warp that share a row. A warp works on as many rows at a time as it has such groups of lanes.
+template <int kVec>
+constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
 // A lane's column of a matrix. Rows and their bytes in 32 bits: then an address is one instruction.
 template <typename T>
@@ -395,30 +415,36 @@ struct Column {
 };
 
 template <int kVec, typename T, typename A>
-__device__ Column<T> column_of(T* matrix, const Place<kVec>& at, const Workspace<A>& w) {
+__device__ Column<T> column_of(T* matrix, const Place<kVec, kLanes<kVec>>& at, const Workspace<A>& w) {
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-// sum = the rows row_at(0), ..., row_at(count - 1).
+// sum = the rows row_at(0), ..., row_at(count - 1): each group of lanes adds up its share, and all get the whole.
 template <int kVec, typename T, typename RowAt>
-__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], bool has, const Column<T>& column,
-                         int count, const RowAt& row_at) {
-  constexpr int kRows = kAhead<kVec>;
+__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], const Column<T>& column, int count,
+                         const RowAt& row_at) {
+  constexpr int kGroups = kWarp / kLanes<kVec>;
+  const int group = threadIdx.x % kWarp / kLanes<kVec>;
   set_zero(sum);
-  for (int first = 0; first < count; first += kRows) {
-    Packed<std::remove_const_t<T>, kVec> packs[kRows];
+  for (int first = group; first < count; first += kAhead<kVec> * kGroups) {
+    Packed<std::remove_const_t<T>, kVec> packs[kAhead<kVec>];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      const T* p = column.row(row_at(first + j));
+    for (int j = 0; j < kAhead<kVec>; ++j) {
+      const int i = first + j * kGroups;
       packs[j] = {};
-      if (has && first + j < count) packs[j] = load<kVec>(p);
+      if (i < count) packs[j] = load<kVec>(column.row(row_at(i)));
     }
     accumulate_t<std::remove_const_t<T>> some[kVec] = {};
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) add_pack(some, packs[j]);
+    for (int j = 0; j < kAhead<kVec>; ++j) add_pack(some, packs[j]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) sum[k] += some[k];
   }
+  __syncwarp();
+#pragma unroll
+  for (int offset = kLanes<kVec>; offset < kWarp; offset *= 2)
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) sum[k] += __shfl_xor_sync(kAll, sum[k], offset);
 }
 
 // Whether this warp, which has just written a partial sum, is the last of `count` that do.
@@ -436,39 +462,38 @@ __device__ bool last_to_arrive(int* arrived, int count) {
 // are added first, then the groups' sums. `partial_at` says in which row of the partials a part lies, `arrival_at` who
 // counts for the group that begins with it.
 template <int kVec, typename T, typename RowAt, typename ArrivalAt>
-__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec>& at, const Workspace<T>& w, int part,
-                          int parts, const RowAt& partial_at, const ArrivalAt& arrival_at) {
+__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec, kLanes<kVec>>& at, const Workspace<T>& w,
+                          int part, int parts, const RowAt& partial_at, const ArrivalAt& arrival_at) {
   const auto partials = column_of(w.partials, at, w);
   const auto keep = [&](int part) {
     accumulate_t<T>* p = partials.row(partial_at(part));
 #pragma unroll
-    for (int k = 0; k < kVec; ++k)
-      if (at.has) p[k] = sum[k];
+    for (int k = 0; k < kVec; ++k) p[k] = sum[k];
   };
   const int first = part / kGroup * kGroup;
   const int count = min(kGroup, parts - first);
   keep(part);
   if (!last_to_arrive(w.arrived + int64_t(arrival_at(first)) * w.slabs + at.slab, count)) return false;
-  sum_rows<kVec>(sum, at.has, partials, count, [&](int i) { return partial_at(first + i); });
+  sum_rows<kVec>(sum, partials, count, [&](int i) { return partial_at(first + i); });
   if (parts <= kGroup) return true;
   const int groups = (parts + kGroup - 1) / kGroup;
   keep(first);
   if (!last_to_arrive(w.arrived + (int64_t(w.arrivals) + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
-  sum_rows<kVec>(sum, at.has, partials, groups, [&](int i) { return partial_at(i * kGroup); });
+  sum_rows<kVec>(sum, partials, groups, [&](int i) { return partial_at(i * kGroup); });
   return true;
 }
 
 // dwpe[t] = sum over b of dout[b, t].
 template <typename T, typename Token, int kVec>
-__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int t,
-                               int piece) {
+__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspace<T>& w,
+                               const Place<kVec, kLanes<kVec>>& at, int t, int piece) {
   const int length = static_cast<int>(p.length);
   if (t >= length && piece > 0) return;
   accumulate_t<T> sum[kVec] = {};
   if (t < length) {
     const int first = piece * kBatchPiece;
     const int count = min(static_cast<int>(p.batch) - first, kBatchPiece);
-    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
+    sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
     if (w.pieces > 1) {
       wait_for_previous_kernel();
       const auto row = [&](int part) { return part * length + t; };
@@ -478,122 +503,118 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Workspa
         return;
     }
   }
-  if (at.has) stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
+  stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// The rows of dwte of a unit's slots, but for those of long runs.
+// The rows of dwte whose heads are in a unit of the items, for each group of lanes its own. A row is written when the
+// next head comes; the last one's entries end beyond the unit.
 template <typename T, typename Token, int kVec>
-__device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at, int unit) {
-  constexpr int kRows = kAhead<kVec>;
-  const int lane = threadIdx.x % kWarp;
+__device__ void sum_slots(const EncoderBackward<T, Token>& p, const Workspace<T>& w,
+                          const Place<kVec, kLanes<kVec>>& at, int unit) {
+  constexpr int kReach = kUnit + kWindow;
+  constexpr int kRounds = kReach / kLanes<kVec>;
+  __shared__ alignas(16) int staged[kThreads / kLanes<kVec>][kReach + 8];  // 8: groups in banks of their own
+  int* items = staged[threadIdx.x / kLanes<kVec>];
+  const int lane = threadIdx.x % kLanes<kVec>;
+  const int group_shift = threadIdx.x % kWarp - lane;
+  int loaded[kRounds];
+#pragma unroll
+  for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
+  int first = kReach;
+  int end = kReach;
+#pragma unroll
+  for (int c = 0; c < kRounds; ++c) {
+    const unsigned heads = (__ballot_sync(kAll, loaded[c] < 0) >> group_shift) & (kAll >> (kWarp - kLanes<kVec>));
+    const int head = c * kLanes<kVec> + __ffs(heads) - 1;
+    if (c * kLanes<kVec> < kUnit)
+      first = heads && first == kReach ? head : first;
+    else
+      end = heads && end == kReach ? head : end;
+  }
+  if (__all_sync(kAll, first == kReach)) return;
+#pragma unroll
+  for (int c = 0; c < kRounds; ++c) {
+    const int i = c * kLanes<kVec> + lane;
+    items[i] = i < first || i >= end ? kMark : loaded[c];
+  }
+  __syncwarp();
+
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
-  const int slot = w.first_slot[unit] + lane;
-  const int token = w.token_of(slot);
-  const bool exists = slot < w.first_slot[unit + 1] && token < p.vocabulary;
-  const int start = exists ? w.starts[slot] : 0;
-  const int run = exists ? w.starts[slot + 1] - start : 0;
-
+  const int all_end = __reduce_max_sync(kAll, first == kReach ? 0 : end);
+  unsigned row = kNoRow;
   accumulate_t<T> sum[kVec] = {};
-  for (unsigned empty = __ballot_sync(kAll, exists && run == 0); empty != 0; empty &= empty - 1) {
-    const int row = __shfl_sync(kAll, token, __ffs(empty) - 1);
-    if (at.has) stream_narrow<kVec>(dwte.row(row), sum);
-  }
-
-  // The entries of all the short runs, counted through: each lane finds the place of one.
-  const int count = run > kWindow ? 0 : run;
-  const int end = inclusive_scan(count);
-  const int origin = start + count - end;
-  const int total = __shfl_sync(kAll, end, kWarp - 1);
-  for (int first = 0; first < total; first += kWarp) {
-    const int entry = first + lane;
-    int owner = 0;  // the first lane whose run ends beyond the entry
+  for (int i = 0; i < all_end; i += kAhead<kVec>) {
+    Packed<T, kVec> packs[kAhead<kVec>];
+    int item[kAhead<kVec>];
 #pragma unroll
-    for (int step = kWarp / 2; step > 0; step /= 2)
-      if (__shfl_sync(kAll, end, owner + step - 1) <= entry) owner += step;
-    const int owner_end = __shfl_sync(kAll, end, owner);
-    const int place = __shfl_sync(kAll, origin, owner) + entry;
-    const int owner_token = __shfl_sync(kAll, token, owner);
-    const int position = entry < total ? w.list[place] : 0;
-    const unsigned last = __ballot_sync(kAll, entry + 1 == owner_end);  // bit i: entry i is the last of its run
-    const int here = min(total - first, kWarp);
-    for (int i = 0; i < here; i += kRows) {
-      // No branch but around the stores, and no shuffle between them: the compiler would have the warp meet for each.
-      Packed<T, kVec> packs[kRows];
-      int rows[kRows];
+    for (int j = 0; j < kAhead<kVec>; j += 4) {
+      const int4 four = *reinterpret_cast<const int4*>(items + i + j);
+      item[j] = four.x;
+      item[j + 1] = four.y;
+      item[j + 2] = four.z;
+      item[j + 3] = four.w;
+    }
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const T* p = dout.row(__shfl_sync(kAll, position, i + j));
-        rows[j] = __shfl_sync(kAll, owner_token, i + j);
-        packs[j] = {};
-        if (at.has && i + j < here) packs[j] = load<kVec>(p);
-      }
+    for (int j = 0; j < kAhead<kVec>; ++j) {
+      const T* p = dout.row(item[j]);
+      packs[j] = {};
+      if (unsigned(item[j]) < unsigned(kMark)) packs[j] = load_last<kVec>(p);
+    }
+    // No branch but around the stores: the compiler would have the groups meet after each.
 #pragma unroll
-      for (int j = 0; j < kRows; ++j) {
-        const bool ends = last >> (i + j) & 1u;
-        add_pack(sum, packs[j]);
-        if (ends && at.has) stream_narrow<kVec>(dwte.row(rows[j]), sum);
+    for (int j = 0; j < kAhead<kVec>; ++j) {
+      const bool head = item[j] < 0;
+      if (head && row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
+      row = head ? ~item[j] : row;
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) sum[k] = ends ? 0 : sum[k];
-      }
+      for (int k = 0; k < kVec; ++k) sum[k] = head ? 0 : sum[k];
+      add_pack(sum, packs[j]);
     }
   }
+  if (row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
+  __syncwarp();  // what is staged has been read
 }
 
-// The pieces of long runs that lie in a window: of the run that reaches into it, and of the last that begins in it. (A
-// run between the two is shorter than the window.)
+// The pieces of long runs that lie in a window of the items.
 template <typename T, typename Token, int kVec>
-__device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T>& w, const Place<kVec>& at,
-                           int window) {
-  const int lane = threadIdx.x % kWarp;
-  const int begin = window * kWindow;
-  const int reaches_in = w.first_slot[window * (kWindow / kUnit)] - 1;
-  const int begins_last = w.first_slot[(window + 1) * (kWindow / kUnit)] - 1;
+__device__ void sum_window(const EncoderBackward<T, Token>& p, const Workspace<T>& w,
+                           const Place<kVec, kLanes<kVec>>& at, int window) {
   for (int i = 0; i < 2; ++i) {
-    const int slot = i == 0 ? reaches_in : begins_last;
-    if (slot < 0 || (i == 1 && slot == reaches_in)) continue;
-    const int run_begin = w.starts[slot];
-    const int run_end = w.starts[slot + 1];
-    const int piece_begin = max(run_begin, begin - slot);
-    const int piece_end = min(run_end, begin + kWindow - slot);
-    if (run_end - run_begin <= kWindow || piece_begin >= piece_end) continue;
-    const int count = piece_end - piece_begin;
-    const int positions[2] = {w.list[piece_begin + min(lane, count - 1)],
-                              w.list[piece_begin + min(kWarp + lane, count - 1)]};
+    const Run run = w.long_runs[2 * window + i];
+    if (run.last == 0) continue;
+    const int begin = max(run.first, window * kWindow);
+    const int count = min(run.last + 1, (window + 1) * kWindow) - begin;
     accumulate_t<T> sum[kVec];
-    sum_rows<kVec>(sum, at.has, column_of(p.dout, at, w), count, [&](int i) {
-      const int low = __shfl_sync(kAll, positions[0], i);
-      const int high = __shfl_sync(kAll, positions[1], i);
-      return i < kWarp ? low : high;
-    });
-    const int first_window = (run_begin + slot) / kWindow;
-    const int parts = (run_end - 1 + slot) / kWindow - first_window + 1;
+    sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return w.items[begin + i] & ~kMark; });
+    const int first_window = run.first / kWindow;
+    const int parts = run.last / kWindow - first_window + 1;
     if (!add_parts<kVec, T>(
             sum, at, w, window - first_window, parts, [&](int i) { return 2 * (first_window + i) + (i == 0); },
             [&](int i) { return first_window + i; }))
       continue;
-    if (at.has) stream_narrow<kVec>(column_of(p.dwte, at, w).row(w.token_of(slot)), sum);
+    stream_narrow<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }
 
 template <typename T, typename Token, int kVec>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const Workspace<T> w, const int64_t batch_blocks) {
-  const int warp = threadIdx.x / kWarp;
+  constexpr int kGroups = kWarp / kLanes<kVec>;
   const bool over_batch = blockIdx.x < batch_blocks;
-  const int64_t unit = (int64_t(blockIdx.x) - (over_batch ? 0 : batch_blocks)) * kWarps + warp;
-  if (unit >= (over_batch ? p.positions * w.pieces : w.units)) return;
+  const int64_t warp = (int64_t(blockIdx.x) - (over_batch ? 0 : batch_blocks)) * kWarps + threadIdx.x / kWarp;
+  const int64_t unit = warp * kGroups;
+  if (over_batch ? warp >= p.positions * w.pieces : unit >= w.windows * int64_t(kWindow / kUnit)) return;
   if (!over_batch) wait_for_previous_kernel();
   for (int64_t slab = blockIdx.y; slab < w.slabs; slab += gridDim.y) {
-    const Place<kVec> at(slab, w.width);
+    const Place<kVec, kLanes<kVec>> at(slab, w.width);
     if (over_batch) {
-      sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(unit % p.positions),
-                                     static_cast<int>(unit / p.positions));
+      sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(warp % p.positions),
+                                     static_cast<int>(warp / p.positions));
       continue;
     }
-    sum_slots<T, Token, kVec>(p, w, at, static_cast<int>(unit));
-    const int window = static_cast<int>(unit / (kWindow / kUnit));
-    if (unit % (kWindow / kUnit) == 0 && w.has_long[window]) sum_window<T, Token, kVec>(p, w, at, window);
+    sum_slots<T, Token, kVec>(p, w, at, static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
+    if (unit % (kWindow / kUnit) == 0) sum_window<T, Token, kVec>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
   }
 }
 
@@ -605,10 +626,10 @@ void launch_backward(const EncoderBackward<T, Token>& p, const Workspace<T>& w, 
   encoder_backward_tiles_kernel<T, Token>
       <<<w.tiles, tile_threads, CountingSort::shared_bytes(tile_threads, bins), stream>>>(p, w);
   launch_early<encoder_backward_bins_kernel<T>>(bins, bin_threads, CountingSort::shared_bytes(bin_threads, w.digits),
-                                                stream, w);
+                                                stream, w, p.vocabulary);
   constexpr int kMaxGridY = 65535;
   const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kWarps) : 0;
-  const int64_t slot_blocks = ceil_div(w.units, kWarps);
+  const int64_t slot_blocks = ceil_div(w.windows * int64_t(kWindow / kUnit), kThreads / kLanes<kVec>);
   launch_early<encoder_backward_sums_kernel<T, Token, kVec>>(
       dim3(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY)), kThreads, 0, stream, p, w,
       batch_blocks);
@@ -629,7 +650,7 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1>(width)).bytes;  // slabs of packs are fewer
+  return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;  // of packs fewer
 }
 
 template <typename T, typename Token>
@@ -647,8 +668,8 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
       p.width > kEncoderMostColumns)
     return cudaErrorInvalidValue;
   const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
-  constexpr int kVec = kBackwardVec<T>;
-  const int64_t slab_count = packed ? slabs<kVec>(p.width) : slabs<1>(p.width);
+  constexpr int kVec = kPack<T>;
+  const int64_t slab_count = packed ? slabs<kVec, kLanes<kVec>>(p.width) : slabs<1, kLanes<1>>(p.width);
   const Workspace<T> w = carve<T>(p.workspace, p.batch, p.length, p.vocabulary, p.width, slab_count);
   if (packed)
     launch_backward<T, Token, kVec>(p, w, stream);

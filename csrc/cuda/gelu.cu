@@ -74,11 +74,12 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
 }
 
 // Small blocks that come and go keep reads and writes evenly mixed: one pack a thread is the fastest (two where the
-// arithmetic is long, forward; measured with 1, 2, 3, 4 and 8, and blocks of 64 to 512 threads).
+// arithmetic of a pack's eight elements is long, forward; measured with 1, 2, 3, 4 and 8, and blocks of 64 to 512
+// threads).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>
-constexpr int kForwardItems<GeluErf<T>, T, kVec> = 2;
+constexpr int kForwardItems<GeluErf<T>, T, kVec> = kSixteenBits<T> ? 2 : 1;
 
 template <typename Form, typename T, int kVec, int kItems = kForwardItems<Form, T, kVec>>
 void launch(const GeluForward<T>& p, Stream stream) {
