@@ -74,7 +74,9 @@ def test_many_rows(rows, dtype, device):
     check(inputs(rows, 96, dtype, device), randn(rows, 96, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(3000, 1100), (700, 1280), (300, 8192), (3, 40000)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(3000, 1100), (700, 1280), (9001, 1600), (301, 2304), (300, 8192), (3, 40000)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_wherever_a_row_is_kept(rows, width, dtype, device):
     """One warp's registers, several warps', shared memory with rows following each other, nowhere."""

@@ -11,8 +11,8 @@ namespace {
 // Forward: reads x once, writes out once; 2 * N * C * sizeof(T) bytes and 8 bytes of statistics a row. A residual is
 // read once more, and the sum written: twice those bytes, which is what an addition by itself would take as well.
 //
-// A float32 mean is off by a rounding, as large as |mean| * 2^-24. The pass for the variance measures that rest too
-// (`rest`, the average of x - mean), so that an offset in x costs no digits.
+// A float32 mean is off by a rounding, as large as |mean| * 2^-24. That rest (`rest`, the average of x - mean) is known
+// too, so that an offset in x costs no digits.
 
 template <typename A>
 struct Moments {
@@ -37,49 +37,75 @@ __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps)
   return {mean, rest, reciprocal_root(variance + A(eps))};
 }
 
+// Four bytes of a sector of 32, whose other bytes come from other rows within microseconds. Where the L2 cache writes
+// it to memory before it is whole, every piece costs as much as a whole one (65536x768 bfloat16: 3 % of the time for
+// 0.3 % of the bytes): so it is what the cache parts with last.
+__device__ void store_piece(float* p, float value) {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p), "f"(value), "l"(policy) : "memory");
+}
+__device__ void store_piece(double* p, double value) {
+  *p = value;
+}
+
 template <typename T>
 __device__ void write_statistics(const LayernormForward<T>& p, int64_t row, const Moments<accumulate_t<T>>& m) {
   if (threadIdx.x != 0) return;
-  p.mean[row] = m.mean + m.rest;
-  p.rstd[row] = m.rstd;
+  store_piece(p.mean + row, m.mean + m.rest);
+  store_piece(p.rstd + row, m.rstd);
 }
 
-// The most threads of a block by the registers that its packs take.
+// Whether float32 adds up a row without a rounding worth speaking of: 16-bit numbers of about one size have 13 bits to
+// spare, and of others the largest make up the sum. Then C * mean - sum is how far a mean is off.
+template <typename T>
+constexpr bool kExactSums = sizeof(T) == 2;
+
+// The most elements a thread that stay widened from one pass to the next: beyond, 16-bit rows would fill the registers.
+constexpr int kWidened = 40;
+
 template <typename T, int kVec, int kItems>
 constexpr int kForwardMaxThreads =
     max_threads(12 * sizeof(accumulate_t<T>) + kItems * kVec * (3 * sizeof(T) + sizeof(accumulate_t<T>)) / 4);
 
-// Leaves x - mean in the place of x; what is beyond the row's end stays out of the sums.
-template <int kThreads, typename R, typename A, int kItems, int kVec>
-__device__ Moments<A> centre(A (&x)[kItems][kVec], int width, A inverse, double eps) {
+// What is beyond the row's end stays out of the sums. `inverse` is 1 / C.
+template <typename T, int kVec, int kItems, int kThreads, bool kWhole>
+__device__ Moments<accumulate_t<T>> row_moments(Row<T, kVec, kItems, kThreads, kWhole>& row, int width,
+                                                accumulate_t<T> inverse, double eps) {
+  using A = accumulate_t<T>;
   A sum[1] = {};
+  row.each(width, [&](int, const A(&x)[kVec]) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (!R::has(i, width)) continue;
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) sum[0] += x[i][k];
-  }
+    for (int k = 0; k < kVec; ++k) sum[0] += x[k];
+  });
   row_sums<kThreads>(sum, 0);
+  if constexpr (kItems * kVec > kWidened) row.stay_packed();
   const A mean = sum[0] * inverse;
   A about_mean[2] = {};
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (!R::has(i, width)) continue;
+  row.each(width, [&](int, const A(&x)[kVec]) {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
-      x[i][k] -= mean;
-      about_mean[0] += x[i][k];
-      about_mean[1] += x[i][k] * x[i][k];
+      const A centred = x[k] - mean;
+      if constexpr (!kExactSums<T>) about_mean[0] += centred;
+      about_mean[1] += centred * centred;
     }
+  });
+  if constexpr (kExactSums<T>) {
+    A squares[1] = {about_mean[1]};
+    row_sums<kThreads>(squares, 1);
+    about_mean[0] = fma(-mean, A(width), sum[0]);
+    about_mean[1] = squares[0];
+  } else {
+    row_sums<kThreads>(about_mean, 1);
   }
-  row_sums<kThreads>(about_mean, 1);
+  if constexpr (kItems * kVec > kWidened) row.stay_packed();
   return moments(mean, about_mean[0], about_mean[1], inverse, eps);
 }
 
 // x + residual rounded to T, in the place of x, and written as the sum.
-template <typename T, int kVec, int kItems, int kThreads>
-__device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, kVec, kItems, kThreads>& x,
-                             const Row<T, kVec, kItems, kThreads>& residual) {
+template <typename T, int kVec, int kItems, int kThreads, bool kWhole>
+__device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, kVec, kItems, kThreads, kWhole>& x,
+                             const Row<T, kVec, kItems, kThreads, kWhole>& residual) {
   const int width = static_cast<int>(p.width);
   x.update(width, [&](int i, accumulate_t<T>(&x)[kVec]) {
     accumulate_t<T> r[kVec];
@@ -90,84 +116,44 @@ __device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, k
   x.store(p.sum + row * width, width);
 }
 
-// Weight and bias, ones and zeros where there are none.
-template <typename R, typename T>
-struct Affine {
-  R weight, bias;
-
-  __device__ explicit Affine(const LayernormForward<T>& p) {
-    weight.fill(1);
-    bias.fill(0);
-    if (p.weight) weight.load(p.weight, static_cast<int>(p.width));
-    if (p.bias) bias.load(p.bias, static_cast<int>(p.width));
-  }
-};
-
-// Everything from a row in registers to its output; get_affine() gives weight and bias. `inverse` is 1 / C.
-template <typename T, int kVec, int kItems, int kThreads, typename GetAffine>
-__device__ void normalise_row(const LayernormForward<T>& p, int64_t row, const Row<T, kVec, kItems, kThreads>& packs,
-                              accumulate_t<T> inverse, const GetAffine& get_affine) {
-  using A = accumulate_t<T>;
-  using R = Row<T, kVec, kItems, kThreads>;
-  const int width = static_cast<int>(p.width);
-  A x[kItems][kVec];
+// kVec columns of weight and bias, ones and zeros where there are none.
+template <int kVec, typename T>
+__device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
+                            const LayernormForward<T>& p, int column) {
 #pragma unroll
-  for (int i = 0; i < kItems; ++i) widen(x[i], packs.packs[i]);
-  const Moments<A> m = centre<kThreads, R>(x, width, inverse, p.eps);
-  const auto& affine = get_affine();
-  write_statistics(p, row, m);
-  const A offset = -m.rest * m.rstd;
-  T* out = p.out + row * width;
-#pragma unroll
-  for (int i = 0; i < kItems; ++i) {
-    if (!R::has(i, width)) continue;
-    A w[kVec], b[kVec];
-    widen(w, affine.weight.packs[i]);
-    widen(b, affine.bias.packs[i]);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) x[i][k] = (x[i][k] * m.rstd + offset) * w[k] + b[k];
-    store_narrow<kVec>(out + R::column(i), x[i]);
-  }
+  for (int k = 0; k < kVec; ++k) weight[k] = 1, bias[k] = 0;
+  if (p.weight) load_wide<kVec>(weight, p.weight + column);
+  if (p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
 // A row a thread group, and no more: small blocks that come and go keep reads and writes evenly mixed. The row stays in
 // registers between its load and its store, so the variance is taken about the mean in a second pass that costs no
-// memory traffic. Weight and bias are asked for not before they are needed: so the registers hold more rows, and the L1
-// cache has them.
-template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
+// memory traffic. Weight and bias are asked for pack by pack, when they are needed: so the registers hold more rows,
+// and the L1 cache has them.
+template <typename T, int kVec, int kThreads, bool kWhole, int kItems, bool kResidual>
 __global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
     layernorm_forward_registers_kernel(const LayernormForward<T> p, accumulate_t<T> inverse) {
-  using R = Row<T, kVec, kItems, kThreads>;
+  using A = accumulate_t<T>;
   const int width = static_cast<int>(p.width);
   const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (row >= p.rows) return;
-  R x, residual;
-  x.load(p.x + row * width, width);
+  Row<T, kVec, kItems, kThreads, kWhole> packs, residual;
+  packs.load(p.x + row * width, width);
   if constexpr (kResidual) {
     residual.load(p.residual + row * width, width);
-    add_residual(p, row, x, residual);
+    add_residual(p, row, packs, residual);
   }
-  normalise_row(p, row, x, inverse, [&] { return Affine<R, T>(p); });
-}
-
-// One block a multiprocessor walks over the rows, several at a time, while the next are on their way into shared
-// memory. Weight and bias are loaded once a thread.
-template <typename T, int kVec, int kItems>
-__global__ void __launch_bounds__(kForwardMaxThreads<T, kVec, kItems>)
-    layernorm_forward_ring_kernel(const LayernormForward<T> p, accumulate_t<T> inverse, int stages) {
-  using R = Row<T, kVec, kItems, kPart>;
-  using Ring = RowRing<T, kVec, kItems, kPart, 1>;
-  extern __shared__ __align__(16) unsigned char shared[];
-  const int width = static_cast<int>(p.width);
-  Ring ring(shared, {p.x}, p.rows, width, stages);
-  Affine<R, T> affine(p);
-  for (int64_t row = Ring::first(); row < p.rows; row += Ring::step()) {
-    affine.weight.stay_packed();
-    affine.bias.stay_packed();
-    R x;
-    x.load(ring.next(), width);
-    normalise_row(p, row, x, inverse, [&]() -> const auto& { return affine; });
-  }
+  const Moments<A> m = row_moments(packs, width, inverse, p.eps);
+  write_statistics(p, row, m);
+  const A offset = -m.rest * m.rstd;
+  T* out = p.out + row * width;
+  packs.each(width, [&](int i, A(&x)[kVec]) {
+    A weight[kVec], bias[kVec];
+    load_affine(weight, bias, p, packs.column(i));
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) x[k] = ((x[k] - m.mean) * m.rstd + offset) * weight[k] + bias[k];
+    store_narrow<kVec>(out + packs.column(i), x);
+  });
 }
 
 // x, or x + residual rounded to T.
@@ -230,56 +216,41 @@ constexpr bool kIsFast = kVec > 1 && sizeof(T) < 8;
 
 template <typename T, int kVec>
 constexpr int kForwardMinItems = kIsFast<T, kVec> ? 1 : 4;
-template <typename T, int kVec>
-constexpr int kForwardMaxItems = kIsFast<T, kVec> ? 7 : 4;  // of a row of one warp
 
-// Of a row of several: 16-bit rows are wide in registers, and need the multiprocessor to hold many of them.
-template <typename T, int kVec>
-constexpr int kForwardMaxBlockItems = kVec == 8 ? 3 : 4;
+// A row's packs and its residual's fill the registers: one warp has fewer of them then, and of the wider 16-bit packs
+// so have the warps that share a row.
+template <typename T, int kVec, bool kResidual>
+constexpr int kForwardMaxWarpItems = !kIsFast<T, kVec> ? 4
+                                     : kResidual       ? 5
+                                                       : 7;
+template <int kVec, bool kResidual>
+constexpr int kForwardMaxItems = kVec == 8 && kResidual ? 3 : 4;  // of a row of several warps
 
-template <bool kResidual, int kVec, typename T>
-void launch_forward_registers(const LayernormForward<T>& p, const RowThreads& row, Stream stream) {
-  const dim3 block(row.threads, row.threads > kWarp ? 1 : 2);
-  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
-  with_row_threads<kBlock, kForwardMinItems<T, kVec>, kForwardMaxItems<T, kVec>>(row, [&](auto threads, auto items) {
-    layernorm_forward_registers_kernel<T, kVec, threads.value, items.value, kResidual>
-        <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
-  });
+// Rows a block. Blocks of some 3 KB keep reads and writes best mixed; where all rows are at once on the
+// multiprocessors, the launch of blocks is what takes the time, and there are fewer.
+inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
+  if (rows < 64 * int64_t(multiprocessors())) return static_cast<unsigned>(std::max(4 * kWarp / threads, 1));
+  return threads > kWarp ? 1 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-// Whether it has launched: false where the rows do not fit.
-template <int kVec, typename T>
-bool launch_forward_ring(const LayernormForward<T>& p, Stream stream) {
-  constexpr int kMax = 7;
-  const RowThreads row =
-      row_threads<kVec, 1, 4, kMax>(p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
-  if (row.items == 0) return false;
-  bool launched = false;
-  with_row_items<1, kMax>(row.items, [&](auto items) {
-    constexpr auto kKernel = layernorm_forward_ring_kernel<T, kVec, items.value>;
-    const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, 1>(p.width), row.threads,
-                                       kForwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
-    if (shape.stages == 0) return;
-    kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, 1 / accumulate_t<T>(p.width), shape.stages);
-    launched = true;
-  });
-  return launched;
-}
-
-// The ring is for 16-bit rows of several warps, whose barriers leave the memory idle otherwise (16384x1600: 3.6 against
-// 2.9 TB/s). With a residual, or in float32, there is twice the memory's work for the same arithmetic, and rows of one
-// warp have no barriers: there the plain kernel is ahead (65536x768: 4.1 against 3.9 TB/s).
 template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  const RowThreads row =
-      row_threads<kVec, kForwardMinItems<T, kVec>, kForwardMaxBlockItems<T, kVec>, kForwardMaxItems<T, kVec>>(
-          p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
-  if constexpr (kVec == 8 && !kResidual)
-    if (!row.full && p.width > kWarp * 4 * kVec && launch_forward_ring<kVec>(p, stream)) return;
-  if (row.items && p.rows <= std::numeric_limits<int>::max())  // a grid has no more blocks
-    launch_forward_registers<kResidual, kVec>(p, row, stream);
-  else
+  constexpr int kMin = kForwardMinItems<T, kVec>;
+  constexpr int kMax = kForwardMaxItems<kVec, kResidual>;
+  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec, kResidual>;
+  const RowThreads row = row_threads<kBlock, kVec, kMin, kMax, kMaxWarp>(
+      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) {  // a grid has no more blocks
     layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
+    return;
+  }
+  const int64_t row_bytes = (kResidual ? 2 : 1) * std::max<int64_t>(p.width, 1) * int64_t(sizeof(T));
+  const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, row_bytes));
+  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
+  with_row_threads<kBlock, kMin, kMax, kMaxWarp>(row, [&](auto threads, auto whole, auto items) {
+    layernorm_forward_registers_kernel<T, kVec, threads.value, whole.value, items.value, kResidual>
+        <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -303,53 +274,68 @@ __device__ double product(double a, double b) {
 
 // Packs a thread, and the most threads a block, by the registers that a thread's columns take: a word of weight for
 // every one of memory, two accumulators an element, and the normalised row and its gradient between the two passes,
-// beside some 40 (float64: 80) for everything else.
-template <int kVec>
-constexpr int kBackwardMaxItems = kVec == 8 ? 3 : 4;
+// or of more than kWidened elements their 16-bit packs, beside some 40 (float64: 80) for everything else.
+constexpr int kBackwardMaxItems = 4;  // of a row of several warps
 
-template <typename T, int kVec, int kItems>
+// Of a row of one warp. With a third array to wait for, more warps are worth their barriers.
+template <typename T, int kVec, bool kResidual>
+constexpr int kBackwardMaxWarpItems = !kIsFast<T, kVec>        ? kBackwardMaxItems
+                                      : kVec == 8 && kResidual ? 5
+                                                               : 7;
+
+template <typename T, int kVec, int kItems, bool kResidual>
 constexpr int kBackwardMaxThreads =
-    max_threads(10 * sizeof(accumulate_t<T>) + kItems * kVec * (sizeof(T) + 4 * sizeof(accumulate_t<T>)) / 4);
+    max_threads((kResidual ? 12 : 10) * sizeof(accumulate_t<T>) +
+                kItems * kVec *
+                    (sizeof(T) + 2 * sizeof(accumulate_t<T>) +
+                     2 * (kItems * kVec > kWidened ? sizeof(T) : sizeof(accumulate_t<T>))) /
+                    4);
 
 // Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in shared memory, in
-// the place of the ring, as (blockDim.y, 2, kItems, kVec, blockDim.x): neighbouring threads in neighbouring banks.
+// the place of the ring, in parts of 16 bytes: (blockDim.y, 2, kItems, kVec / kPart, blockDim.x), neighbouring threads
+// in neighbouring banks.
 template <typename R, typename T, typename A, int kItems, int kVec>
-__device__ void write_block_sums(const LayernormBackward<T>& p, A* shared, const A (&dweight)[kItems][kVec],
+__device__ void write_block_sums(const LayernormBackward<T>& p, void* shared, const A (&dweight)[kItems][kVec],
                                  const A (&dbias)[kItems][kVec]) {
+  constexpr int kPart = std::min<int>(kVec, 16 / sizeof(A));
+  constexpr int kParts = 2 * kItems * kVec / kPart;
+  using Part = Packed<A, kPart>;
   const int threads = blockDim.x;
-  const int sums = 2 * kItems * kVec * threads;  // of a row of the block
+  Part* const sums = static_cast<Part*>(shared) + threadIdx.x;
   __pipeline_wait_prior(0);
   __syncthreads();
-  A* mine = shared + threadIdx.y * sums + threadIdx.x;
 #pragma unroll
-  for (int i = 0; i < kItems; ++i)
+  for (int part = 0; part < kParts; ++part) {
+    const int at = part % (kParts / 2) * kPart;
+    const A(&from)[kItems][kVec] = part < kParts / 2 ? dweight : dbias;
+    Part sum;
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) {
-      mine[(i * kVec + k) * threads] = dweight[i][k];
-      mine[((kItems + i) * kVec + k) * threads] = dbias[i][k];
-    }
+    for (int k = 0; k < kPart; ++k) sum.v[k] = from[at / kVec][at % kVec + k];
+    sums[(threadIdx.y * kParts + part) * threads] = sum;
+  }
   __syncthreads();
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
-  for (int item = threadIdx.y; item < 2 * kItems; item += blockDim.y) {
-    const int column = R::column(item % kItems);
+  for (int part = threadIdx.y; part < kParts; part += blockDim.y) {
+    const int at = part % (kParts / 2) * kPart;
+    const int column = R::column(at / kVec) + at % kVec;
     if (column >= p.width) continue;
-    Packed<A, kVec> sum;
+    Part sum = sums[part * threads];
+#pragma unroll 4
+    for (int row = 1; row < blockDim.y; ++row) {
+      const Part more = sums[(row * kParts + part) * threads];
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) {
-      const A* at = shared + (item * kVec + k) * threads + threadIdx.x;
-      sum.v[k] = *at;
-      for (int row = 1; row < blockDim.y; ++row) sum.v[k] += at[row * sums];
+      for (int k = 0; k < kPart; ++k) sum.v[k] += more.v[k];
     }
-    store(partial + (item < kItems ? 0 : p.width) + column, sum);
+    store(partial + (part < kParts / 2 ? 0 : p.width) + column, sum);
   }
 }
 
-template <typename T, int kVec, int kThreads, int kItems, bool kResidual>
-__global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
+template <typename T, int kVec, int kThreads, bool kWhole, int kItems, bool kResidual>
+__global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems, kResidual>)
     layernorm_backward_ring_kernel(const LayernormBackward<T> p, int stages) {
   using A = accumulate_t<T>;
-  using R = Row<T, kVec, kItems, kThreads>;
-  using Ring = RowRing<T, kVec, kItems, kThreads, kResidual ? 3 : 2>;
+  using R = Row<T, kVec, kItems, kThreads, kWhole>;
+  using Ring = RowRing<R, kResidual ? 3 : 2>;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
   Ring ring(shared, {p.x, p.dout, p.dresidual}, p.rows, width, stages);
@@ -364,7 +350,6 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
   A dbias[kItems][kVec] = {};
   T* dx = p.dx + row * width;
   for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
-    weight.stay_packed();
     const A mean = next_mean;
     const A rstd = next_rstd;
     if (row + Ring::step() < p.rows) {
@@ -373,41 +358,59 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<T, kVec, kItems>)
     }
     const T* x_row = ring.next();
     const T* dout_row = x_row + ring.pitch();
-    A norm[kItems][kVec], gradient[kItems][kVec];
-    A sums[2] = {};  // of g and of g * n
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (!R::has(i, width)) continue;
+    R x, dout;
+    x.load(x_row, width);
+    dout.load(dout_row, width);
+    weight.stay_packed();
+    // Of pack i: n, and g, to which `gradient` is turned from dout. Both passes call it, and the compiler keeps what it
+    // gave the first, unless that would be too much.
+    const auto weigh = [&](int i, A(&norm)[kVec], A(&gradient)[kVec]) {
       A w[kVec];
-      load_wide<kVec>(norm[i], x_row + R::column(i));
-      load_wide<kVec>(gradient[i], dout_row + R::column(i));
+      widen(norm, x.packs[i]);
       widen(w, weight.packs[i]);
 #pragma unroll
       for (int k = 0; k < kVec; ++k) {
-        norm[i][k] = (norm[i][k] - mean) * rstd;
-        dweight[i][k] += gradient[i][k] * norm[i][k];
-        dbias[i][k] += gradient[i][k];
-        gradient[i][k] = product(gradient[i][k], w[k]);
-        sums[0] += gradient[i][k];
-        sums[1] += gradient[i][k] * norm[i][k];
+        norm[k] = (norm[k] - mean) * rstd;
+        gradient[k] = product(gradient[k], w[k]);
       }
-    }
+    };
+    A sums[2] = {};  // of g and of g * n
+    dout.each(width, [&](int i, A(&gradient)[kVec]) {
+      A norm[kVec], weighted[kVec];
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) weighted[k] = gradient[k];
+      weigh(i, norm, weighted);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) {
+        dweight[i][k] += gradient[k] * norm[k];
+        dbias[i][k] += gradient[k];
+        sums[0] += weighted[k];
+        sums[1] += weighted[k] * norm[k];
+      }
+    });
     if (p.dx == nullptr) continue;
     row_sums<kThreads>(sums, slot);
     const A avg_g = sums[0] / A(width);
     const A avg_gn = sums[1] / A(width);
-#pragma unroll
-    for (int i = 0; i < kItems; ++i) {
-      if (!R::has(i, width)) continue;
+    if constexpr (kItems * kVec > kWidened) {
+      x.stay_packed();
+      dout.stay_packed();
+      weight.stay_packed();
+    }
+    dout.each(width, [&](int i, A(&gradient)[kVec]) {
+      A norm[kVec];
       A dresidual[kVec] = {};
+      weigh(i, norm, gradient);
       if constexpr (kResidual) load_wide<kVec>(dresidual, dout_row + ring.pitch() + R::column(i));
 #pragma unroll
-      for (int k = 0; k < kVec; ++k)
-        gradient[i][k] = (gradient[i][k] - avg_g - norm[i][k] * avg_gn) * rstd + dresidual[k];
-      store_narrow<kVec>(dx + R::column(i), gradient[i]);
-    }
+      for (int k = 0; k < kVec; ++k) gradient[k] = (gradient[k] - avg_g - norm[k] * avg_gn) * rstd + dresidual[k];
+      store_narrow<kVec>(dx + R::column(i), gradient);
+    });
   }
-  if (p.workspace) write_block_sums<R>(p, reinterpret_cast<A*>(shared), dweight, dbias);
+  // The last rows may be too few for all thread groups of a block. None needs this barrier, but compute-sanitizer looks
+  // for races by counting barriers, and finds none if all threads have as many.
+  if (kThreads == kPart && p.dx && row - threadIdx.y < p.rows) row_barrier<kThreads>();
+  if (p.workspace) write_block_sums<R>(p, shared, dweight, dbias);
 }
 
 // dx of rows too wide for shared memory: a block a row, which reads x and dout twice.
@@ -470,21 +473,24 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
 }
 
 template <typename T, int kVec>
-constexpr int kBackwardMinItems = kIsFast<T, kVec> ? 1 : kBackwardMaxItems<kVec>;
+constexpr int kBackwardMinItems = kIsFast<T, kVec> ? 1 : kBackwardMaxItems;
 
 // Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
 template <int kVec, bool kResidual, typename T>
 unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
   constexpr int kMin = kBackwardMinItems<T, kVec>;
-  constexpr int kMax = kBackwardMaxItems<kVec>;
-  const RowThreads row = row_threads<kVec, kMin, kMax, kMax>(
-      p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value>; });
+  constexpr int kMax = kBackwardMaxItems;
+  constexpr int kMaxWarp = kBackwardMaxWarpItems<T, kVec, kResidual>;
+  const RowThreads row = row_threads<kPart, kVec, kMin, kMax, kMaxWarp>(
+      p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value, kResidual>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_threads<kPart, kMin, kMax>(row, [&](auto threads, auto items) {
-    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, items.value, kResidual>;
-    const RingShape shape = ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
-                                       kBackwardMaxThreads<T, kVec, items.value>, max_dynamic_shared_memory<kKernel>());
+  with_row_threads<kPart, kMin, kMax, kMaxWarp>(row, [&](auto threads, auto whole, auto items) {
+    constexpr auto kKernel =
+        layernorm_backward_ring_kernel<T, kVec, threads.value, whole.value, items.value, kResidual>;
+    const RingShape shape =
+        ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
+                   kBackwardMaxThreads<T, kVec, items.value, kResidual>, max_dynamic_shared_memory<kKernel>());
     if (shape.stages == 0) return;
     const int64_t sums_bytes =
         int64_t(shape.block.x) * shape.block.y * 2 * items.value * kVec * sizeof(accumulate_t<T>);

@@ -3,11 +3,13 @@
 // threadIdx.x counts the threads of a row, threadIdx.y the rows of a block. A thread holds every kThreads-th pack, so
 // that neighbours hold neighbouring packs. They stay in the dtype of memory, which is half of float32's registers for
 // 16-bit types, and are widened anew in each pass. kThreads is kWarp where a row is one warp's, which makes the
-// addresses constants and the sums shuffles alone; else kBlock: blockDim.x is only known at the launch.
+// addresses constants and the sums shuffles alone; else kBlock or kPart: blockDim.x is only known at the launch. kWhole
+// says that every pack lies in the row, and nothing has to be compared with the width.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "launch.cuh"
 #include "packed.cuh"
@@ -15,9 +17,13 @@
 
 namespace gptkernels::cuda {
 
-template <typename T, int kVec, int kItems, int kThreads = kBlock>
+template <typename T_, int kVec_, int kItems_, int kThreads_ = kBlock, bool kWhole = false>
 struct Row {
+  using T = T_;
   using A = accumulate_t<T>;
+  static constexpr int kVec = kVec_;
+  static constexpr int kItems = kItems_;
+  static constexpr int kThreads = kThreads_;
   Packed<T, kVec> packs[kItems];
 
   // The first column of a thread's pack i.
@@ -27,7 +33,7 @@ struct Row {
   }
 
   // Whether a thread's pack i lies in the row.
-  static __device__ bool has(int i, int width) { return kThreads == kWarp || column(i) < width; }
+  static __device__ bool has(int i, int width) { return kWhole || column(i) < width; }
 
   // Every load is under way before anything waits for one: bandwidth is bytes in flight.
   __device__ void load(const T* row, int width) {
@@ -102,7 +108,7 @@ constexpr int max_threads(int registers) {
 struct RowThreads {
   int threads;  // whole warps
   int items;    // 0: the row does not fit
-  bool full;    // one warp's, every pack in the row
+  bool whole;   // every pack lies in the row
 };
 
 // Calls fn with `items`, which is kMin..kMax, as a type: it sizes register arrays.
@@ -114,10 +120,11 @@ void with_row_items(int items, const Fn& fn) {
 }
 
 // Of the shapes with kMin..kMax packs a thread that with the least work: each warp works on all its packs, whether they
-// are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 20 elements.
+// are in the row or beyond its end, and has the sums of a row besides, which cost as much as some 20 elements. kPart: a
+// block is full of rows, and a row pays for its part of the warps that are left over.
 // A row of one warp may have up to kMaxWarp packs a thread. max_threads(items) is the most threads that so many packs
 // each allow.
-template <int kVec, int kMin, int kMax, int kMaxWarp, typename MaxThreads>
+template <int kMany, int kVec, int kMin, int kMax, int kMaxWarp, typename MaxThreads>
 RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   static_assert(kMaxWarp >= kMax);
   constexpr int kSumsCost = 20;
@@ -125,26 +132,28 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   RowThreads best = {};
   int64_t least = 0;
   for (int items = kMaxWarp; items >= kMin; --items) {
-    const int64_t warps = ceil_div(ceil_div(packs, items), kWarp);
+    const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
     int64_t most = 0;
     with_row_items<kMin, kMaxWarp>(items, [&](auto known) { most = max_threads(known); });
-    if (warps * kWarp > most || (items > kMax && warps > 1)) continue;
-    const int64_t cost = warps * (items * kVec + kSumsCost);
-    if (best.items == 0 || cost < least) best = {static_cast<int>(warps * kWarp), items, false}, least = cost;
+    if (threads > most || (items > kMax && threads > kWarp)) continue;
+    const int64_t cost = (kMany == kPart ? most / (most / threads) : threads) * (items * kVec + kSumsCost);
+    if (best.items == 0 || cost < least) best = {static_cast<int>(threads), items, false}, least = cost;
   }
-  best.full = best.threads == kWarp && width == int64_t(kWarp) * best.items * kVec;
+  best.whole = width == int64_t(best.threads) * best.items * kVec;
   return best;
 }
 
-// Calls fn with kWarp, if a row fills one, or kMany, which is kBlock or kPart, and `items` as types.
-template <int kMany, int kMin, int kMax, typename Fn>
+// Calls fn with three types: kWarp, or kMany for a row of several warps, which is kBlock or kPart; whether all packs
+// lie in the row; and `items`, which is up to kMax, of one warp up to kMaxWarp.
+template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
-  with_row_items<kMin, kMax>(row.items, [&](auto items) {
-    if (row.full)
-      fn(Items<kWarp>{}, items);
+  const auto with_items = [&](auto whole) {
+    if (row.threads == kWarp)
+      with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, whole, items); });
     else
-      fn(Items<kMany>{}, items);
-  });
+      with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kMany>{}, whole, items); });
+  };
+  row.whole ? with_items(std::true_type{}) : with_items(std::false_type{});
 }
 
 }  // namespace gptkernels::cuda

@@ -14,6 +14,9 @@ namespace gptkernels::cuda {
 
 constexpr int kMaxRingStages = 4;
 
+// Under way beside the rows in hand. More would only put off the first of them.
+constexpr int64_t kRingBytes = 40 << 10;
+
 // How a block works on rows: block.x threads a row, block.y rows at a time, `stages` times as many in shared memory.
 struct RingShape {
   dim3 block;
@@ -30,7 +33,8 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
   const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);  // no more stages than a block takes steps
-  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxRingStages), steps});
+  const int64_t wanted = std::max<int64_t>(1 + ceil_div(kRingBytes, height * row_bytes), 2);
+  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxRingStages), wanted, steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
           .grid = grid_size(grid),
           .stages = static_cast<int>(stages),
@@ -44,9 +48,11 @@ int64_t ring_row_bytes(int64_t width) {
 }
 
 // The same row of kArrays arrays travels together.
-template <typename T, int kVec, int kItems, int kThreads, int kArrays>
+template <typename R, int kArrays>
 class RowRing {
-  using R = Row<T, kVec, kItems, kThreads>;
+  using T = typename R::T;
+  static constexpr int kVec = R::kVec;
+  static constexpr int kItems = R::kItems;
 
  public:
   // Of the arrays that are given the first kArrays travel.
