@@ -154,6 +154,7 @@ class RowColumns {
  public:
   static constexpr int kVec = kPack<T>;
   static constexpr int kLine = 128 / sizeof(T);
+  static constexpr bool kMasked = kCausal;
 
   // Of a row of one of so many rows that begin at `base`; beyond the last row there are no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width) : begin_(Team::row() * width) {
@@ -288,10 +289,8 @@ __device__ void store_part(T* base, const Columns& at, const Pack& pack, const M
   if constexpr (kMore)
     for (int i = kItems; at.has(i); ++i) {
       float y[kVec] = {};
-      if (at.counts(i)) {
-        more(y, i);
-        at.mask(y, i, 0.f);
-      }
+      if (!Columns::kMasked || at.counts(i)) more(y, i);
+      at.mask(y, i, 0.f);
       store_narrow<kVec>(row + at.column(i), y);
     }
   if (at.has_single()) row[at.single()] = narrow<T>(at.single_counts() ? single() : 0.f);
