@@ -100,7 +100,8 @@ __device__ void set_zero(A (&values)[kVec]) {
 // Small blocks that come and go, and a warp has its part of two rows, 512 bytes each. Grids that stay, and warps with
 // more rows, which could share a row of wpe, were slower by up to a tenth: their reads and writes come in bursts.
 
-constexpr int kForwardWarps = 4;
+constexpr int kForwardThreads = 128;
+constexpr int kForwardWarps = kForwardThreads / kWarp;
 constexpr int kForwardRows = 2;  // of a warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
@@ -110,7 +111,7 @@ struct ForwardBlocks {
 };
 
 template <typename T, typename Token, int kVec>
-__global__ void __launch_bounds__(kForwardWarps* kWarp, 14)
+__global__ void __launch_bounds__(kForwardThreads)
     encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const ForwardBlocks blocks) {
   const unsigned slab = blockIdx.x / blocks.of_slab;
   const unsigned block = blockIdx.x - slab * blocks.of_slab;
@@ -159,7 +160,7 @@ void launch_forward(EncoderForward<T, Token> p, Stream stream) {
   const int64_t of_sequence = ceil_div(p.length, kForwardBlockRows);
   const ForwardBlocks blocks{grid_size(of_sequence), grid_size(p.batch * of_sequence)};
   encoder_forward_slab_kernel<T, Token, kVec>
-      <<<grid_size(p.batch * of_sequence * slabs<kVec, kWarp>(p.width)), kForwardWarps * kWarp, 0, stream>>>(p, blocks);
+      <<<grid_size(p.batch * of_sequence * slabs<kVec, kWarp>(p.width)), kForwardThreads, 0, stream>>>(p, blocks);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ __global__ void __launch_bounds__(kBinThreads, 2048 / kBinThreads)
   __shared__ int origins[kMaxTiles];  // where its 0th would lie, were it in this tile
   __shared__ int before;              // entries in the bins before
   __shared__ int total;
-  constexpr int kAhead = 4;  // entries that a lane loads at once
+  constexpr int kAhead = 2;  // entries that a lane loads at once
   const int lane = threadIdx.x % kWarp;
   const int bin = blockIdx.x;
   let_next_kernel_start();
