@@ -118,7 +118,7 @@ def test_views(view, dtype, device):
 def test_the_norm_is_the_layernorm_of_the_sum(device):
     """To the bit: one kernel serves both ops."""
     for dtype in (torch.float32, torch.bfloat16):
-        for width in (7, 768, 50257):
+        for width in (7, 768, 1600, 50257):
             x, residual, weight, bias = inputs(5, width, dtype, device)
             out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
             for a, b in zip((out, mean, rstd), ops.layernorm(x + residual, weight, bias), strict=True):

@@ -37,9 +37,9 @@ __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps)
   return {mean, rest, reciprocal_root(variance + A(eps))};
 }
 
-// Four bytes of a sector of 32, whose other bytes come from other rows within microseconds. Where the L2 cache writes
-// it to memory before it is whole, every piece costs as much as a whole one (65536x768 bfloat16: 3 % of the time for
-// 0.3 % of the bytes): so it is what the cache parts with last.
+// Four bytes of a sector of 32, whose other bytes come from other rows within microseconds. Every such piece costs
+// about as much as a whole sector (65536x768 bfloat16: 3 % of the time for 0.3 % of the bytes), less where it is what
+// the L2 cache parts with last.
 __device__ void store_piece(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
@@ -64,6 +64,7 @@ constexpr bool kExactSums = sizeof(T) == 2;
 // The most elements a thread that stay widened from one pass to the next: beyond, 16-bit rows would fill the registers.
 constexpr int kWidened = 40;
 
+// The most threads of a block by the registers that its packs take.
 template <typename T, int kVec, int kItems>
 constexpr int kForwardMaxThreads =
     max_threads(12 * sizeof(accumulate_t<T>) + kItems * kVec * (3 * sizeof(T) + sizeof(accumulate_t<T>)) / 4);
@@ -81,39 +82,37 @@ __device__ Moments<accumulate_t<T>> row_moments(Row<T, kVec, kItems, kThreads, k
   row_sums<kThreads>(sum, 0);
   if constexpr (kItems * kVec > kWidened) row.stay_packed();
   const A mean = sum[0] * inverse;
-  A about_mean[2] = {};
+  A about_mean[kExactSums<T> ? 1 : 2] = {};  // sums of (x - mean)^2 and, where it takes a sum to know, of x - mean
   row.each(width, [&](int, const A(&x)[kVec]) {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) {
       const A centred = x[k] - mean;
-      if constexpr (!kExactSums<T>) about_mean[0] += centred;
-      about_mean[1] += centred * centred;
+      about_mean[0] += centred * centred;
+      if constexpr (!kExactSums<T>) about_mean[1] += centred;
     }
   });
-  if constexpr (kExactSums<T>) {
-    A squares[1] = {about_mean[1]};
-    row_sums<kThreads>(squares, 1);
-    about_mean[0] = fma(-mean, A(width), sum[0]);
-    about_mean[1] = squares[0];
-  } else {
-    row_sums<kThreads>(about_mean, 1);
-  }
+  row_sums<kThreads>(about_mean, 1);
   if constexpr (kItems * kVec > kWidened) row.stay_packed();
-  return moments(mean, about_mean[0], about_mean[1], inverse, eps);
+  A rests;
+  if constexpr (kExactSums<T>)
+    rests = fma(-mean, A(width), sum[0]);
+  else
+    rests = about_mean[1];
+  return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
 // x + residual rounded to T, in the place of x, and written as the sum.
 template <typename T, int kVec, int kItems, int kThreads, bool kWhole>
 __device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, kVec, kItems, kThreads, kWhole>& x,
                              const Row<T, kVec, kItems, kThreads, kWhole>& residual) {
-  const int width = static_cast<int>(p.width);
-  x.update(width, [&](int i, accumulate_t<T>(&x)[kVec]) {
+  T* sum = p.sum + row * p.width;
+  x.update(static_cast<int>(p.width), [&](int i, accumulate_t<T>(&x)[kVec]) {
     accumulate_t<T> r[kVec];
     widen(r, residual.packs[i]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) x[k] += r[k];
+    store_narrow<kVec>(sum + residual.column(i), x);
   });
-  x.store(p.sum + row * width, width);
 }
 
 // kVec columns of weight and bias, ones and zeros where there are none.
@@ -217,29 +216,39 @@ constexpr bool kIsFast = kVec > 1 && sizeof(T) < 8;
 template <typename T, int kVec>
 constexpr int kForwardMinItems = kIsFast<T, kVec> ? 1 : 4;
 
-// A row's packs and its residual's fill the registers: one warp has fewer of them then, and of the wider 16-bit packs
-// so have the warps that share a row.
-template <typename T, int kVec, bool kResidual>
-constexpr int kForwardMaxWarpItems = !kIsFast<T, kVec> ? 4
-                                     : kResidual       ? 5
-                                                       : 7;
-template <int kVec, bool kResidual>
-constexpr int kForwardMaxItems = kVec == 8 && kResidual ? 3 : 4;  // of a row of several warps
+constexpr int kForwardMaxItems = 4;  // of a row of several warps
 
-// Rows a block. Blocks of some 3 KB keep reads and writes best mixed; where all rows are at once on the
+// Of a row of one warp.
+template <typename T, int kVec>
+constexpr int kForwardMaxWarpItems = kIsFast<T, kVec> ? 7 : kForwardMaxItems;
+
+// Whether all rows are at once on the multiprocessors.
+inline bool few_rows(int64_t rows) {
+  return rows < 64 * int64_t(multiprocessors());
+}
+
+// A residual changes nothing here: the norm of a sum has the same bits either way.
+template <typename T, int kVec>
+RowThreads forward_row_threads(int64_t rows, int64_t width) {
+  constexpr int kMin = kForwardMinItems<T, kVec>;
+  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
+  const auto max_threads = [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; };
+  // Two warps a row of 768 float32 have enough to do and are gone sooner, if there are enough rows to follow.
+  if (kVec == 4 && !few_rows(rows))
+    return row_threads<kBlock, kVec, kMin, kForwardMaxItems, std::min(kMaxWarp, 5)>(width, max_threads);
+  return row_threads<kBlock, kVec, kMin, kForwardMaxItems, kMaxWarp>(width, max_threads);
+}
+
+// Rows of one warp a block. Blocks of some 3 KB keep reads and writes best mixed; where all rows are at once on the
 // multiprocessors, the launch of blocks is what takes the time, and there are fewer.
 inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
-  if (rows < 64 * int64_t(multiprocessors())) return static_cast<unsigned>(std::max(4 * kWarp / threads, 1));
-  return threads > kWarp ? 1 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
+  if (threads > kWarp) return 1;
+  return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
 template <bool kResidual, int kVec, typename T>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  constexpr int kMin = kForwardMinItems<T, kVec>;
-  constexpr int kMax = kForwardMaxItems<kVec, kResidual>;
-  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec, kResidual>;
-  const RowThreads row = row_threads<kBlock, kVec, kMin, kMax, kMaxWarp>(
-      p.width, [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; });
+  const RowThreads row = forward_row_threads<T, kVec>(p.rows, p.width);
   if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) {  // a grid has no more blocks
     layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
     return;
@@ -247,10 +256,11 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
   const int64_t row_bytes = (kResidual ? 2 : 1) * std::max<int64_t>(p.width, 1) * int64_t(sizeof(T));
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, row_bytes));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
-  with_row_threads<kBlock, kMin, kMax, kMaxWarp>(row, [&](auto threads, auto whole, auto items) {
-    layernorm_forward_registers_kernel<T, kVec, threads.value, whole.value, items.value, kResidual>
-        <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
-  });
+  with_row_threads<kBlock, kForwardMinItems<T, kVec>, kForwardMaxItems, kForwardMaxWarpItems<T, kVec>>(
+      row, [&](auto threads, auto whole, auto items) {
+        layernorm_forward_registers_kernel<T, kVec, threads.value, whole.value, items.value, kResidual>
+            <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
+      });
 }
 
 // ---------------------------------------------------------------------------------------------------------------
