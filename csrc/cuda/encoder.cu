@@ -174,7 +174,7 @@ void launch_forward(EncoderForward<T, Token> p, Stream stream) {
 // the three starts while one still runs (launch.cuh), and the sums over the batch need no order.
 
 constexpr int kTileThreads = 512;
-constexpr int kBinThreads = 1024;
+constexpr int kBinThreads = 1024;  // the bin of the most frequent word has a tenth of all entries
 constexpr int kMaxTiles = 128;
 constexpr int kUnit = 32;           // items: of the rows that begin there the sums are one piece of work
 constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
@@ -188,7 +188,7 @@ struct Entry {
 
 // What the sort writes is one list of items: for every slot a head, ~token, and behind it its entries, the positions
 // where the token stands. One load tells a warp all about 32 of them, and a token without entries is no special case.
-// Not by these heads go a slot that is no token and a long run, whose entries are marked.
+// The head names no row where a slot is no token, and where a run is long; its entries are marked then.
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
 constexpr int kMark = 1 << 30;  // beyond every position: kEncoderMostRows
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kBinThreads, 2048 / kBinThreads)
+__global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const Workspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
   __shared__ int firsts[kMaxTiles];   // the bin's entries in the tiles before
@@ -396,6 +396,7 @@ __global__ void __launch_bounds__(kBinThreads, 2048 / kBinThreads)
 // narrower ones cost the memory more, and with 16 bytes a lane there are half as many instructions as with 8.
 
 constexpr int kBackwardBlocks = 4;  // of a multiprocessor
+
 template <int kVec>
 constexpr int kAhead = kVec <= 4 ? 8 : 4;  // rows that a lane has under way at once, as registers allow
 
