@@ -65,6 +65,16 @@ int blocks_per_multiprocessor() {
   });
 }
 
+// For __launch_bounds__: registers for two blocks of kThreads on a multiprocessor, for one where it does not hold so
+// many threads (from sm_86 to sm_89, and from sm_110 on).
+#if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
+constexpr int kMultiprocessorThreads = 1536;
+#else
+constexpr int kMultiprocessorThreads = 2048;
+#endif
+template <int kThreads>
+constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
+
 // A number as a type, so that what is called with it can size register arrays.
 template <int N>
 struct Items {

@@ -17,6 +17,11 @@ struct alignas(sizeof(T) * N) Packed {
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
+// What many Ts are summed in. Sums of float32 would else be most of its results' error; a bfloat16 or float16 result is
+// rounded to far less.
+template <typename T>
+using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
+
 template <typename T>
 __host__ __device__ accumulate_t<T> widen(T value) {
   return static_cast<accumulate_t<T>>(value);

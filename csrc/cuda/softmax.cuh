@@ -133,11 +133,6 @@ struct Cluster {
 };
 #endif
 
-// What sums over a row of T are taken in. Those of float32 would else be most of its results' error; a bfloat16 or
-// float16 result is rounded to far less.
-template <typename T>
-using sum_t = std::conditional_t<std::is_same_v<T, float>, double, float>;
-
 // How many of a row's columns take part: all, or under the causal mask those up to the diagonal of its square matrix.
 template <bool kCausal, typename Index>
 __device__ Index columns_of(Index row, Index width) {
@@ -469,14 +464,16 @@ __global__ void __launch_bounds__(kLanesThreads<kItems>) softmax_forward_lanes_k
 }
 
 template <typename T, int kItems, bool kSingles, bool kCausal, bool kMore>
-__global__ void __launch_bounds__((kForwardThreads<T, kSingles, kCausal, kMore>), 2)
+__global__ void __launch_bounds__(kForwardThreads<T, kSingles, kCausal, kMore>,
+                                  kTwoBlocks<kForwardThreads<T, kSingles, kCausal, kMore>>)
     softmax_forward_block_kernel(const SoftmaxRows<T> p) {
   extern __shared__ uint4 places[];
   softmax_row<T, Block, kItems, kSingles, kCausal, kMore>(p, places);
 }
 
 template <typename T, int kItems, bool kSingles, bool kCausal>
-__global__ void __launch_bounds__((kForwardThreads<T, kSingles, kCausal, true>), 2)
+__global__ void __launch_bounds__(kForwardThreads<T, kSingles, kCausal, true>,
+                                  kTwoBlocks<kForwardThreads<T, kSingles, kCausal, true>>)
     softmax_forward_cluster_kernel(const SoftmaxRows<T> p) {
 #if GPTKERNELS_HOPPER
   extern __shared__ uint4 places[];

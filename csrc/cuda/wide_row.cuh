@@ -21,7 +21,8 @@
 // place somebody else may just be doing it. All arrays that are read must lie alike (in_step), else
 // kVec is 1; the one that is written may lie otherwise, and is then written element by element.
 //
-// Where not even one row fits (kKept = false), the same interface reads it from memory in each pass.
+// Where not even one row fits (kKept = false), the same interface reads it from memory in each pass, and no byte beyond
+// the row.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -318,14 +319,14 @@ class WideRows {
     const bool plain =
         part.first >= 0 && end <= exceptions.end && (exceptions.column < part.first || exceptions.column >= end);
     if (plain)
-      packs(part, [&](Column column, auto& x) { fn(column, x, std::false_type()); });
+      packs(part, std::false_type(), fn);
     else
-      packs(part, [&](Column column, auto& x) { fn(column, x, std::true_type()); });
+      packs(part, std::true_type(), fn);
   }
 
   // Several packs are on their way from shared or global memory before the first is used.
-  template <typename Fn>
-  __device__ void packs(const Part& part, const Fn& fn) const {
+  template <typename Exceptional, typename Fn>
+  __device__ void packs(const Part& part, Exceptional exceptional, const Fn& fn) const {
     const auto [first, count] = part;
     for (Column start = lane(); start < count; start += kWarp * kInFlight) {
       Pack raw[kInFlight][kArrays];
@@ -333,23 +334,27 @@ class WideRows {
       for (int u = 0; u < kInFlight; ++u)
         if (start + u * kWarp < count)
 #pragma unroll
-          for (int a = 0; a < kArrays; ++a) raw[u][a] = pack(a, first, start + u * kWarp);
+          for (int a = 0; a < kArrays; ++a) raw[u][a] = pack(a, first, start + u * kWarp, exceptional);
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (start + u * kWarp >= count) break;
         A x[kArrays][kVec];
 #pragma unroll
         for (int a = 0; a < kArrays; ++a) widen(x[a], raw[u][a]);
-        fn(first + (start + u * kWarp) * kVec, x);
+        fn(first + (start + u * kWarp) * kVec, x, exceptional);
       }
     }
   }
 
-  __device__ Pack pack(int array, Column first, Column i) const {
+  template <typename Exceptional>
+  __device__ Pack pack(int array, Column first, Column i, Exceptional) const {
+    const T* row = arrays_[array] + row_ * width_;
     if constexpr (kKept)
       return slot(slot_, array)[i];
+    else if constexpr (kVec > 1 && Exceptional::value)
+      return load_within<kVec>(row, first + i * kVec, width_);
     else
-      return cuda::load<kVec>(arrays_[array] + row_ * width_ + first + i * kVec);
+      return cuda::load<kVec>(row + first + i * kVec);
   }
 
   __device__ void initialise_barriers() {
