@@ -70,10 +70,10 @@ def _version(package):
 
 
 def _commit():
-    """The checkout's commit; where the files came without a repository, what GIT_COMMIT says."""
-    commit = _output("git", "rev-parse", "--short=12", "HEAD").strip()
-    if not commit:
-        return os.environ.get("GIT_COMMIT", "unknown commit")
+    """What GIT_COMMIT says, for files that came without their repository; else the checkout's commit."""
+    if told := os.environ.get("GIT_COMMIT"):
+        return told
+    commit = _output("git", "rev-parse", "--short=12", "HEAD").strip() or "unknown commit"
     return commit + (" with changes" if _output("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
