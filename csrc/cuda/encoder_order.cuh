@@ -1,0 +1,243 @@
+// The first half of the encoder's backward: the positions are put in order of their tokens, by two stable counting
+// sorts.
+//
+// The first cuts the N positions in at most 128 tiles, a block each, and sorts a tile into bins by the low bits of its
+// tokens (about sqrt(V) bins, so both sorts have about as many digits; low bits, so frequent tokens, which have small
+// numbers, are spread). In the second a block gathers one bin from all tiles and sorts it by the other bits. A token's
+// place in the order, bin after bin, is its slot. No atomics but those that count, so the order is the tokens' alone.
+// It takes reading the tokens and a few times 4 N bytes, all in L2: this half is latency, not bytes. The next kernel of
+// the three starts while one still runs (launch.cuh), and the sums over the batch need no order.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <type_traits>
+
+#include "../encoder.h"
+#include "assert.cuh"
+#include "counting_sort.cuh"
+#include "launch.cuh"
+
+namespace gptkernels::cuda {
+
+// Whether a token may be used as an index; one that may not is said, and ends the kernel.
+template <typename Token>
+__device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t position) {
+  if (token >= 0 && token < vocabulary) return true;
+  device_fail(op, "a token is outside the vocabulary",
+              "token %lld at position %lld is outside the vocabulary of %lld\n", static_cast<long long>(token),
+              static_cast<long long>(position), static_cast<long long>(vocabulary));
+  return false;
+}
+
+constexpr int kTileThreads = 512;
+constexpr int kBinThreads = 1024;  // the bin of the most frequent word has a tenth of all entries
+constexpr int kMaxTiles = 128;
+constexpr int kUnit = 32;           // items: of the rows that begin there the sums are one piece of work
+constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
+constexpr int kBatchPiece = 128;    // of a position's rows likewise
+constexpr int kGroup = 64;          // partial sums that are added at a time
+
+struct Entry {
+  int position;
+  int digit;  // the token's high bits
+};
+
+// What the sort writes is one list of items: for every slot a head, ~token, and behind it its entries, the positions
+// where the token stands. One load tells a warp all about 32 of them, and a token without entries is no special case.
+// The head names no row where a slot is no token, and where a run is long; its entries are marked then.
+constexpr int kNoHead = INT_MIN;
+constexpr unsigned kNoRow = ~unsigned(kNoHead);
+constexpr int kMark = 1 << 30;  // beyond every position: kEncoderMostRows
+
+// A long run: its first entry's and its last one's place among the items.
+struct Run {
+  int first;
+  int last;  // 0: there is none
+  int token;
+};
+
+template <typename T>
+struct EncoderWorkspace {
+  Entry* tile_entries;        // (N) each tile in order of bins
+  int* tile_starts;           // (bins + 1, tiles)
+  int* items;                 // (windows + 1, kWindow), the last ones kNoHead
+  Run* long_runs;             // (windows, 2) that which began before the window, that which begins there
+  int* arrived;               // (2, arrivals, slabs) partial sums that are done
+  accumulate_t<T>* partials;  // (2 * windows + pieces * T, C)
+  int n;
+  int shift;   // bins = 1 << shift
+  int digits;  // of the second sort
+  int slots;   // bins * digits
+  int tiles;
+  int tile_size;
+  int windows;
+  int pieces;  // of a position's sum over the batch
+  int arrivals;
+  int slabs;
+  int width;
+  int64_t zeros;  // ints to be cleared: long_runs and arrived
+  int64_t bytes;  // all of it
+
+  __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
+};
+
+// Cuts `base` into its parts; with a null base this only counts the bytes.
+template <typename T>
+EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
+  EncoderWorkspace<T> w{};
+  const auto take = [&](auto*& part, int64_t count) {
+    constexpr int64_t kAlignment = 256;
+    part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(static_cast<char*>(base) + w.bytes);
+    w.bytes += ceil_div(count * int64_t(sizeof(*part)), kAlignment) * kAlignment;
+  };
+  const int64_t n = batch * length;
+  while (int64_t(1) << 2 * w.shift < vocabulary) ++w.shift;
+  const int64_t digits = ceil_div(vocabulary, int64_t(1) << w.shift);
+  const int64_t slots = digits << w.shift;
+  const int64_t tile_size = ceil_div(ceil_div(n, kMaxTiles), kTileThreads) * kTileThreads;
+  const int64_t windows = ceil_div(n + slots, kWindow);
+  const int64_t pieces = ceil_div(batch, kBatchPiece);
+  const int64_t piece_rows = pieces > 1 ? pieces * length : 0;
+  w.n = static_cast<int>(n);
+  w.digits = static_cast<int>(digits);
+  w.slots = static_cast<int>(slots);
+  w.tile_size = static_cast<int>(tile_size);
+  w.tiles = static_cast<int>(ceil_div(n, tile_size));
+  w.windows = static_cast<int>(windows);
+  w.pieces = static_cast<int>(pieces);
+  w.arrivals = static_cast<int>(windows + piece_rows);
+  w.slabs = static_cast<int>(slabs);
+  w.width = static_cast<int>(width);
+  take(w.tile_entries, n);
+  take(w.tile_starts, ((1 << w.shift) + 1) * int64_t(w.tiles));
+  take(w.items, (windows + 1) * kWindow);
+  const int64_t zeros_begin = w.bytes;
+  take(w.long_runs, 2 * windows);
+  take(w.arrived, 2 * w.arrivals * slabs);
+  w.zeros = (w.bytes - zeros_begin) / int64_t(sizeof(int));
+  take(w.partials, (2 * windows + piece_rows) * width);
+  return w;
+}
+
+template <typename T, typename Token>
+__global__ void __launch_bounds__(kTileThreads)
+    encoder_backward_tiles_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w) {
+  extern __shared__ int shared[];
+  let_next_kernel_start();
+  const int lane = threadIdx.x % kWarp;
+  const int bins = 1 << w.shift;
+  const int tile_begin = blockIdx.x * w.tile_size;
+  const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
+  const int begin = tile_begin + threadIdx.x / kWarp * share;
+  const int end = min(begin + share, w.n);
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // on its way while zeros are written
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
+    reinterpret_cast<int*>(w.long_runs)[i] = 0;
+  const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
+  const CountingSort sort(shared, bins);
+  for (int i = begin + lane; i < end; i += kWarp) {
+    const Token token = token_at(i);
+    if (inside(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
+      sort.count(static_cast<int>(token) & (bins - 1));
+  }
+  sort.scan(bins);
+  for (int bin = threadIdx.x; bin < bins; bin += blockDim.x)
+    w.tile_starts[bin * w.tiles + blockIdx.x] = sort.start(bin);
+  if (threadIdx.x == 0) w.tile_starts[bins * w.tiles + blockIdx.x] = min(w.n - tile_begin, w.tile_size);
+  __syncthreads();
+  for (int i = begin; i < end; i += kWarp) {
+    const bool active = i + lane < end;
+    const int token = active ? static_cast<int>(token_at(i + lane)) : 0;
+    const int place = tile_begin + sort.place(active, token & (bins - 1));
+    if (active) w.tile_entries[place] = {i + lane, token >> w.shift};
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBinThreads)
+    encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
+  extern __shared__ int shared[];
+  __shared__ int firsts[kMaxTiles];   // the bin's entries in the tiles before
+  __shared__ int origins[kMaxTiles];  // where its 0th would lie, were it in this tile
+  __shared__ int before;              // entries in the bins before
+  __shared__ int total;
+  constexpr int kAhead = 2;  // entries that a lane loads at once
+  const int lane = threadIdx.x % kWarp;
+  const int bin = blockIdx.x;
+  let_next_kernel_start();
+  if (threadIdx.x == 0) before = 0;
+  const CountingSort sort(shared, w.digits);
+  wait_for_previous_kernel();
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    const int start = w.tile_starts[bin * w.tiles + tile];
+    atomicAdd(&before, start);
+    origins[tile] = tile * w.tile_size + start;
+    firsts[tile] = w.tile_starts[(bin + 1) * w.tiles + tile] - start;
+    if (tile == w.tiles - 1) total = firsts[tile];
+  }
+  exclusive_scan(firsts, w.tiles);
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    origins[tile] -= firsts[tile];
+    if (tile == w.tiles - 1) total += firsts[tile];
+  }
+  __syncthreads();
+  const auto load_entry = [&](int e) {
+    int tile = 0;
+#pragma unroll
+    for (int step = kMaxTiles / 2; step > 0; step /= 2)
+      if (tile + step < w.tiles && firsts[tile + step] <= e) tile += step;
+    return w.tile_entries[origins[tile] + e];
+  };
+  const int share = (total + blockDim.x - 1) / blockDim.x * kWarp;
+  const int begin = threadIdx.x / kWarp * share;
+  const int end = min(begin + share, total);
+  const auto load_entries = [&](Entry(&entries)[kAhead], int first) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
+  };
+  Entry kept[kAhead] = {};  // what is loaded for the counts and still there for the places: all, in most bins
+  load_entries(kept, begin);
+  const auto for_entries = [&](const auto& visit) {
+    const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+        if (first + j * kWarp < end) visit(first + j * kWarp + lane < end, entries[j]);
+    };
+    visit_all(kept, begin);
+    for (int first = begin + kAhead * kWarp; first < end; first += kAhead * kWarp) {
+      Entry entries[kAhead] = {};
+      load_entries(entries, first);
+      visit_all(entries, first);
+    }
+  };
+  for_entries([&](bool active, Entry entry) {
+    if (active) sort.count(entry.digit);
+  });
+  sort.scan(w.digits);
+  const int first_slot = bin * w.digits;
+  const int origin = before + first_slot;
+  for (int digit = threadIdx.x; digit < w.digits; digit += blockDim.x) {
+    const int token = w.token_of(first_slot + digit);
+    w.items[origin + digit + sort.start(digit)] =
+        token < vocabulary && sort.length(digit) <= kWindow ? ~token : kNoHead;
+  }
+  if (bin == 0)
+    for (int i = w.n + w.slots + threadIdx.x; i < (w.windows + 1) * kWindow; i += blockDim.x) w.items[i] = kNoHead;
+  __syncthreads();
+  for_entries([&](bool active, Entry entry) {
+    const int place_in_bin = sort.place(active, entry.digit);
+    if (!active) return;
+    const int shift = origin + entry.digit + 1;
+    const int place = shift + place_in_bin;
+    const int begin = shift + sort.start(entry.digit);
+    const bool is_long = sort.length(entry.digit) > kWindow;
+    w.items[place] = entry.position | (is_long ? kMark : 0);
+    if (is_long && (place == begin || place % kWindow == 0))  // a window's first entry of the run
+      w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
+                                                               w.token_of(first_slot + entry.digit)};
+  });
+}
+
+}  // namespace gptkernels::cuda
