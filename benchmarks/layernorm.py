@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled
+from benchmarks.harness.peers import backward, compiled, training
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -54,7 +54,7 @@ def cases(device, dtype, rows, width):
         flops=8 * x.numel(),
         peers={
             "torch": partial(formula, x, weight, bias),
-            "compile": partial(compiled(formula), x, weight, bias),
+            "compile": training(compiled(formula), x, weight, bias),
             "liger": partial(liger, x, weight, bias),
             "quack": partial(quack_forward, x, wide_weight, wide_bias),
         },

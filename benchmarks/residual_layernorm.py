@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled
+from benchmarks.harness.peers import backward, compiled, training
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -40,7 +40,7 @@ def cases(device, dtype, rows, width):
         flops=9 * x.numel(),
         peers={
             "torch": partial(formula, x, residual, weight, bias),
-            "compile": partial(compiled(formula), x, residual, weight, bias),
+            "compile": training(compiled(formula), x, residual, weight, bias),
         },
     )
     yield Case(

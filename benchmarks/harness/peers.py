@@ -46,6 +46,12 @@ def compiled(function):
     return call
 
 
+def training(function, *inputs):
+    """A forward as in training, of inputs that want gradients: it keeps what its backward needs, as ours does."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    return lambda: function(*leaves)
+
+
 def backward(function, inputs, douts):
     """A variant that runs autograd through the function, as people do; its forward runs once, untimed."""
     graph = []
