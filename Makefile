@@ -28,7 +28,7 @@ train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
 
 test: $(BUILT) $(STAMPS)/test-tools
-	$(PY) -m pytest -n $(if $(filter cuda,$(DEVICE)),4,2) --device $(DEVICE) $(ARGS)
+	$(PY) -m pytest -n $(if $(filter cuda,$(DEVICE)),4,2) --dist loadgroup --device $(DEVICE) $(ARGS)
 
 bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)

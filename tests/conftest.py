@@ -13,11 +13,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--device") == "cpu":
-        skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
-        for item in items:
-            if "large" in item.keywords:
-                item.add_marker(skip)
+    """The large tests: none on the CPU, one after the other on CUDA, whose memory two at once may exceed."""
+    skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
+    alone = pytest.mark.xdist_group("large")
+    for item in items:
+        if "large" in item.keywords:
+            item.add_marker(skip if config.getoption("--device") == "cpu" else alone)
 
 
 @pytest.fixture(scope="session")
