@@ -30,11 +30,6 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-template <typename T>
-T* start(const OptionalTensor& t) {
-  return t ? pointer<T>(*t) : nullptr;
-}
-
 // A BLAS knows rows that lie `ld` apart, or columns that do. Where there is one row (or column) only, its stride says
 // nothing, and BLAS still wants an ld that a second one would need.
 bool is_transposed(const Matrix& m) {
@@ -118,9 +113,9 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .a_stride = a.batch_stride,
                          .b_stride = b.batch_stride,
                          .alpha = epilogue.alpha,
-                         .bias = start<T>(epilogue.bias),
-                         .pre_gelu = start<T>(epilogue.pre_gelu),
-                         .dgelu_at = start<T>(epilogue.dgelu_at)};
+                         .bias = pointer<T>(epilogue.bias),
+                         .pre_gelu = pointer<T>(epilogue.pre_gelu),
+                         .dgelu_at = pointer<T>(epilogue.dgelu_at)};
     const MatmulPlan plan = matmul_plan(p, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());

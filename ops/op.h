@@ -210,7 +210,7 @@ T* pointer(const Tensor& t) {
 }
 
 template <typename T>
-const T* pointer(const OptionalTensor& t) {
+T* pointer(const OptionalTensor& t) {
   return t ? pointer<T>(*t) : nullptr;
 }
 

@@ -1,0 +1,106 @@
+// What layernorm and residual_layernorm have in common: one is the other with a residual.
+#pragma once
+
+#include "../csrc/layernorm.h"
+#include "op.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+struct Norm {
+  Tensor out;
+  OptionalTensor sum;  // with a residual
+  Tensor mean;
+  Tensor rstd;
+};
+
+// The norm of x, or of x + residual.
+inline Norm norm(const char* op, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                 const OptionalTensor& bias, double eps) {
+  check_dim_at_least(op, "x", x, 1);
+  check_floating(op, "x", x);
+  check_like(op, "residual", residual, "x", x);
+  check_like(op, "weight", weight, "x", x);
+  check_like(op, "bias", bias, "x", x);
+  check_shape(op, "residual", residual, shape_of(x));
+  check_shape(op, "weight", weight, {width_of(x)});
+  check_shape(op, "bias", bias, {width_of(x)});
+
+  const Launcher launcher(op, x);
+  const Tensor x_dense = dense(x);
+  const OptionalTensor residual_dense = dense(residual);
+  const OptionalTensor weight_dense = dense(weight);
+  const OptionalTensor bias_dense = dense(bias);
+  Norm made = {.out = allocate(shape_of(x), x),
+               .sum = residual ? OptionalTensor(allocate(shape_of(x), x)) : std::nullopt,
+               .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
+               .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
+  dispatch_floating(x, [&]<typename T>() {
+    launcher.check(layernorm_forward<T>({.out = pointer<T>(made.out),
+                                         .mean = pointer<accumulate_t<T>>(made.mean),
+                                         .rstd = pointer<accumulate_t<T>>(made.rstd),
+                                         .sum = pointer<T>(made.sum),
+                                         .x = pointer<T>(x_dense),
+                                         .residual = pointer<T>(residual_dense),
+                                         .weight = pointer<T>(weight_dense),
+                                         .bias = pointer<T>(bias_dense),
+                                         .rows = rows_of(x),
+                                         .width = width_of(x),
+                                         .eps = eps},
+                                        launcher.stream()));
+  });
+  return made;
+}
+
+// dx, dweight and dbias of the norm of `x`, which an error calls by its name; dx gets dsum too, the gradient of a sum
+// that passed by the norm.
+inline std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
+                                                        const char* name, const Tensor& x, const OptionalTensor& weight,
+                                                        const Tensor& mean, const Tensor& rstd,
+                                                        const std::vector<bool>& output_mask) {
+  check_dim_at_least(op, name, x, 1);
+  check_floating(op, name, x);
+  check_like(op, "dout", dout, name, x);
+  check_like(op, "dsum", dsum, name, x);
+  check_like(op, "weight", weight, name, x);
+  check_same_device(op, "mean", mean, name, x);
+  check_same_device(op, "rstd", rstd, name, x);
+  check_dtype(op, "mean", mean, accumulate_dtype(x));
+  check_dtype(op, "rstd", rstd, accumulate_dtype(x));
+  check_shape(op, "dout", dout, shape_of(x));
+  check_shape(op, "dsum", dsum, shape_of(x));
+  check_shape(op, "weight", weight, {width_of(x)});
+  check_shape(op, "mean", mean, leading_shape(x));
+  check_shape(op, "rstd", rstd, leading_shape(x));
+
+  const Launcher launcher(op, x);
+  const bool sums_wanted = output_mask[1] || output_mask[2];
+  const Tensor dout_dense = dense(dout);
+  const OptionalTensor dsum_dense = dense(dsum);
+  const Tensor x_dense = dense(x);
+  const OptionalTensor weight_dense = dense(weight);
+  const Tensor mean_dense = dense(mean);
+  const Tensor rstd_dense = dense(rstd);
+  Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
+  Tensor dweight = allocate_if(output_mask[1], {width_of(x)}, x);
+  Tensor dbias = allocate_if(output_mask[2], {width_of(x)}, x);
+  dispatch_floating(x, [&]<typename T>() {
+    const int64_t scratch = sums_wanted ? layernorm_backward_workspace<T>(rows_of(x), width_of(x)) : 0;
+    const Tensor partials = workspace(scratch, x);
+    launcher.check(layernorm_backward<T>({.dx = pointer<T>(dx),
+                                          .dweight = pointer<T>(dweight),
+                                          .dbias = pointer<T>(dbias),
+                                          .dout = pointer<T>(dout_dense),
+                                          .dresidual = pointer<T>(dsum_dense),
+                                          .x = pointer<T>(x_dense),
+                                          .weight = pointer<T>(weight_dense),
+                                          .mean = pointer<accumulate_t<T>>(mean_dense),
+                                          .rstd = pointer<accumulate_t<T>>(rstd_dense),
+                                          .workspace = pointer<void>(partials),
+                                          .rows = rows_of(x),
+                                          .width = width_of(x)},
+                                         launcher.stream()));
+  });
+  return {dx, dweight, dbias};
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE
