@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.harness.machine import title
-from benchmarks.harness.report import by_op, faults, markdown, microseconds, rate, table
+from benchmarks.harness.report import by_op, markdown, microseconds, rate, tables
 
 BEGIN, END = "<!-- the kept run -->", "<!-- /the kept run -->"
 PICTURES = "benchmarks/results"
@@ -36,9 +36,7 @@ def _between(text, part):
 def section(op, rows, run) -> str:
     """An op's picture and table."""
     head = f"{title(run['machine'])}; [how to read this](benchmarks.md#how-to-read-it), [the whole run](../{PICTURES})."
-    parts = [head, f"![{op}](../{PICTURES}/{op}.png)", table(rows)]
-    parts += ["\n".join(f"- {line}" for line in faults(rows))] if faults(rows) else []
-    return "\n\n".join(parts)
+    return "\n\n".join([head, f"![{op}](../{PICTURES}/{op}.png)", *tables(rows)])
 
 
 def overview(run) -> str:

@@ -73,6 +73,12 @@ def table(rows) -> str:
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 
+def tables(rows) -> list[str]:
+    """The table, and the faults if there are any."""
+    lines = "\n".join(f"- {line}" for line in faults(rows))
+    return [table(rows), lines] if lines else [table(rows)]
+
+
 def markdown(head, lines, texts) -> str:
     """A table whose first columns are texts and whose others are figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
@@ -84,8 +90,7 @@ def page(run) -> str:
     parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():
-        parts += [f"## {op}", *([f"![{op}]({op}.png)"] if op != "roof" else []), table(rows)]
-        parts += ["\n".join(f"- {line}" for line in faults(rows))] if faults(rows) else []
+        parts += [f"## {op}", *([f"![{op}]({op}.png)"] if op != "roof" else []), *tables(rows)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -41,26 +41,27 @@ __device__ void add_pack(accumulate_t<T> (&sum)[kVec], const Packed<T, kVec>& pa
   for (int k = 0; k < kVec; ++k) sum[k] += values[k];
 }
 
-// Past the L1, which has no use for it: a row that other multiprocessors read too.
-template <int kVec, typename T>
-__device__ Packed<T, kVec> load_from_l2(const T* p) {
+// A whole pack by load_words, which has a say in what the caches keep.
+template <int kVec, typename T, typename LoadWords>
+__device__ Packed<T, kVec> load_by(const T* p, const LoadWords& load_words) {
   if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
-    const uint4 words = __ldcg(reinterpret_cast<const uint4*>(p));
+    const uint4 words = load_words(reinterpret_cast<const uint4*>(p));
     return reinterpret_cast<const Packed<T, kVec>&>(words);
   } else {
     return load<kVec>(p);
   }
 }
 
+// Past the L1, which has no use for it: a row that other multiprocessors read too.
+template <int kVec, typename T>
+__device__ Packed<T, kVec> load_from_l2(const T* p) {
+  return load_by<kVec>(p, [](const uint4* words) { return __ldcg(words); });
+}
+
 // Evict-first, for what is not read again, or not written and read: the L2 is left to what is.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_last(const T* p) {
-  if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
-    const uint4 words = __ldcs(reinterpret_cast<const uint4*>(p));
-    return reinterpret_cast<const Packed<T, kVec>&>(words);
-  } else {
-    return load<kVec>(p);
-  }
+  return load_by<kVec>(p, [](const uint4* words) { return __ldcs(words); });
 }
 
 template <int kVec, typename T>
@@ -74,12 +75,6 @@ __device__ void stream(T* p, const Packed<T, kVec>& value) {
 template <int kVec, typename T>
 __device__ void stream_narrow(T* p, const accumulate_t<T> (&values)[kVec]) {
   stream<kVec>(p, narrow<T>(values));
-}
-
-template <int kVec, typename A>
-__device__ void set_zero(A (&values)[kVec]) {
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) values[k] = 0;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -164,6 +159,7 @@ void launch_forward(EncoderForward<T, Token> p, Stream stream) {
 // narrower ones cost the memory more, and with 16 bytes a lane there are half as many instructions as with 8.
 
 constexpr int kBackwardBlocks = 4;  // of a multiprocessor
+constexpr int kGroup = 64;          // partial sums that are added at a time
 
 template <int kVec>
 constexpr int kAhead = kVec <= 4 ? 8 : 4;  // rows that a lane has under way at once, as registers allow
@@ -195,7 +191,8 @@ __device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], cons
                          const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
   const int group = threadIdx.x % kWarp / kLanes<kVec>;
-  set_zero(sum);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) sum[k] = 0;
   for (int first = group; first < count; first += kAhead<kVec> * kGroups) {
     Packed<std::remove_const_t<T>, kVec> packs[kAhead<kVec>];
 #pragma unroll

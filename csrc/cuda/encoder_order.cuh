@@ -36,7 +36,6 @@ constexpr int kMaxTiles = 128;
 constexpr int kUnit = 32;           // items: of the rows that begin there the sums are one piece of work
 constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
 constexpr int kBatchPiece = 128;    // of a position's rows likewise
-constexpr int kGroup = 64;          // partial sums that are added at a time
 
 struct Entry {
   int position;

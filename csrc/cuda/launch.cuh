@@ -96,6 +96,27 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
+// For cudaLaunchKernelEx. The attribute, if there is one, must live as long.
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
+                                        cudaLaunchAttribute* attribute) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attribute;
+  config.numAttrs = attribute ? 1 : 0;
+  return config;
+}
+
+inline cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  return cluster;
+}
+
 // ---- kernels that follow each other ---------------------------------------------------------------------------------
 
 // From sm_90 on a kernel may be set up while the one ahead of it in the stream still runs (in a graph's capture since
@@ -108,13 +129,8 @@ void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, co
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = block;
-  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
-  config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = CUDART_VERSION >= 12030 && built_for_hopper<kKernel>() ? 1 : 0;
+  const bool can = CUDART_VERSION >= 12030 && built_for_hopper<kKernel>();
+  const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream, can ? &early : nullptr);
   cudaLaunchKernelEx(&config, kKernel, arguments...);
 }
 

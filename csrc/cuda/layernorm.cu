@@ -302,31 +302,31 @@ constexpr int kBackwardMaxThreads =
                     4);
 
 // Adds up what the rows of a block have summed and writes it as a row of the workspace. They meet in shared memory, in
-// the place of the ring, in parts of 16 bytes: (blockDim.y, 2, kItems, kVec / kPart, blockDim.x), neighbouring threads
+// the place of the ring, in parts of 16 bytes: (blockDim.y, 2, kItems, kVec / kSums, blockDim.x), neighbouring threads
 // in neighbouring banks.
 template <typename R, typename T, typename A, int kItems, int kVec>
 __device__ void write_block_sums(const LayernormBackward<T>& p, void* shared, const A (&dweight)[kItems][kVec],
                                  const A (&dbias)[kItems][kVec]) {
-  constexpr int kPart = std::min<int>(kVec, 16 / sizeof(A));
-  constexpr int kParts = 2 * kItems * kVec / kPart;
-  using Part = Packed<A, kPart>;
+  constexpr int kSums = std::min<int>(kVec, 16 / sizeof(A));  // of a part
+  constexpr int kParts = 2 * kItems * kVec / kSums;
+  using Part = Packed<A, kSums>;
   const int threads = blockDim.x;
   Part* const sums = static_cast<Part*>(shared) + threadIdx.x;
   __pipeline_wait_prior(0);
   __syncthreads();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    const int at = part % (kParts / 2) * kPart;
+    const int at = part % (kParts / 2) * kSums;
     const A(&from)[kItems][kVec] = part < kParts / 2 ? dweight : dbias;
     Part sum;
 #pragma unroll
-    for (int k = 0; k < kPart; ++k) sum.v[k] = from[at / kVec][at % kVec + k];
+    for (int k = 0; k < kSums; ++k) sum.v[k] = from[at / kVec][at % kVec + k];
     sums[(threadIdx.y * kParts + part) * threads] = sum;
   }
   __syncthreads();
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
   for (int part = threadIdx.y; part < kParts; part += blockDim.y) {
-    const int at = part % (kParts / 2) * kPart;
+    const int at = part % (kParts / 2) * kSums;
     const int column = R::column(at / kVec) + at % kVec;
     if (column >= p.width) continue;
     Part sum = sums[part * threads];
@@ -334,7 +334,7 @@ __device__ void write_block_sums(const LayernormBackward<T>& p, void* shared, co
     for (int row = 1; row < blockDim.y; ++row) {
       const Part more = sums[(row * kParts + part) * threads];
 #pragma unroll
-      for (int k = 0; k < kPart; ++k) sum.v[k] += more.v[k];
+      for (int k = 0; k < kSums; ++k) sum.v[k] += more.v[k];
     }
     store(partial + (part < kParts / 2 ? 0 : p.width) + column, sum);
   }

@@ -42,12 +42,6 @@ struct Row {
       if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  __device__ void store(T* row, int width) const {
-#pragma unroll
-    for (int i = 0; i < kItems; ++i)
-      if (has(i, width)) cuda::store(row + column(i), packs[i]);
-  }
-
   // Whole words, as they are loaded: what is written by halves the compiler keeps by halves.
   __device__ void fill(A value) {
     A values[kVec];

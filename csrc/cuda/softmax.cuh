@@ -83,10 +83,8 @@ int64_t most_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
   return once_a_device([](int) {
     cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(kMostBlocks);
-    config.blockDim = dim3(kMostThreads);
-    config.dynamicSmemBytes = static_cast<size_t>(max_dynamic_shared_memory<kKernel>());
+    const cudaLaunchConfig_t config =
+        launch_config(kMostBlocks, kMostThreads, max_dynamic_shared_memory<kKernel>(), nullptr, nullptr);
     int most = 1;
     cudaOccupancyMaxPotentialClusterSize(&most, kKernel, &config);
     int blocks = 1;
@@ -102,18 +100,10 @@ bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, con
   const int64_t most_blocks = most_cluster_blocks<kKernel, kMostThreads>();
   const ClusterShape shape = cluster_shape(packs, arrays, most_blocks, kMostThreads);
   if (most_blocks == 1 || shape.block.shared_bytes > max_dynamic_shared_memory<kKernel>()) return false;
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(shape.blocks);
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(rows * shape.blocks));
-  config.blockDim = dim3(shape.block.threads);
-  config.dynamicSmemBytes = static_cast<size_t>(shape.block.shared_bytes);
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
-  launch(config, shape.block);
+  cudaLaunchAttribute cluster = cluster_of(static_cast<unsigned>(shape.blocks));
+  launch(launch_config(static_cast<unsigned>(rows * shape.blocks), shape.block.threads, shape.block.shared_bytes,
+                       stream, &cluster),
+         shape.block);
   return true;
 }
 

@@ -1,6 +1,7 @@
 // Softmax forward over the rows of a matrix. Reads x, writes out.
 #pragma once
 
+#include <limits>
 #include <type_traits>
 
 #include "approximate.cuh"

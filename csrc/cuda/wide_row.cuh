@@ -9,9 +9,9 @@
 //   for (; rows.more(); rows.next()) {
 //     rows.wait();
 //     SoftmaxSum<T> sum;
-//     rows.each(-infinity, rows.edges(), [&](auto column, auto& x, auto exceptional) { sum.add(x[0]); });
+//     rows.each(-infinity, {p.width, -1}, [&](auto column, auto& x, auto exceptional) { sum.add(x[0]); });
 //     rows.reduce(sum);
-//     rows.write(p.out, rows.edges(), [&](auto column, auto& x, auto exceptional) { ... x[0][k] becomes an output ...
+//     rows.write(p.out, {p.width, -1}, [&](auto column, auto& x, auto exceptional) { ... x[0][k] becomes an output ...
 //     });
 //   }
 //
@@ -169,9 +169,6 @@ class WideRows {
     Column end;
     Column column;
   };
-
-  // None but the ends of the row.
-  __device__ Exceptions edges() const { return {width_, -1}; }
 
   // fn(column, x, exceptional) with x the accumulators of the pack of every array that begins at `column`; what lies
   // outside of the row is `outside`. A warp whose part has no exceptions is spared the look at each pack:
@@ -471,17 +468,9 @@ int64_t clusters_at_once(const WideShape& shape, const cudaLaunchConfig_t& confi
 // Launches a kernel of (P, WideShape) as a persistent grid of as many clusters as a device holds.
 template <auto kKernel, typename P>
 void launch_wide(const P& p, WideShape shape, Stream stream) {
-  cudaLaunchAttribute cluster = {};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = shape.cluster;
-  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(shape.cluster);
-  config.blockDim = dim3(shape.warps * kWarp);
-  config.dynamicSmemBytes = shape.shared_bytes;
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1;
+  cudaLaunchAttribute cluster = cluster_of(shape.cluster);
+  cudaLaunchConfig_t config = launch_config(shape.cluster, shape.warps * kWarp, shape.shared_bytes, stream,
+                                            shape.cluster > 1 ? &cluster : nullptr);
   shape.grid = static_cast<unsigned>(std::min(p.rows, clusters_at_once<kKernel>(shape, config)) * shape.cluster);
   config.gridDim = dim3(shape.grid);
   cudaLaunchKernelEx(&config, kKernel, p, shape);
