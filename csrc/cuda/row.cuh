@@ -3,8 +3,9 @@
 // threadIdx.x counts the threads of a row, threadIdx.y the rows of a block. A thread holds every kThreads-th pack, so
 // that neighbours hold neighbouring packs. They stay in the dtype of memory, which is half of float32's registers for
 // 16-bit types, and are widened anew in each pass. kThreads is kWarp where a row is one warp's, which makes the
-// addresses constants and the sums shuffles alone; else kBlock or kPart: blockDim.x is only known at the launch. kWhole
-// says that every pack lies in the row, and nothing has to be compared with the width.
+// addresses constants and the sums shuffles alone; else kBlock or kPart: blockDim.x is only known at the launch. The
+// first kSure packs of every thread lie in the row, only those behind them are compared with the width: to ask for each
+// pack in each pass would take a tenth of the instructions.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@
 
 namespace gptkernels::cuda {
 
-template <typename T_, int kVec_, int kItems_, int kThreads_ = kBlock, bool kWhole = false>
+template <typename T_, int kVec_, int kItems_, int kThreads_ = kBlock, int kSure = 0>
 struct Row {
   using T = T_;
   using A = accumulate_t<T>;
@@ -33,7 +34,7 @@ struct Row {
   }
 
   // Whether a thread's pack i lies in the row.
-  static __device__ bool has(int i, int width) { return kWhole || column(i) < width; }
+  static __device__ bool has(int i, int width) { return i < kSure || column(i) < width; }
 
   // Every load is under way before anything waits for one: bandwidth is bytes in flight.
   __device__ void load(const T* row, int width) {
@@ -91,6 +92,9 @@ struct Row {
   }
 };
 
+// The most elements a thread that stay widened from one pass to the next: beyond, 16-bit rows would fill the registers.
+constexpr int kWidened = 40;
+
 // The most threads of a block that may have so many registers each. Each of a multiprocessor's four schedulers has a
 // quarter of the 65536, so blocks of whole quarters waste none.
 constexpr int max_threads(int registers) {
@@ -102,7 +106,7 @@ constexpr int max_threads(int registers) {
 struct RowThreads {
   int threads;  // whole warps
   int items;    // 0: the row does not fit
-  bool whole;   // every pack lies in the row
+  bool whole;   // every thread has so many in the row; else all but the last of them
 };
 
 // Calls fn with `items`, which is kMin..kMax, as a type: it sizes register arrays.
@@ -127,6 +131,7 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   int64_t least = 0;
   for (int items = kMaxWarp; items >= kMin; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
+    if (items > kMin && threads * (items - 1) >= packs) continue;  // so many threads have enough with one less
     int64_t most = 0;
     with_row_items<kMin, kMaxWarp>(items, [&](auto known) { most = max_threads(known); });
     if (threads > most || (items > kMax && threads > kWarp)) continue;
@@ -137,17 +142,20 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   return best;
 }
 
-// Calls fn with three types: kWarp, or kMany for a row of several warps, which is kBlock or kPart; whether all packs
-// lie in the row; and `items`, which is up to kMax, of one warp up to kMaxWarp.
+// Calls fn with three types: kWarp, or kMany for a row of several warps, which is kBlock or kPart; how many packs of
+// every thread lie in the row for certain, which is of `items` more than kMin all, or all but the last; and `items`,
+// which is up to kMax, of one warp up to kMaxWarp.
 template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
-  const auto with_items = [&](auto whole) {
-    if (row.threads == kWarp)
-      with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { fn(Items<kWarp>{}, whole, items); });
-    else
-      with_row_items<kMin, kMax>(row.items, [&](auto items) { fn(Items<kMany>{}, whole, items); });
+  const auto with_sure = [&](auto threads, auto items) {
+    constexpr int kItems = items.value;
+    if (row.whole) return fn(threads, Items<kItems>{}, items);
+    fn(threads, Items<(kItems > kMin || kMin == 1) ? kItems - 1 : 0>{}, items);
   };
-  row.whole ? with_items(std::true_type{}) : with_items(std::false_type{});
+  if (row.threads == kWarp)
+    with_row_items<kMin, kMaxWarp>(row.items, [&](auto items) { with_sure(Items<kWarp>{}, items); });
+  else
+    with_row_items<kMin, kMax>(row.items, [&](auto items) { with_sure(Items<kMany>{}, items); });
 }
 
 }  // namespace gptkernels::cuda
