@@ -14,21 +14,11 @@
 #include <type_traits>
 
 #include "../encoder.h"
-#include "assert.cuh"
 #include "counting_sort.cuh"
+#include "encoder_token.cuh"
 #include "launch.cuh"
 
 namespace gptkernels::cuda {
-
-// Whether a token may be used as an index; one that may not is said, and ends the kernel.
-template <typename Token>
-__device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t position) {
-  if (token >= 0 && token < vocabulary) return true;
-  device_fail(op, "a token is outside the vocabulary",
-              "token %lld at position %lld is outside the vocabulary of %lld\n", static_cast<long long>(token),
-              static_cast<long long>(position), static_cast<long long>(vocabulary));
-  return false;
-}
 
 constexpr int kTileThreads = 512;
 constexpr int kBinThreads = 1024;  // the bin of the most frequent word has a tenth of all entries

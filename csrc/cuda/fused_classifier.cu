@@ -5,6 +5,7 @@
 #include "row.cuh"
 #include "softmax_sum.cuh"
 #include "wide_row.cuh"
+#include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

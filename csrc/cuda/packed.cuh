@@ -1,4 +1,5 @@
-// 16-byte memory accesses: Packed<T, N> is N neighbouring elements that move in one instruction.
+// 16-byte memory accesses: Packed<T, N> is N neighbouring elements that move in one instruction; and what is to be done
+// where a row does not begin or end with one.
 #pragma once
 
 #include <cstdint>
@@ -94,6 +95,39 @@ __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
 template <typename T, typename... Pointers>
 bool packs(int64_t width, const Pointers*... pointers) {
   return width % kPack<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Whether rows of all these arrays begin at the same place of a 16-byte pack.
+template <typename First, typename... Pointers>
+bool in_step(const First* first, const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
+}
+
+// How many elements before a row the 16-byte pack begins in which the row begins.
+template <typename Pack, typename T>
+__device__ int elements_before(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
+}
+
+// Stores what of a pack lies within its row: all at once where it may, else element by element.
+template <int kVec, typename Column, typename T>
+__device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
+  const bool whole = column >= 0 && column + kVec <= width;
+  if (whole && elements_before<Packed<T, kVec>>(row + column) == 0) return store(row + column, pack);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
+}
+
+// Loads what of a pack at a multiple of 16 bytes lies within its row; the rest is 0.
+template <int kVec, typename Column, typename T>
+__device__ Packed<T, kVec> load_within(const T* row, Column column, Column width) {
+  if (column >= 0 && column + kVec <= width) return load<kVec>(row + column);
+  Packed<T, kVec> pack = {};
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) pack.v[k] = row[column + k];
+  return pack;
 }
 
 }  // namespace gptkernels::cuda

@@ -23,7 +23,7 @@
 #include "softmax_backward.cuh"
 #include "softmax_forward.cuh"
 #include "teams.cuh"
-#include "wide_row.cuh"
+#include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 

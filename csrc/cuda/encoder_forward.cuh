@@ -1,0 +1,72 @@
+// The encoder's forward: writes out once, B * T * C * sizeof(T) bytes, and reads the rows of wte that occur, and wpe,
+// once.
+//
+// Small blocks that come and go, and a warp has its part of two rows, 512 bytes each. Grids that stay, and warps with
+// more rows, which could share a row of wpe, were slower by up to a tenth: their reads and writes come in bursts.
+#pragma once
+
+#include <cstdint>
+
+#include "../encoder.h"
+#include "encoder_slab.cuh"
+#include "encoder_token.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kForwardThreads = 128;
+constexpr int kForwardWarps = kForwardThreads / kWarp;
+constexpr int kForwardRows = 2;  // of a warp
+constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
+
+struct ForwardBlocks {
+  unsigned of_sequence;
+  unsigned of_slab;  // all sequences
+};
+
+template <typename T, typename Token, int kVec>
+__global__ void __launch_bounds__(kForwardThreads)
+    encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const ForwardBlocks blocks) {
+  const unsigned slab = blockIdx.x / blocks.of_slab;
+  const unsigned block = blockIdx.x - slab * blocks.of_slab;
+  const unsigned sequence = block / blocks.of_sequence;
+  const unsigned part = block - sequence * blocks.of_sequence;
+  const int64_t position = int64_t(part) * kForwardBlockRows + threadIdx.x / kWarp;
+  if (position >= p.length) return;
+  const int64_t row = sequence * p.length + position;
+  const Place<kVec, kWarp> at(slab, p.width);
+  // A row beyond the sequence is the first one once more.
+  int64_t offsets[kForwardRows];
+  Token tokens[kForwardRows];
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) {
+    offsets[r] = position + r * kForwardWarps < p.length ? r * kForwardWarps : 0;
+    tokens[r] = p.tokens[row + offsets[r]];
+  }
+  bool all_inside = true;
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) all_inside &= tokens[r] >= 0 && tokens[r] < p.vocabulary;
+  if (!all_inside)
+    for (int r = 0; r < kForwardRows; ++r)
+      if (!inside(tokens[r], p.vocabulary, p.wpe ? "encoder" : "embedding", row + offsets[r])) return;
+  Packed<T, kVec> embeddings[kForwardRows], positions[kForwardRows];
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) {
+    embeddings[r] = load_from_l2<kVec>(p.wte + tokens[r] * p.width + at.column);
+    positions[r] = {};
+    if (p.wpe) positions[r] = load<kVec>(p.wpe + (position + offsets[r]) * p.width + at.column);
+  }
+#pragma unroll
+  for (int r = 0; r < kForwardRows; ++r) {
+    if (p.wpe) {
+      accumulate_t<T> sum[kVec];
+      widen(sum, embeddings[r]);
+      add_pack(sum, positions[r]);
+      embeddings[r] = narrow<T>(sum);
+    }
+    stream<kVec>(p.out + (row + offsets[r]) * p.width + at.column, embeddings[r]);
+  }
+}
+
+}  // namespace gptkernels::cuda
