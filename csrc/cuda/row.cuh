@@ -142,9 +142,9 @@ RowThreads row_threads(int64_t width, const MaxThreads& max_threads) {
   return best;
 }
 
-// Calls fn with three types: kWarp, or kMany for a row of several warps, which is kBlock or kPart; how many packs of
-// every thread lie in the row for certain, which is of `items` more than kMin all, or all but the last; and `items`,
-// which is up to kMax, of one warp up to kMaxWarp.
+// Calls fn with three types: kWarp, or kMany for a row of several warps, which is kBlock or kPart; Row's kSure, which
+// is all packs of a thread, or all but the last, or 0 where there may be more packs than the row needs (kMin); and
+// `items`, which is up to kMax, of one warp up to kMaxWarp.
 template <int kMany, int kMin, int kMax, int kMaxWarp, typename Fn>
 void with_row_threads(const RowThreads& row, const Fn& fn) {
   const auto with_sure = [&](auto threads, auto items) {
