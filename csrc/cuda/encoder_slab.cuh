@@ -29,14 +29,6 @@ struct Place {
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
-template <int kVec, typename T>
-__device__ void add_pack(accumulate_t<T> (&sum)[kVec], const Packed<T, kVec>& pack) {
-  accumulate_t<T> values[kVec];
-  widen(values, pack);
-#pragma unroll
-  for (int k = 0; k < kVec; ++k) sum[k] += values[k];
-}
-
 // A whole pack by load_words, which has a say in what the caches keep.
 template <int kVec, typename T, typename LoadWords>
 __device__ Packed<T, kVec> load_by(const T* p, const LoadWords& load_words) {

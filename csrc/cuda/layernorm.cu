@@ -22,16 +22,16 @@ namespace {
 template <typename T, int kVec>
 constexpr bool kIsFast = kVec > 1 && sizeof(T) < 8;
 
-// ---- forward ----
-
+// Packs a thread, of a row of several warps.
+constexpr int kMaxItems = 4;
 template <typename T, int kVec>
-constexpr int kForwardMinItems = kIsFast<T, kVec> ? 1 : 4;
+constexpr int kMinItems = kIsFast<T, kVec> ? 1 : kMaxItems;
 
-constexpr int kForwardMaxItems = 4;  // of a row of several warps
+// ---- forward ----
 
 // Of a row of one warp.
 template <typename T, int kVec>
-constexpr int kForwardMaxWarpItems = kIsFast<T, kVec> ? 7 : kForwardMaxItems;
+constexpr int kForwardMaxWarpItems = kIsFast<T, kVec> ? 7 : kMaxItems;
 
 // Whether all rows are at once on the multiprocessors.
 inline bool few_rows(int64_t rows) {
@@ -41,13 +41,13 @@ inline bool few_rows(int64_t rows) {
 // A residual changes nothing here: the norm of a sum has the same bits either way.
 template <typename T, int kVec>
 RowThreads forward_row_threads(int64_t rows, int64_t width) {
-  constexpr int kMin = kForwardMinItems<T, kVec>;
+  constexpr int kMin = kMinItems<T, kVec>;
   constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
   const auto max_threads = [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; };
   // Two warps a row of 768 float32 have enough to do and are gone sooner, if there are enough rows to follow.
   if (kVec == 4 && !few_rows(rows))
-    return row_threads<kBlock, kVec, kMin, kForwardMaxItems, std::min(kMaxWarp, 5)>(width, max_threads);
-  return row_threads<kBlock, kVec, kMin, kForwardMaxItems, kMaxWarp>(width, max_threads);
+    return row_threads<kBlock, kVec, kMin, kMaxItems, std::min(kMaxWarp, 5)>(width, max_threads);
+  return row_threads<kBlock, kVec, kMin, kMaxItems, kMaxWarp>(width, max_threads);
 }
 
 // Rows of one warp a block. Blocks of some 3 KB keep reads and writes best mixed; where all rows are at once on the
@@ -67,7 +67,7 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
   const int64_t row_bytes = (kResidual ? 2 : 1) * std::max<int64_t>(p.width, 1) * int64_t(sizeof(T));
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, row_bytes));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
-  with_row_threads<kBlock, kForwardMinItems<T, kVec>, kForwardMaxItems, kForwardMaxWarpItems<T, kVec>>(
+  with_row_threads<kBlock, kMinItems<T, kVec>, kMaxItems, kForwardMaxWarpItems<T, kVec>>(
       row, [&](auto threads, auto sure, auto items) {
         layernorm_forward_registers_kernel<T, kVec, threads.value, sure.value, items.value, kResidual>
             <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
@@ -81,28 +81,22 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
 
 // ---- backward ----
 
-constexpr int kBackwardMaxItems = 4;  // of a row of several warps
-
 // Of a row of one warp. With a third array to wait for, more warps are worth their barriers.
 template <typename T, int kVec, bool kResidual>
-constexpr int kBackwardMaxWarpItems = !kIsFast<T, kVec>        ? kBackwardMaxItems
+constexpr int kBackwardMaxWarpItems = !kIsFast<T, kVec>        ? kMaxItems
                                       : kVec == 8 && kResidual ? 5
                                                                : 7;
-
-template <typename T, int kVec>
-constexpr int kBackwardMinItems = kIsFast<T, kVec> ? 1 : kBackwardMaxItems;
 
 // Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
 template <int kVec, bool kResidual, typename T>
 unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
-  constexpr int kMin = kBackwardMinItems<T, kVec>;
-  constexpr int kMax = kBackwardMaxItems;
+  constexpr int kMin = kMinItems<T, kVec>;
   constexpr int kMaxWarp = kBackwardMaxWarpItems<T, kVec, kResidual>;
-  const RowThreads row = row_threads<kPart, kVec, kMin, kMax, kMaxWarp>(
+  const RowThreads row = row_threads<kPart, kVec, kMin, kMaxItems, kMaxWarp>(
       p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value, kResidual>; });
   if (row.items == 0) return 0;
   unsigned blocks = 0;
-  with_row_threads<kPart, kMin, kMax, kMaxWarp>(row, [&](auto threads, auto sure, auto items) {
+  with_row_threads<kPart, kMin, kMaxItems, kMaxWarp>(row, [&](auto threads, auto sure, auto items) {
     constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, sure.value, items.value, kResidual>;
     const RingShape shape =
         ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,

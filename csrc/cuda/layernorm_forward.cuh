@@ -106,10 +106,7 @@ __device__ void add_residual(const LayernormForward<T>& p, int64_t row, Row<T, k
                              const Row<T, kVec, kItems, kThreads, kSure>& residual) {
   T* sum = p.sum + row * p.width;
   x.update(static_cast<int>(p.width), [&](int i, accumulate_t<T>(&x)[kVec]) {
-    accumulate_t<T> r[kVec];
-    widen(r, residual.packs[i]);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) x[k] += r[k];
+    add_pack(x, residual.packs[i]);
     store_narrow<kVec>(sum + residual.column(i), x);
   });
 }

@@ -50,6 +50,15 @@ __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   }
 }
 
+// sum += the pack's elements.
+template <typename T, int N>
+__device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) {
+  accumulate_t<T> values[N];
+  widen(values, packed);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] += values[i];
+}
+
 template <typename T, int N>
 __device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
   Packed<T, N> packed;
