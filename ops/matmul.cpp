@@ -94,6 +94,11 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 
 #ifdef GPTKERNELS_CUDA
 
+bool tf32_allowed() {
+  cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+  return cublasGetMathMode(cublas(), &mode) == CUBLAS_STATUS_SUCCESS && (mode & 0x3) == CUBLAS_TF32_TENSOR_OP_MATH;
+}
+
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   const cublasHandle_t handle = cublas();
   dispatch_floating(out.tensor, [&]<typename T>() {
@@ -126,6 +131,10 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
 }
 
 #else
+
+bool tf32_allowed() {
+  return false;
+}
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   const Matrix first = epilogue.pre_gelu ? matrix(*epilogue.pre_gelu) : out;

@@ -44,6 +44,9 @@ struct Epilogue {
   OptionalTensor dgelu_at = {};  // (rows, columns): the product is multiplied by the derivative of GELU there
 };
 
+// Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
+bool tf32_allowed();
+
 // out = alpha * a @ b, and the epilogue.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
