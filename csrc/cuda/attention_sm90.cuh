@@ -1,19 +1,34 @@
 // What the attention kernels for sm_90a share: barriers, the order of tiles, and which keys a query sees.
 #pragma once
 
+#include <cmath>
+
 #include "../attention.h"
 #include "../philox.h"
 #include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
+#include "launch.cuh"
 
 namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
+// Whether the code of a kernel that the current device runs has wgmma in it: where it has not, its body is empty, and
+// its launch bounds are kStubThreads.
+constexpr int kStubThreads = 32;
+template <auto kKernel>
+bool built_for_wgmma() {
+  return once_a_device([](int) {
+           cudaFuncAttributes attributes = {};
+           const bool found = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess;
+           if (!found) cudaGetLastError();
+           return 1 + (found && attributes.maxThreadsPerBlock > kStubThreads);
+         }) == 2;
+}
+
 #if GPTKERNELS_WGMMA
 
-// ---- barriers in shared memory, by address
-// ---------------------------------------------------------------------------
+// ---- barriers in shared memory, by address --------------------------------------------------------------------------
 
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -126,8 +141,7 @@ __device__ inline float quad_sum(float x) {
 
 #endif
 
-// ---- which keys a query sees
-// -----------------------------------------------------------------------------------------
+// ---- which keys a query sees ----------------------------------------------------------------------------------------
 
 // What a kernel needs to know beside q, k and v. The plain form, causal or not, is compiled without the rest.
 template <typename T>
@@ -165,8 +179,7 @@ CUtensorMap panel_map(const HeadsView<T>& t, const AttentionSizes& sizes, int64_
                                            sizes.batches, rows);
 }
 
-// ---- the order of tiles
-// ----------------------------------------------------------------------------------------------
+// ---- the order of tiles ---------------------------------------------------------------------------------------------
 
 // Tiles of all heads in the order in which blocks take them, each block the next one when it has room: heads in
 // sections whose keys and values fit the L2 cache together; in a section the longest tiles first, so that short ones
@@ -208,5 +221,27 @@ struct TileOrder {
   }
 #endif
 };
+
+// ---- what these kernels serve
+// -----------------------------------------------------------------------------------------
+
+template <typename T>
+bool suits_tma(const HeadsView<T>& t, const AttentionSizes& s, int64_t heads, int64_t tokens) {
+  return tma_takes<std::remove_const_t<T>>(t.data, t.token, tokens, t.head, heads, t.batch, s.batches);
+}
+
+// Causal or not, with nothing else that hides a key, no dropout, and sizes that 32 bits index.
+template <typename T, auto kKernel, typename Params>
+bool sm90_serves(const Params& p) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  const AttentionSizes& s = p.sizes;
+  const AttentionMask<T>& mask = p.mask;
+  return built_for_wgmma<kKernel>() && tensor_map_encoder() && s.head_size % 8 == 0 && p.scale > 0 &&
+         p.dropout.probability == 0 && !mask.key_begin && !mask.key_end && !mask.allowed && !mask.bias &&
+         std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
+         s.batches * s.heads * (ceil_div(s.queries, 128) + ceil_div(s.keys, 128)) < kLargest &&
+         suits_tma(p.query, s, s.heads, s.queries) && suits_tma(p.key, s, s.key_heads, s.keys) &&
+         suits_tma(p.value, s, s.key_heads, s.keys) && suits_tma(p.out, s, s.heads, s.queries);
+}
 
 }  // namespace gptkernels::cuda

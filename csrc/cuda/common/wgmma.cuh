@@ -13,8 +13,7 @@
 
 namespace gptkernels::cuda {
 
-// ---- matrices in shared memory
-// ---------------------------------------------------------------------------------------
+// ---- matrices in shared memory --------------------------------------------------------------------------------------
 //
 // A tile is stored in panels of 64 columns of 16 bits: rows of 128 bytes, in groups of 8 rows (1024 bytes, at which the
 // panel is aligned), swizzled as TMA's CU_TENSOR_MAP_SWIZZLE_128B does: 16-byte chunk c of row r is at chunk c ^ (r %
@@ -75,8 +74,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   return row * kPanelRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// ---- products
-// --------------------------------------------------------------------------------------------------------
+// ---- products -------------------------------------------------------------------------------------------------------
 
 #define GPTKERNELS_ACCUMULATORS_64(d)                                                                         \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \

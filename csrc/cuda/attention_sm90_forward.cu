@@ -8,12 +8,12 @@
 //
 // The exponentials are taken relative to a reference for each row that need not be the row's maximum: that of the first
 // block, as long as the sums stay small enough. So later blocks need no maximum.
-#pragma once
-
+#include "attention_kernels.h"
 #include "attention_sm90.cuh"
 #include "launch.cuh"
 
 namespace gptkernels::cuda {
+namespace {
 
 template <int HS>
 struct ForwardShape {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
 
   float scores_a[kScores], scores_b[kScores], out[kOut];
   uint32_t weights[kScores / 2];
-  float reference[2], sum[2];
+  float reference[2] = {}, sum[2] = {};
   bool needs_reference = true;  // a row of the warp has none yet
 
   RingPosition<kStages> key, value;  // of the q k^T and p v under way
@@ -389,12 +389,13 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
 #else
 
 template <typename T, int HS, bool kCausal>
-__global__ void attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
+__global__ void __launch_bounds__(kStubThreads)
+    attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
 
 #endif
 
 template <typename T, int HS, bool kCausal>
-Status launch_attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
+Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = ForwardShape<HS>;
   constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal>;
   const AttentionSizes& s = p.sizes;
@@ -416,5 +417,29 @@ Status launch_attention_forward_sm90(const AttentionForward<T>& p, Stream stream
   kKernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
 }
+
+}  // namespace
+
+template <typename T>
+bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
+  return p.sizes.head_size <= 128 && sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true>>(p);
+}
+
+int64_t attention_forward_sm90_workspace() {
+  return sizeof(int);
+}
+
+template <typename T>
+Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
+  if (p.sizes.head_size <= 64) return p.mask.causal ? launch<T, 64, true>(p, stream) : launch<T, 64, false>(p, stream);
+  return p.mask.causal ? launch<T, 128, true>(p, stream) : launch<T, 128, false>(p, stream);
+}
+
+#define INSTANTIATE(T)                                                        \
+  template bool attention_forward_sm90_serves<T>(const AttentionForward<T>&); \
+  template Status attention_forward_sm90<T>(const AttentionForward<T>&, Stream);
+INSTANTIATE(bfloat16)
+INSTANTIATE(float16)
+#undef INSTANTIATE
 
 }  // namespace gptkernels::cuda

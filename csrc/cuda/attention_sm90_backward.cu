@@ -7,12 +7,12 @@
 // The first kernel walks over the keys of 128 queries for dq, and stores D; the second walks over the queries of 128
 // keys for dk and dv. Both compute the scores again: 7 products for the 5 of a single kernel, which would have to add
 // up dq from many blocks. In both, A operands are registers: P and dS are never in shared memory.
-#pragma once
-
+#include "attention_kernels.h"
 #include "attention_sm90.cuh"
 #include "launch.cuh"
 
 namespace gptkernels::cuda {
+namespace {
 
 // Rows of the two statistics that the first kernel hands to the second: -logsumexp * log2(e), and D. Rows of a head
 // are padded to tiles.
@@ -141,8 +141,7 @@ __device__ void multiply_add(float (&d)[32], uint32_t (&a)[16], uint64_t b, bool
   wgmma_commit();
 }
 
-// ---- dq
-// --------------------------------------------------------------------------------------------------------------
+// ---- dq -------------------------------------------------------------------------------------------------------------
 
 template <typename T, int HS, bool kCausal>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
@@ -348,8 +347,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   if (thread == 0) tma_store_wait();
 }
 
-// ---- dk and dv
-// -------------------------------------------------------------------------------------------------------
+// ---- dk and dv ------------------------------------------------------------------------------------------------------
 
 __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
@@ -581,14 +579,16 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 #else
 
 template <typename T, int HS, bool kCausal>
-__global__ void attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
+__global__ void __launch_bounds__(kStubThreads)
+    attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 template <typename T, int HS, bool kCausal>
-__global__ void attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
+__global__ void __launch_bounds__(kStubThreads)
+    attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 
 #endif
 
 template <typename T, int HS, bool kCausal>
-Status launch_attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
+Status launch(const AttentionBackward<T>& p, Stream stream) {
   using Shape = BackwardShape<HS>;
   constexpr auto kDquery = attention_backward_dquery_wgmma_kernel<T, HS, kCausal>;
   constexpr auto kDkey = attention_backward_dkey_wgmma_kernel<T, HS, kCausal>;
@@ -637,8 +637,30 @@ Status launch_attention_backward_sm90(const AttentionBackward<T>& p, Stream stre
   return cudaGetLastError();
 }
 
-inline int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
+}  // namespace
+
+template <typename T>
+bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
+  const AttentionSizes& s = p.sizes;
+  return s.head_size <= 64 && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true>>(p) &&
+         suits_tma(p.dout, s, s.heads, s.queries) && suits_tma(p.dquery, s, s.heads, s.queries) &&
+         suits_tma(p.dkey, s, s.key_heads, s.keys) && suits_tma(p.dvalue, s, s.key_heads, s.keys);
+}
+
+int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
   return 256 + 2 * s.batches * s.heads * statistics_pitch(s.queries) * static_cast<int64_t>(sizeof(float));
 }
+
+template <typename T>
+Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
+  return p.mask.causal ? launch<T, 64, true>(p, stream) : launch<T, 64, false>(p, stream);
+}
+
+#define INSTANTIATE(T)                                                          \
+  template bool attention_backward_sm90_serves<T>(const AttentionBackward<T>&); \
+  template Status attention_backward_sm90<T>(const AttentionBackward<T>&, Stream);
+INSTANTIATE(bfloat16)
+INSTANTIATE(float16)
+#undef INSTANTIATE
 
 }  // namespace gptkernels::cuda

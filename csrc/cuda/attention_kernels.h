@@ -1,0 +1,28 @@
+// The kernels among which attention.cu chooses. Each of these launches one family.
+#pragma once
+
+#include "../attention.h"
+
+namespace gptkernels::cuda {
+
+// Every dtype, head size and mask.
+template <typename T>
+int64_t attention_backward_simt_workspace(const AttentionSizes& sizes);
+template <typename T>
+Status attention_forward_simt(const AttentionForward<T>& p, Stream stream);
+template <typename T>
+Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream);
+
+// bfloat16 and float16 on sm_90a; which calls these serve they say themselves.
+template <typename T>
+bool attention_forward_sm90_serves(const AttentionForward<T>& p);
+template <typename T>
+bool attention_backward_sm90_serves(const AttentionBackward<T>& p);
+int64_t attention_forward_sm90_workspace();
+int64_t attention_backward_sm90_workspace(const AttentionSizes& sizes);
+template <typename T>
+Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
+template <typename T>
+Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
+
+}  // namespace gptkernels::cuda

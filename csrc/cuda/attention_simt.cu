@@ -1,0 +1,463 @@
+// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 and float32 (without
+// TF32) use, and whatever the tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has
+// 4 x 4 of a tile's scores, at rows 4 * ty + i and columns tx + 16 * j.
+#include <type_traits>
+
+#include "attention_kernels.h"
+#include "dropout.cuh"
+#include "launch.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+constexpr int kSimtTile = 64;
+constexpr int kSimtThreads = 256;
+
+// ---- what a query sees, and what dropout keeps ----------------------------------------------------------------------
+
+// The score of query i and key j from their product: scaled, with the bias; -inf where the query does not see the key.
+template <typename T>
+__device__ accumulate_t<T> masked_score(const AttentionMask<T>& mask, const AttentionSizes& sizes,
+                                        accumulate_t<T> scale, accumulate_t<T> product, int64_t b, int64_t h, int64_t i,
+                                        int64_t j) {
+  using A = accumulate_t<T>;
+  constexpr A kUnseen = -static_cast<A>(INFINITY);
+  if (i >= sizes.queries || j >= sizes.keys) return kUnseen;
+  if (mask.causal && j > i + mask.query_offset) return kUnseen;
+  if (mask.key_begin && j < mask.key_begin[b]) return kUnseen;
+  if (mask.key_end && j >= mask.key_end[b]) return kUnseen;
+  const int64_t at = b * mask.batch + h * mask.head + i * mask.query + j * mask.key;
+  if (mask.allowed && !mask.allowed[at]) return kUnseen;
+  A score = product * scale;
+  if (mask.bias) score += static_cast<A>(mask.bias[at]);
+  return score;
+}
+
+// The key blocks from `first` to `end` hold all keys that the queries [row, row + rows) may see by causality and
+// bounds.
+template <typename T>
+__device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t row, int rows,
+                          int64_t& first, int64_t& end) {
+  first = 0;
+  end = sizes.keys;
+  if (mask.causal) end = min(end, max(row + rows + mask.query_offset, int64_t{0}));
+  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]) / kSimtTile * kSimtTile);
+  if (mask.key_end) end = min(end, static_cast<int64_t>(mask.key_end[b]));
+}
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// Rows of shared memory are padded by 16 bytes, so that neighbouring ones begin in other banks.
+template <typename A>
+struct SimtShape {
+  static constexpr int kVector = 16 / sizeof(A);
+  static constexpr int kChunk = 32;  // columns of HS at a time, for scores
+  static constexpr int kChunkPitch = kChunk + kVector;
+  static constexpr int kRowsAtATime = 16;  // of what weights are multiplied with
+  static constexpr int kWeightPitch = kSimtTile + kVector;
+};
+
+// scores += rows of x times rows of y, both (64, HS) from `x_row` and `y_row` on; rows beyond the end count as 0.
+template <typename T>
+__device__ void add_products(accumulate_t<T> (&scores)[4][4], const T* x, int64_t x_stride, int64_t x_rows, const T* y,
+                             int64_t y_stride, int64_t y_rows, int head_size, accumulate_t<T>* shared) {
+  using A = accumulate_t<T>;
+  using Shape = SimtShape<A>;
+  A(*xs)[Shape::kChunkPitch] = reinterpret_cast<A(*)[Shape::kChunkPitch]>(shared);
+  A(*ys)[Shape::kChunkPitch] = xs + kSimtTile;
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  for (int start = 0; start < head_size; start += Shape::kChunk) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < kSimtTile * Shape::kChunk; i += kSimtThreads) {
+      const int row = i / Shape::kChunk, column = i % Shape::kChunk;
+      const bool inside = start + column < head_size;
+      xs[row][column] = inside && row < x_rows ? static_cast<A>(x[row * x_stride + start + column]) : A(0);
+      ys[row][column] = inside && row < y_rows ? static_cast<A>(y[row * y_stride + start + column]) : A(0);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int c = 0; c < Shape::kChunk; c += Shape::kVector) {
+      struct alignas(16) Vector {
+        A v[Shape::kVector];
+      };
+      Vector a[4], b[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = *reinterpret_cast<const Vector*>(&xs[4 * ty + i][c]);
+        b[i] = *reinterpret_cast<const Vector*>(&ys[tx + 16 * i][c]);
+      }
+#pragma unroll
+      for (int k = 0; k < Shape::kVector; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) scores[i][j] += a[i].v[k] * b[j].v[k];
+    }
+  }
+}
+
+// sums (64 x HS) += weights (64 x 64, in shared memory) times rows of x. A thread has rows 4 * ty + i and columns
+// tx + 16 * c.
+template <typename T, int kColumns>
+__device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights, const T* x,
+                                  int64_t x_stride, int64_t x_rows, int head_size, accumulate_t<T>* shared) {
+  using A = accumulate_t<T>;
+  using Shape = SimtShape<A>;
+  constexpr int kWidth = 16 * kColumns;
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  for (int start = 0; start < kSimtTile && start < x_rows; start += Shape::kRowsAtATime) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < Shape::kRowsAtATime * kWidth; i += kSimtThreads) {
+      const int row = start + i / kWidth, column = i % kWidth;
+      shared[i] = column < head_size && row < x_rows ? static_cast<A>(x[row * x_stride + column]) : A(0);
+    }
+    __syncthreads();
+#pragma unroll 4
+    for (int k = 0; k < Shape::kRowsAtATime; ++k) {
+      A w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) w[i] = weights[(4 * ty + i) * Shape::kWeightPitch + start + k];
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        const A value = shared[k * kWidth + tx + 16 * c];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[i][c] += w[i] * value;
+      }
+    }
+  }
+}
+
+// A thread's scores to shared memory: what masks and dropout do with them is a loop there, not 16 copies of it.
+template <typename A>
+__device__ void store_scores(A* to, const A (&scores)[4][4]) {
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[(4 * ty + i) * SimtShape<A>::kWeightPitch + tx + 16 * j] = scores[i][j];
+}
+
+template <typename A>
+__device__ A row_max(A x) {
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+template <typename A>
+__device__ A row_sum(A x) {
+#pragma unroll
+  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// Shared memory: one or two tiles of weights, and what is staged for either product.
+template <typename A, int kColumns>
+constexpr int simt_shared_bytes(int tiles) {
+  using Shape = SimtShape<A>;
+  const int products = 2 * kSimtTile * Shape::kChunkPitch;
+  const int rows = Shape::kRowsAtATime * 16 * kColumns;
+  return (tiles * kSimtTile * Shape::kWeightPitch + (products > rows ? products : rows)) * static_cast<int>(sizeof(A));
+}
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kSimtThreads)
+    attention_forward_simt_kernel(const __grid_constant__ AttentionForward<T> p) {
+  using A = accumulate_t<T>;
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  A* weights = reinterpret_cast<A*>(shared_bytes);
+  A* staged = weights + kSimtTile * SimtShape<A>::kWeightPitch;
+  const AttentionSizes& s = p.sizes;
+  const DropoutDraw dropout(p.dropout);
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const int64_t tiles = (s.queries + kSimtTile - 1) / kSimtTile;
+  for (int64_t work = blockIdx.x; work < tiles * s.batches * s.heads; work += gridDim.x) {
+    const int64_t head = work / tiles;  // of all batches
+    const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
+    const int64_t row = (tiles - 1 - work % tiles) * kSimtTile;
+    const T* query = p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token;
+    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
+    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+
+    A out[4][kColumns] = {}, maximum[4], sum[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) maximum[i] = -static_cast<A>(INFINITY);
+    int64_t first, end;
+    key_range(p.mask, s, b, row, kSimtTile, first, end);
+    for (int64_t start = first; start < end; start += kSimtTile) {
+      {
+        A scores[4][4] = {};
+        add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
+                        s.keys - start, s.head_size, staged);
+        store_scores(weights, scores);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        A* own = weights + (4 * ty + i) * SimtShape<A>::kWeightPitch + tx;
+        A largest = maximum[i];
+#pragma unroll 1
+        for (int j = 0; j < kSimtTile; j += 16) {
+          own[j] = masked_score(p.mask, s, static_cast<A>(p.scale), own[j], b, h, row + 4 * ty + i, start + tx + j);
+          largest = max(largest, own[j]);
+        }
+        largest = row_max(largest);
+        const A origin = largest == -static_cast<A>(INFINITY) ? A(0) : largest;
+        const A rescale = exp(maximum[i] - origin);
+        maximum[i] = largest;
+        A part = 0;
+#pragma unroll 1
+        for (int j = 0; j < kSimtTile; j += 16) {
+          const A weight = exp(own[j] - origin);
+          part += weight;
+          own[j] = dropout.drops() && !dropout.keeps(head, row + 4 * ty + i, start + tx + j) ? A(0) : weight;
+        }
+        sum[i] = sum[i] * rescale + part;
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) out[i][c] *= rescale;
+      }
+      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, s.keys - start,
+                                     s.head_size, staged);
+      __syncthreads();
+    }
+
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const A total = row_sum(sum[i]);
+      const int64_t at = row + 4 * ty + i;
+      if (at >= s.queries) continue;
+      const A factor = total == 0 ? A(0) : static_cast<A>(dropout.keep_scale) / total;
+      T* to = p.out.data + b * p.out.batch + h * p.out.head + at * p.out.token;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(out[i][c] * factor);
+      if (tx == 0)
+        p.logsumexp[head * s.queries + at] = total == 0 ? -static_cast<A>(INFINITY) : maximum[i] + log(total);
+    }
+  }
+}
+
+// delta = sum(dout * out) - dlogsumexp for each row: a warp each.
+template <typename T>
+__global__ void attention_backward_delta_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                                accumulate_t<T>* delta) {
+  using A = accumulate_t<T>;
+  const AttentionSizes& s = p.sizes;
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = s.batches * s.heads * s.queries;
+  for (int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / 32; row < rows;
+       row += gridDim.x * static_cast<int64_t>(blockDim.x) / 32) {
+    const int64_t i = row % s.queries, head = row / s.queries, b = head / s.heads, h = head % s.heads;
+    const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head + i * p.dout.token;
+    const T* out = p.out.data + b * p.out.batch + h * p.out.head + i * p.out.token;
+    A sum = 0;
+    for (int64_t c = lane; c < s.head_size; c += 32) sum += static_cast<A>(dout[c]) * static_cast<A>(out[c]);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (lane == 0) delta[row] = p.dlogsumexp ? sum - p.dlogsumexp[row] : sum;
+  }
+}
+
+// Of query i and key j: the product of q and k becomes P (times what dropout does), that of dout and v becomes dS.
+template <typename T>
+__device__ void weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
+                                    const accumulate_t<T>* delta, int64_t b, int64_t h, int64_t head, int64_t i,
+                                    int64_t j, accumulate_t<T>& weight, accumulate_t<T>& gradient) {
+  using A = accumulate_t<T>;
+  const A score = masked_score(p.mask, p.sizes, static_cast<A>(p.scale), weight, b, h, i, j);
+  if (score == -static_cast<A>(INFINITY)) {
+    weight = gradient = 0;
+    return;
+  }
+  const int64_t row = head * p.sizes.queries + i;
+  const A probability = exp(score - p.logsumexp[row]);
+  const A factor = !dropout.drops() ? A(1) : dropout.keeps(head, i, j) ? static_cast<A>(dropout.keep_scale) : A(0);
+  weight = probability * factor;
+  gradient = probability * (gradient * factor - delta[row]);
+}
+
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kSimtThreads)
+    attention_backward_dquery_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                          const accumulate_t<T>* delta) {
+  using A = accumulate_t<T>;
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  A* weights = reinterpret_cast<A*>(shared_bytes);
+  A* gradients = weights + kSimtTile * SimtShape<A>::kWeightPitch;
+  A* staged = gradients + kSimtTile * SimtShape<A>::kWeightPitch;
+  const AttentionSizes& s = p.sizes;
+  const DropoutDraw dropout(p.dropout);
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const int64_t tiles = (s.queries + kSimtTile - 1) / kSimtTile;
+  for (int64_t work = blockIdx.x; work < tiles * s.batches * s.heads; work += gridDim.x) {
+    const int64_t head = work / tiles;
+    const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
+    const int64_t row = (tiles - 1 - work % tiles) * kSimtTile;
+    const T* query = p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token;
+    const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head + row * p.dout.token;
+    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
+    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+
+    A dquery[4][kColumns] = {};
+    int64_t first, end;
+    key_range(p.mask, s, b, row, kSimtTile, first, end);
+    for (int64_t start = first; start < end; start += kSimtTile) {
+      {
+        A scores[4][4] = {}, dweights[4][4] = {};
+        add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
+                        s.keys - start, s.head_size, staged);
+        add_products<T>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
+                        s.keys - start, s.head_size, staged);
+        store_scores(weights, scores);
+        store_scores(gradients, dweights);
+      }
+#pragma unroll 1
+      for (int e = 0; e < 16; ++e) {
+        const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * SimtShape<A>::kWeightPitch + j;
+        weight_and_gradient(p, dropout, delta, b, h, head, row + i, start + j, weights[at], gradients[at]);
+      }
+      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, s.keys - start,
+                                     s.head_size, staged);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t at = row + 4 * ty + i;
+      if (at >= s.queries) continue;
+      T* to = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + at * p.dquery.token;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c)
+        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(dquery[i][c] * static_cast<A>(p.scale));
+    }
+  }
+}
+
+// Rows of the tile are keys, columns queries.
+template <typename T, int kColumns>
+__global__ void __launch_bounds__(kSimtThreads)
+    attention_backward_dkey_simt_kernel(const __grid_constant__ AttentionBackward<T> p, const accumulate_t<T>* delta) {
+  using A = accumulate_t<T>;
+  extern __shared__ __align__(16) uint8_t shared_bytes[];
+  A* weights = reinterpret_cast<A*>(shared_bytes);
+  A* gradients = weights + kSimtTile * SimtShape<A>::kWeightPitch;
+  A* staged = gradients + kSimtTile * SimtShape<A>::kWeightPitch;
+  const AttentionSizes& s = p.sizes;
+  const DropoutDraw dropout(p.dropout);
+  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+  const int64_t group = s.heads / s.key_heads;
+  const int64_t tiles = (s.keys + kSimtTile - 1) / kSimtTile;
+  for (int64_t work = blockIdx.x; work < tiles * s.batches * s.key_heads; work += gridDim.x) {
+    const int64_t b = work / tiles / s.key_heads, key_head = work / tiles % s.key_heads;
+    const int64_t row = work % tiles * kSimtTile;
+    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head + row * p.key.token;
+    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head + row * p.value.token;
+
+    A dkey[4][kColumns] = {}, dvalue[4][kColumns] = {};
+    const int64_t first =
+        p.mask.causal ? max(row - p.mask.query_offset, int64_t{0}) / kSimtTile * kSimtTile : int64_t{0};
+    for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
+      const int64_t head = b * s.heads + h;
+      const T* query = p.query.data + b * p.query.batch + h * p.query.head;
+      const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head;
+      for (int64_t start = first; start < s.queries; start += kSimtTile) {
+        {
+          A scores[4][4] = {}, dweights[4][4] = {};
+          add_products<T>(scores, key, p.key.token, s.keys - row, query + start * p.query.token, p.query.token,
+                          s.queries - start, s.head_size, staged);
+          add_products<T>(dweights, value, p.value.token, s.keys - row, dout + start * p.dout.token, p.dout.token,
+                          s.queries - start, s.head_size, staged);
+          store_scores(weights, scores);
+          store_scores(gradients, dweights);
+        }
+#pragma unroll 1
+        for (int e = 0; e < 16; ++e) {
+          const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * SimtShape<A>::kWeightPitch + j;
+          weight_and_gradient(p, dropout, delta, b, h, head, start + j, row + i, weights[at], gradients[at]);
+        }
+        add_weighted_rows<T, kColumns>(dvalue, weights, dout + start * p.dout.token, p.dout.token, s.queries - start,
+                                       s.head_size, staged);
+        add_weighted_rows<T, kColumns>(dkey, gradients, query + start * p.query.token, p.query.token, s.queries - start,
+                                       s.head_size, staged);
+        __syncthreads();
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t at = row + 4 * ty + i;
+      if (at >= s.keys) continue;
+      T* dkey_to = p.dkey.data + b * p.dkey.batch + key_head * p.dkey.head + at * p.dkey.token;
+      T* dvalue_to = p.dvalue.data + b * p.dvalue.batch + key_head * p.dvalue.head + at * p.dvalue.token;
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) {
+        if (tx + 16 * c >= s.head_size) continue;
+        dkey_to[tx + 16 * c] = static_cast<T>(dkey[i][c] * static_cast<A>(p.scale));
+        dvalue_to[tx + 16 * c] = static_cast<T>(dvalue[i][c]);
+      }
+    }
+  }
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+// fn(std::integral_constant<int, columns of 16 that hold the head>).
+template <typename Fn>
+Status for_simt_columns(int64_t head_size, const Fn& fn) {
+  if (head_size <= 32) return fn(std::integral_constant<int, 2>());
+  if (head_size <= 64) return fn(std::integral_constant<int, 4>());
+  if (head_size <= 128) return fn(std::integral_constant<int, 8>());
+  return fn(std::integral_constant<int, 16>());
+}
+
+}  // namespace
+
+template <typename T>
+Status attention_forward_simt(const AttentionForward<T>& p, Stream stream) {
+  return for_simt_columns(p.sizes.head_size, [&]<int kColumns>(std::integral_constant<int, kColumns>) -> Status {
+    constexpr auto kKernel = attention_forward_simt_kernel<T, kColumns>;
+    constexpr int kShared = simt_shared_bytes<accumulate_t<T>, kColumns>(1);
+    if (max_dynamic_shared_memory<kKernel>() < kShared) return cudaErrorInvalidConfiguration;
+    const int64_t tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
+    kKernel<<<grid_size(tiles), kSimtThreads, kShared, stream>>>(p);
+    return cudaGetLastError();
+  });
+}
+
+template <typename T>
+int64_t attention_backward_simt_workspace(const AttentionSizes& s) {
+  return s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(accumulate_t<T>));
+}
+
+template <typename T>
+Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
+  using A = accumulate_t<T>;
+  A* delta = static_cast<A*>(p.workspace);
+  constexpr int kWarps = 4;
+  attention_backward_delta_kernel<T>
+      <<<grid_size(ceil_div(p.sizes.batches * p.sizes.heads * p.sizes.queries, kWarps)), 32 * kWarps, 0, stream>>>(
+          p, delta);
+  return for_simt_columns(p.sizes.head_size, [&]<int kColumns>(std::integral_constant<int, kColumns>) -> Status {
+    constexpr auto kDquery = attention_backward_dquery_simt_kernel<T, kColumns>;
+    constexpr auto kDkey = attention_backward_dkey_simt_kernel<T, kColumns>;
+    constexpr int kShared = simt_shared_bytes<A, kColumns>(2);
+    if (max_dynamic_shared_memory<kDquery>() < kShared || max_dynamic_shared_memory<kDkey>() < kShared)
+      return cudaErrorInvalidConfiguration;
+    const int64_t query_tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
+    const int64_t key_tiles = ceil_div(p.sizes.keys, kSimtTile) * p.sizes.batches * p.sizes.key_heads;
+    kDquery<<<grid_size(query_tiles), kSimtThreads, kShared, stream>>>(p, delta);
+    kDkey<<<grid_size(key_tiles), kSimtThreads, kShared, stream>>>(p, delta);
+    return cudaGetLastError();
+  });
+}
+
+#define INSTANTIATE(T)                                                           \
+  template int64_t attention_backward_simt_workspace<T>(const AttentionSizes&);  \
+  template Status attention_forward_simt<T>(const AttentionForward<T>&, Stream); \
+  template Status attention_backward_simt<T>(const AttentionBackward<T>&, Stream);
+INSTANTIATE(double)
+INSTANTIATE(float)
+INSTANTIATE(bfloat16)
+INSTANTIATE(float16)
+#undef INSTANTIATE
+
+}  // namespace gptkernels::cuda
