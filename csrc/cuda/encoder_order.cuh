@@ -52,8 +52,8 @@ struct EncoderWorkspace {
   int* tile_starts;           // (bins + 1, tiles)
   int* items;                 // (windows + 1, kWindow), the last ones kNoHead
   Run* long_runs;             // (windows, 2) that which began before the window, that which begins there
-  int* arrived;               // (2, arrivals, slabs) partial sums that are done
-  accumulate_t<T>* partials;  // (2 * windows + pieces * T, C)
+  accumulate_t<T>* partials;  // (partial_rows, C) sums of parts: encoder_sums.cuh
+  int* arrived;               // (partial_rows, slabs) a counter for every row of the partials
   int n;
   int shift;   // bins = 1 << shift
   int digits;  // of the second sort
@@ -62,7 +62,7 @@ struct EncoderWorkspace {
   int tile_size;
   int windows;
   int pieces;  // of a position's sum over the batch
-  int arrivals;
+  int partial_rows;
   int slabs;
   int width;
   int64_t zeros;  // ints to be cleared: long_runs and arrived
@@ -95,7 +95,7 @@ EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t voc
   w.tiles = static_cast<int>(ceil_div(n, tile_size));
   w.windows = static_cast<int>(windows);
   w.pieces = static_cast<int>(pieces);
-  w.arrivals = static_cast<int>(windows + piece_rows);
+  w.partial_rows = static_cast<int>(2 * windows + piece_rows);
   w.slabs = static_cast<int>(slabs);
   w.width = static_cast<int>(width);
   take(w.tile_entries, n);
@@ -103,9 +103,9 @@ EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t voc
   take(w.items, (windows + 1) * kWindow);
   const int64_t zeros_begin = w.bytes;
   take(w.long_runs, 2 * windows);
-  take(w.arrived, 2 * w.arrivals * slabs);
+  take(w.arrived, w.partial_rows * slabs);
   w.zeros = (w.bytes - zeros_begin) / int64_t(sizeof(int));
-  take(w.partials, (2 * windows + piece_rows) * width);
+  take(w.partials, w.partial_rows * width);
   return w;
 }
 

@@ -51,10 +51,17 @@ __device__ Column<T> column_of(T* matrix, const Place<kVec, kLanes<kVec>>& at, c
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
+template <int kVec, typename T, typename Total>
+__device__ void write_sum(T* row, const Total (&sum)[kVec]) {
+  accumulate_t<T> values[kVec];
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) values[k] = static_cast<accumulate_t<T>>(sum[k]);
+  stream_narrow<kVec>(row, values);
+}
+
 // sum = the rows row_at(0), ..., row_at(count - 1): each group of lanes adds up its share, and all get the whole.
-template <int kVec, typename T, typename RowAt>
-__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], const Column<T>& column, int count,
-                         const RowAt& row_at) {
+template <int kVec, typename T, typename Total, typename RowAt>
+__device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
   const int group = threadIdx.x % kWarp / kLanes<kVec>;
 #pragma unroll
@@ -80,40 +87,56 @@ __device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], cons
     for (int k = 0; k < kVec; ++k) sum[k] += __shfl_xor_sync(kAll, sum[k], offset);
 }
 
-// Whether this warp, which has just written a partial sum, is the last of `count` that do.
+// ---- sums that several warps make ----
+
+// Counts the calling warp in, which has just written a partial sum. True for the last of `count` warps, which then sees
+// what all of them have written: the barriers and lane 0's fences order every lane's writes before the count, and the
+// count before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
-  __threadfence();
   __syncwarp();
   int before = 0;
-  if (threadIdx.x % kWarp == 0) before = atomicAdd(arrived, 1);
+  if (threadIdx.x % kWarp == 0) {
+    __threadfence();
+    before = atomicAdd(arrived, 1);
+    __threadfence();
+  }
   before = __shfl_sync(kAll, before, 0);
-  __threadfence();
+  __syncwarp();
   return before == count - 1;
 }
 
-// `sum` is part `part` of `parts`. The last warp to come here returns with the sum of all: those of each group of parts
-// are added first, then the groups' sums. `partial_at` says in which row of the partials a part lies, `arrival_at` who
-// counts for the group that begins with it.
-template <int kVec, typename T, typename RowAt, typename ArrivalAt>
-__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec, kLanes<kVec>>& at,
-                          const EncoderWorkspace<T>& w, int part, int parts, const RowAt& partial_at,
-                          const ArrivalAt& arrival_at) {
+// `sum` is part `part` of `parts`; part i has the row row_at(i) of the partials and the counter of that row, which no
+// part of any sum shares with another. The last warp to come here returns true, with the sum of all parts. The parts
+// are added in groups of kGroup, each by the last warp of its group, and the groups' sums by the last warp of these:
+//
+//   part                    0  1  2 ... 63 | 64 65 ... 127 | 128 ... 130        parts = 131, kGroup = 64
+//   counts the group in     0              | 64            | 128                to 64, 64 and 3
+//   holds the group's sum   0              | 64            | 128
+//   counts the groups in       1                                                to 3
+//
+// So every count has a counter of its own, since part 1 begins no group. tests/test_encoder.py goes through this
+// protocol with the same indices (class Arrivals): change both together.
+template <int kVec, typename T, typename RowAt>
+__device__ bool add_parts(sum_t<T> (&sum)[kVec], const Place<kVec, kLanes<kVec>>& at, const EncoderWorkspace<T>& w,
+                          int part, int parts, const RowAt& row_at) {
+  static_assert(kGroup > 1);
   const auto partials = column_of(w.partials, at, w);
   const auto keep = [&](int part) {
-    accumulate_t<T>* p = partials.row(partial_at(part));
+    accumulate_t<T>* p = partials.row(row_at(part));
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) p[k] = sum[k];
+    for (int k = 0; k < kVec; ++k) p[k] = static_cast<accumulate_t<T>>(sum[k]);
   };
+  const auto counter = [&](int part) { return w.arrived + int64_t(row_at(part)) * w.slabs + at.slab; };
   const int first = part / kGroup * kGroup;
   const int count = min(kGroup, parts - first);
   keep(part);
-  if (!last_to_arrive(w.arrived + int64_t(arrival_at(first)) * w.slabs + at.slab, count)) return false;
-  sum_rows<kVec>(sum, partials, count, [&](int i) { return partial_at(first + i); });
+  if (!last_to_arrive(counter(first), count)) return false;
+  sum_rows<kVec>(sum, partials, count, [&](int i) { return row_at(first + i); });
   if (parts <= kGroup) return true;
   const int groups = (parts + kGroup - 1) / kGroup;
   keep(first);
-  if (!last_to_arrive(w.arrived + (int64_t(w.arrivals) + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
-  sum_rows<kVec>(sum, partials, groups, [&](int i) { return partial_at(i * kGroup); });
+  if (!last_to_arrive(counter(1), groups)) return false;
+  sum_rows<kVec>(sum, partials, groups, [&](int i) { return row_at(i * kGroup); });
   return true;
 }
 
@@ -123,21 +146,18 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
                                const Place<kVec, kLanes<kVec>>& at, int t, int piece) {
   const int length = static_cast<int>(p.length);
   if (t >= length && piece > 0) return;
-  accumulate_t<T> sum[kVec] = {};
+  sum_t<T> sum[kVec] = {};
   if (t < length) {
     const int first = piece * kBatchPiece;
     const int count = min(static_cast<int>(p.batch) - first, kBatchPiece);
     sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
     if (w.pieces > 1) {
       wait_for_previous_kernel();
-      const auto row = [&](int part) { return part * length + t; };
-      if (!add_parts<kVec, T>(
-              sum, at, w, piece, w.pieces, [&](int i) { return 2 * w.windows + row(i); },
-              [&](int i) { return w.windows + row(i); }))
-        return;
+      const auto row_at = [&](int part) { return 2 * w.windows + part * length + t; };
+      if (!add_parts<kVec, T>(sum, at, w, piece, w.pieces, row_at)) return;
     }
   }
-  stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
+  write_sum<kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
 // The rows of dwte whose heads are in a unit of the items, for each group of lanes its own. A row is written when the
@@ -176,6 +196,9 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorks
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAll, first == kReach ? 0 : end);
+  // Where T is float32, items without a head are added in pairs first: a running sum of 64 would have several times the
+  // error. For other types one running sum is exact enough.
+  constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
   accumulate_t<T> sum[kVec] = {};
   for (int i = 0; i < all_end; i += kAhead<kVec>) {
@@ -194,6 +217,20 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorks
       const T* p = dout.row(item[j]);
       packs[j] = {};
       if (unsigned(item[j]) < unsigned(kMark)) packs[j] = load_last<kVec>(p);
+    }
+    bool has_head = false;
+#pragma unroll
+    for (int j = 0; j < kAhead<kVec>; ++j) has_head |= item[j] < 0;
+    if (kPairwise && !has_head) {
+      // In place: no registers beside those of the packs.
+#pragma unroll
+      for (int half = kAhead<kVec> / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j)
+#pragma unroll
+          for (int k = 0; k < kVec; ++k) packs[j].v[k] += packs[j + half].v[k];
+      add_pack(sum, packs[0]);
+      continue;
     }
     // No branch but around the stores: the compiler would have the groups meet after each.
 #pragma unroll
@@ -219,15 +256,13 @@ __device__ void sum_window(const EncoderBackward<T, Token>& p, const EncoderWork
     if (run.last == 0) continue;
     const int begin = max(run.first, window * kWindow);
     const int count = min(run.last + 1, (window + 1) * kWindow) - begin;
-    accumulate_t<T> sum[kVec];
+    sum_t<T> sum[kVec];
     sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return w.items[begin + i] & ~kMark; });
     const int first_window = run.first / kWindow;
     const int parts = run.last / kWindow - first_window + 1;
-    if (!add_parts<kVec, T>(
-            sum, at, w, window - first_window, parts, [&](int i) { return 2 * (first_window + i) + (i == 0); },
-            [&](int i) { return first_window + i; }))
-      continue;
-    stream_narrow<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
+    const auto row_at = [&](int part) { return 2 * (first_window + part) + (part == 0); };
+    if (!add_parts<kVec, T>(sum, at, w, window - first_window, parts, row_at)) continue;
+    write_sum<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }
 
