@@ -94,7 +94,8 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
 int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
   const int64_t rows = table.size(0);
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
-    fail(op, "vocab_size must be from 1 to ", rows, " (the rows of ", name, "), or -1 for all of them, got ", vocab_size);
+    fail(op, "vocab_size must be from 1 to ", rows, " (the rows of ", name, "), or -1 for all of them, got ",
+         vocab_size);
   return vocab_size == -1 ? rows : vocab_size;
 }
 

@@ -232,7 +232,7 @@ def embedding(
 
     Raises:
         ValueError: for ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``, which no kernel serves.
-        RuntimeError: vocab_size is not in 1..Vp, or a token is outside the vocabulary (on CUDA a device-side assertion).
+        RuntimeError: vocab_size is not in 1..Vp, or a token is not in the vocabulary (on CUDA a device-side assertion).
     """
     refuse(
         "embedding", padding_idx=padding_idx, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
