@@ -7,12 +7,13 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gptkernels, m) {
-  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe) -> Tensor");
+  // wte (Vp, C): tokens from vocab_size (V) to Vp are refused. -1: all rows are the vocabulary.
+  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1) -> Tensor");
   m.def(
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
       "-> (Tensor dwte, Tensor dwpe)");
 
-  m.def("embedding(Tensor tokens, Tensor weight) -> Tensor");
+  m.def("embedding(Tensor tokens, Tensor weight, SymInt vocab_size=-1) -> Tensor");
   m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size) -> Tensor");
 
   m.def(

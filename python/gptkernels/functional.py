@@ -361,17 +361,29 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
+    *,
+    vocab_size: int = -1,
 ) -> Tensor:
-    """:func:`torch.nn.functional.embedding`: input (...) of int64 or int32, weight (V, C) -> (..., C).
+    """:func:`torch.nn.functional.embedding`: input (...) of int64 or int32, weight (Vp, C) -> (..., C).
+
+    Args:
+        input: the tokens.
+        weight: the table.
+        vocab_size: V; tokens from there to Vp are refused, as the padding that they name must not learn. -1 for Vp.
+        padding_idx: not supported.
+        max_norm: not supported.
+        norm_type: has a meaning only beside ``max_norm``.
+        scale_grad_by_freq: not supported.
+        sparse: not supported.
 
     Raises:
-        ValueError: for ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``, which no kernel serves
-            (``norm_type`` only matters beside ``max_norm``).
+        ValueError: for ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``, which no kernel serves.
+        RuntimeError: vocab_size is not in 1..Vp, or a token is not in the vocabulary (on CUDA a device-side assertion).
     """
     refuse(
         "embedding", padding_idx=padding_idx, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
     )
-    return ops.embedding(input, weight)
+    return ops.embedding(input, weight, vocab_size)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

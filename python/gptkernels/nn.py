@@ -59,7 +59,14 @@ class Linear(torch.nn.Linear):
 
 
 class Embedding(torch.nn.Embedding):
-    """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse."""
+    """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse.
+
+    Attributes:
+        vocab_size: V, where the last rows of the weight are padding: tokens from there on are refused. -1, the default,
+            takes all ``num_embeddings`` tokens.
+    """
+
+    vocab_size: int = -1
 
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +89,7 @@ class Embedding(torch.nn.Embedding):
             self.norm_type,
             self.scale_grad_by_freq,
             self.sparse,
+            vocab_size=self.vocab_size,
         )
 
 

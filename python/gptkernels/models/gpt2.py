@@ -123,6 +123,7 @@ class Transformer(torch.nn.Module):
         super().__init__()
         C = config.n_embd
         self.wte = nn.Embedding(config.rows, C, device=device, dtype=dtype)
+        self.wte.vocab_size = self.vocab_size = config.vocab_size
         self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
@@ -133,7 +134,7 @@ class Transformer(torch.nn.Module):
         With caches, one a layer, the tokens are those that follow what is in them.
         """
         positions = self.wpe.weight if caches is None else self.wpe.weight[caches[0].length :]
-        stream = ops.encoder(tokens, self.wte.weight, positions)
+        stream = ops.encoder(tokens, self.wte.weight, positions, self.vocab_size)
         layers = cast("list[Block]", list(self.h))
         next_norms = [*(layer.ln_1 for layer in layers[1:]), self.ln_f]
         normed = layers[0].ln_1(stream)

@@ -5,7 +5,7 @@ import torch
 from gptkernels.ops._register import autograd, below_autograd, fake, ops
 
 
-def _fake(tokens, wte, wpe):
+def _fake(tokens, wte, wpe, vocab_size=-1):
     return wte.new_empty((*tokens.shape, wte.shape[-1]))
 
 
@@ -14,7 +14,7 @@ def _fake_backward(dout, tokens, vocab_size, max_positions):
     return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
 
 
-def _fake_embedding(tokens, weight):
+def _fake_embedding(tokens, weight, vocab_size=-1):
     return weight.new_empty((*tokens.shape, weight.shape[-1]))
 
 
@@ -23,20 +23,20 @@ def _fake_embedding_backward(dout, tokens, vocab_size):
 
 
 class Encoder(torch.autograd.Function):
-    """tokens (B, T), wte (V, C), wpe (P, C) with P >= T -> (B, T, C)."""
+    """tokens (B, T), wte (Vp, C), wpe (P, C) with P >= T -> (B, T, C)."""
 
     @staticmethod
-    def forward(ctx, tokens, wte, wpe):
+    def forward(ctx, tokens, wte, wpe, vocab_size):
         """Save the tokens: the gradient does not depend on the weights."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
-        return below_autograd(ops.encoder, tokens, wte, wpe)
+        return below_autograd(ops.encoder, tokens, wte, wpe, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Sums of dout's rows, over the places where a token stands and over the batch."""
+        """dwte: sums of dout's rows over the positions of each token. dwpe: sums over the batch."""
         (tokens,) = ctx.saved_tensors
-        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes)
+        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes), None
 
 
 class EncoderBackward(torch.autograd.Function):
@@ -56,20 +56,20 @@ class EncoderBackward(torch.autograd.Function):
 
 
 class Embedding(torch.autograd.Function):
-    """tokens (...), weight (V, C) -> (..., C)."""
+    """tokens (...), weight (Vp, C) -> (..., C)."""
 
     @staticmethod
-    def forward(ctx, tokens, weight):
+    def forward(ctx, tokens, weight, vocab_size):
         """Save the tokens."""
         ctx.save_for_backward(tokens)
-        ctx.vocab_size = weight.shape[0]
-        return below_autograd(ops.embedding, tokens, weight)
+        ctx.rows = weight.shape[0]
+        return below_autograd(ops.embedding, tokens, weight, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Sums of dout's rows over the places where a token stands."""
+        """Sums of dout's rows over the positions of each token."""
         (tokens,) = ctx.saved_tensors
-        return None, ops.embedding_backward(dout, tokens, ctx.vocab_size)
+        return None, ops.embedding_backward(dout, tokens, ctx.rows), None
 
 
 class EmbeddingBackward(torch.autograd.Function):
