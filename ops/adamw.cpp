@@ -171,8 +171,8 @@ struct Group {
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(grad.scalar_type()));
   AtenTensorHandle handle;
-  check_shim(
-      aoti_torch_empty_strided(param.dim, param.sizes, param.strides(), dtype, param.device_type, param.device, &handle));
+  check_shim(aoti_torch_empty_strided(param.dim, param.sizes, param.strides(), dtype, param.device_type, param.device,
+                                      &handle));
   Tensor copy(handle);
   torch::stable::copy_(copy, grad);
   return copy;
