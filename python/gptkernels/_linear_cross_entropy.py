@@ -17,20 +17,21 @@ def linear_cross_entropy(
 ) -> Tensor:
     """``cross_entropy(linear(x, weight), targets)`` without ever holding all the logits.
 
-    The rows are worked on in chunks. For "mean" and "sum" the forward already computes the gradients of x and weight
-    from each chunk's logits, and the backward only scales them; it computes neither where no gradient is recorded. For
-    "none", and for float16 (whose loss scale must be in before anything is rounded), the backward computes each chunk's
-    logits once more. So it does where the gradients are to be differentiated again; the second derivative holds all the
-    logits. Inside autocast the matrix products are done in its dtype.
+    The rows are processed in chunks. For "mean" and "sum" the forward also computes the gradients of x and weight, from
+    the same logits, and the backward only scales them. Where autograd records nothing, no gradient is computed. For
+    "none", and for float16 (whose gradients must be multiplied by the loss scale before they are rounded), the backward
+    computes each chunk's logits a second time. It also does so if the gradients are differentiated again
+    (``create_graph=True``); that second derivative holds all the logits. Inside autocast the matrix products are done
+    in its dtype.
 
     Args:
         x: (..., C), the last hidden layer.
         weight: (Vp, C), the output embedding.
         targets: (...), int64 or int32.
-        vocab_size: V; the columns from there to Vp are padding and take no part. Vp when None.
-        ignore_index: the target of rows that take no part.
-        reduction: "mean" (over the rows that take part; nan when there is none), "sum" or "none".
-        chunk_size: rows at a time; when None as many as give 2^28 logits.
+        vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.
+        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
+        chunk_size: the number of rows in a chunk; when None as many as have 2^28 logits.
 
     Returns:
         float32 (float64 for float64): 0-dim, or of targets' shape for "none".
@@ -62,6 +63,6 @@ def linear_cross_entropy(
 
 
 def check_reduction(function: str, reduction: str) -> None:
-    """Raise a ValueError unless torch knows the reduction."""
+    """Raise a ValueError for a reduction that torch does not have."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{function}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")

@@ -31,7 +31,7 @@ __all__ = [
 
 
 def refuse(function: str, **options: Any) -> None:
-    """Raise a ValueError for the first of these options that asks for something, that is, is not None or False."""
+    """Raise a ValueError that names the first option that is set, that is, neither None nor False."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(f"{function}: the option {name} is not supported: gptkernels has no kernel for it")
@@ -47,7 +47,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """:func:`torch.nn.functional.layer_norm`. Several normalised dimensions are worked on as one.
+    """:func:`torch.nn.functional.layer_norm`. Several normalised dimensions are flattened to one.
 
     Args:
         input: (..., *normalized_shape).
@@ -61,7 +61,7 @@ def layer_norm(
             another shape.
     """
     dims = _check_norm("layer_norm", input, normalized_shape, weight, bias)
-    out, _, _ = ops.layernorm(*_as_one(dims, input, weight, bias), eps)
+    out, _, _ = ops.layernorm.default(*_as_one(dims, input, weight, bias), eps)
     return out if dims == 1 else out.view(input.shape)
 
 
@@ -94,7 +94,7 @@ def residual_layer_norm(
             f"residual_layer_norm: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
     dims = _check_norm("residual_layer_norm", x, normalized_shape, weight, bias)
-    out, total, _, _ = ops.residual_layernorm(*_as_one(dims, x, residual, weight, bias), eps)
+    out, total, _, _ = ops.residual_layernorm.default(*_as_one(dims, x, residual, weight, bias), eps)
     return (out, total) if dims == 1 else (out.view(x.shape), total.view(x.shape))
 
 
@@ -130,11 +130,11 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
-    return ops.gelu(input, approximate=approximate)
+    return ops.gelu.default(input, approximate=approximate)
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`torch.nn.functional.softmax`. The kernel works on the last dimension; another one is moved there.
+    """:func:`torch.nn.functional.softmax`. Another dimension than the last is transposed to the end.
 
     Args:
         input: any shape.
@@ -152,8 +152,8 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
     if input.dim() == 0:
         return softmax(input.unsqueeze(0), dim).squeeze(0)
     if dim in (-1, input.dim() - 1):
-        return ops.softmax(input)
-    return ops.softmax(input.transpose(dim, -1)).transpose(dim, -1)
+        return ops.softmax.default(input)
+    return ops.softmax.default(input.transpose(dim, -1)).transpose(dim, -1)
 
 
 def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
@@ -166,7 +166,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
     Returns:
         (..., T, T), exactly 0 above the diagonal.
     """
-    return ops.causal_softmax(scores, scale)
+    return ops.causal_softmax.default(scores, scale)
 
 
 # ---- matrices --------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """:func:`torch.nn.functional.linear`: input (..., I), weight (O, I), bias (O) -> (..., O)."""
-    return ops.linear(input, weight, bias)
+    return ops.linear.default(input, weight, bias)
 
 
 def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None) -> Tensor:
@@ -190,7 +190,7 @@ def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tenso
     Returns:
         (..., C).
     """
-    return ops.mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)[0]
+    return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias)[0]
 
 
 def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None) -> Tensor:
@@ -244,10 +244,10 @@ def cross_entropy(
     """:func:`torch.nn.functional.cross_entropy` for class indices. The host never waits for the device.
 
     Args:
-        input: logits (V), (N, V) or (N, V, d1, ...); a class dimension that is not the last one is moved there.
+        input: logits (V), (N, V) or (N, V, d1, ...); a class dimension that is not the last is transposed to the end.
         target: int64 or int32, of input's shape without V.
-        ignore_index: the target of rows that take no part.
-        reduction: "mean" (over the rows that take part; nan when there is none), "sum" or "none".
+        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
         size_average: deprecated, see ``reduction``.
         reduce: deprecated, see ``reduction``.
 
@@ -268,7 +268,7 @@ def cross_entropy(
             f"(dimension {class_dim}), got {tuple(target.shape)}"
         )
     logits = input.movedim(class_dim, -1).reshape(-1, input.shape[class_dim])
-    losses, _ = ops.fused_classifier(logits, target.reshape(-1), ignore_index=ignore_index)
+    losses, _ = ops.fused_classifier.default(logits, target.reshape(-1), ignore_index=ignore_index)
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
         loss = loss / _count(target, ignore_index)
@@ -277,7 +277,7 @@ def cross_entropy(
 
 
 def _count(targets: Tensor, ignore_index: int) -> Tensor:
-    """How many rows take part, on the targets' device."""
+    """The number of rows that are not ignored, on the targets' device."""
     return (targets != ignore_index).sum()
 
 

@@ -106,9 +106,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class MLP(torch.nn.Module):
-    """GPT-2's feed-forward layer with the tanh GELU: one operator.
+    """GPT-2's feed-forward layer with the tanh GELU, as one operator.
 
-    If a linear layer has been replaced, hooked or parametrised, both are called, with the GELU between them.
+    If one of the two linear layers has been replaced, hooked or parametrised, both are called, as separate operators.
 
     Args:
         n_embd: C; the hidden layer has 4C.

@@ -17,8 +17,9 @@ class AdamW(torch.optim.AdamW):
 
     It takes torch's arguments and param groups, and each loads the other's state dict. The host never waits for the
     device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
-    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 copy that is updated in its stead
-    (state key ``master_param``); its moments are then float32 too.
+    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 master copy (state key
+    ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
+    Parameters may have any dense layout, for example channels_last.
 
     Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
     back, and skips the step when one is not finite. With ``max_grad_norm`` it also clips them as it reads them: the
@@ -32,7 +33,7 @@ class AdamW(torch.optim.AdamW):
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times lr a step.
         amsgrad: False; no kernel serves it.
-        maximize: go up instead of down.
+        maximize: maximise the objective instead of minimising it.
         foreach: without effect.
         capturable: without effect.
         differentiable: False; no kernel serves it.
@@ -101,7 +102,7 @@ class AdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Complete what torch's AdamW, or an earlier version, saved."""
+        """Add the options that torch's AdamW, or an earlier version of this one, did not save."""
         for group in state["param_groups"]:
             _check_options(group)  # before anything is replaced
         super().__setstate__(state)

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019), every part of its training step a kernel of this package.
+"""GPT-2 (Radford et al., 2019). Every operation of its training step is a kernel of this package.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
 and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
@@ -33,7 +33,8 @@ class GPT2Config:
     Args:
         block_size: the longest sequence.
         vocab_size: V.
-        padded_vocab_size: Vp, the rows of the embedding, as matrix products like them; V rounded up to 128 when None.
+        padded_vocab_size: Vp, the number of rows of the embedding; V rounded up to a multiple of 128 when None, for
+            which matrix products are faster.
         n_layer: L.
         n_head: NH, which divides n_embd.
         n_embd: C.
@@ -103,17 +104,18 @@ class Block(torch.nn.Module):
     def without_last_addition(
         self, stream: Tensor, pending: Tensor | None, cache: nn.KeyValueCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The layer, with its last addition left to whatever follows, and begun with the one before it.
+        """The layer without its last residual addition, which the next layer does.
 
-        An addition is one kernel with the norm that follows it, which here is the next layer's.
+        An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
+        next layer, so the addition is passed on to it.
 
         Args:
-            stream: (B, T, C).
-            pending: (B, T, C), still to be added to the stream; None where nothing is.
+            stream: (B, T, C), the residual stream.
+            pending: (B, T, C), not yet added to the stream; None if nothing is pending.
             cache: as in :meth:`forward`.
 
         Returns:
-            The stream and what is still to be added to it.
+            The stream, and what is now to be added to it.
         """
         normed, stream = _add_and_norm(stream, pending, self.ln_1)
         attended = self.attn(normed) if cache is None else self.attn(normed, cache)
@@ -136,8 +138,8 @@ def _add_and_norm(stream: Tensor, pending: Tensor | None, norm: nn.LayerNorm) ->
 class Transformer(torch.nn.Module):
     """All of GPT-2 but its head.
 
-    Neighbouring operations are fused where their modules are as they were made. A module that somebody has replaced,
-    wrapped, hooked or parametrised is called.
+    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of the
+    modules has been replaced, wrapped, hooked or parametrised: such a module is called.
     """
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -174,8 +176,8 @@ class Transformer(torch.nn.Module):
 class GPT2(torch.nn.Module):
     """GPT-2 with a language-model head that is tied to the token embedding.
 
-    The embedding has Vp rows, of which the last Vp - V are 0 and take part in nothing. A state dict with any number
-    of rows from V on can be loaded, with or without ``lm_head.weight``.
+    The embedding has Vp rows. The last Vp - V are 0 and are not used. A state dict with V or more rows can be loaded,
+    with or without ``lm_head.weight``.
 
     Args:
         config: the model's shape.
@@ -236,7 +238,7 @@ class GPT2(torch.nn.Module):
         if targets is None:
             return logits, None
         flat = targets.reshape(-1)
-        losses, _ = ops.fused_classifier(padded.reshape(-1, padded.shape[-1]), flat, self.config.vocab_size)
+        losses, _ = ops.fused_classifier.default(padded.reshape(-1, padded.shape[-1]), flat, self.config.vocab_size)
         return logits if return_logits else None, losses.sum() / (flat != -100).sum()
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
@@ -332,7 +334,7 @@ class GPT2(torch.nn.Module):
             window = torch.cat([window, unseen], dim=1)
             yield unseen[:, 0]
 
-    # ---- on disk, and what it costs ----------------------------------------------------------------------------------
+    # ---- checkpoints and sizes --------------------------------------------------------------------------------------
 
     @classmethod
     def from_checkpoint(
@@ -366,7 +368,7 @@ class GPT2(torch.nn.Module):
         save_model(path, self.state_dict(), self.config)
 
     def num_parameters(self) -> int:
-        """How many numbers are learnt; the padding of the vocabulary is not counted."""
+        """The number of trained parameters, without the padding of the vocabulary."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(parameter.numel() for parameter in self.parameters()) - padding
 

@@ -1,9 +1,9 @@
 """Linear layer and cross-entropy in chunks of rows: loss = cross_entropy(x @ weight^T, targets) without all the logits.
 
-For "mean" and "sum" the gradient of every row's loss is known but for one factor, dloss. So the forward computes dx and
-dweight for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. For "none" there is no such
-factor, and float16 gradients must be multiplied by the loss scale before they are rounded: there the backward computes
-the logits a second time.
+For "mean" and "sum" the incoming gradient dloss is one number, and dx and dweight are proportional to it. The forward
+therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. For "none"
+each row has its own dloss, and float16 gradients must be multiplied by the loss scale before they are rounded; for
+these the backward computes the logits a second time.
 """
 
 import functools
@@ -48,7 +48,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
-        """Save the gradients where they only lack a factor, and the inputs."""
+        """Save the inputs, and for "mean" and "sum" the gradients for dloss = 1."""
         ctx.options = options
         reduction = options[2]
         if reduction == "none" or x.dtype == torch.float16:
@@ -62,7 +62,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Multiply what was saved by dloss; otherwise, and where the gradients are differentiated again, a kernel."""
+        """Scale the saved gradients; if there are none, or they are differentiated again, compute the logits again."""
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
