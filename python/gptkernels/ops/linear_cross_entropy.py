@@ -6,8 +6,6 @@ each row has its own dloss, and float16 gradients must be multiplied by the loss
 these the backward computes the logits a second time.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,9 +74,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def backward_formula(
-    dloss: Tensor, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ignore_index: int, reduction: str
-) -> tuple[Tensor, Tensor]:
-    """dx and dweight in torch ops, with all the logits."""
+    dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask
+) -> tuple[Tensor | None, ...]:
+    """dx and dweight in torch ops, with all the logits; None for one that is not wanted."""
     wide = accumulate_dtype(x.dtype)
     columns = weight.shape[0]
     vocab_size = columns if vocab_size == -1 else vocab_size
@@ -88,34 +86,34 @@ def backward_formula(
     onehot = F.one_hot(targets.where(kept, 0), vocab_size)
     dlosses = dloss.reshape(-1) / (kept.sum() if reduction == "mean" else 1)
     dlogits = ((rows @ vocabulary.T).softmax(-1) - onehot) * dlosses.where(kept, 0).unsqueeze(-1)
-    dweight = F.pad(dlogits.T @ rows, (0, 0, 0, columns - vocab_size))
-    return (dlogits @ vocabulary).view(x.shape).to(x.dtype), dweight.to(weight.dtype)
+    dx = (dlogits @ vocabulary).view(x.shape).to(x.dtype)
+    dweight = F.pad(dlogits.T @ rows, (0, 0, 0, columns - vocab_size)).to(weight.dtype)
+    return present((dx, dweight), output_mask)
 
 
 class LinearCrossEntropyBackward(torch.autograd.Function):
     """dx and dweight as differentiable functions of dloss, x and weight."""
 
     @staticmethod
-    def forward(ctx, dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
+    def forward(ctx, dloss, x, weight, targets, *options):
         """The kernels."""
         ctx.save_for_backward(dloss, x, weight, targets)
-        ctx.options = (vocab_size, ignore_index, reduction)
-        ctx.output_mask = output_mask
+        ctx.options = options
         ctx.set_materialize_grads(False)
-        return below_autograd(
-            ops.linear_cross_entropy_backward.default, dloss, x, weight, targets, *ctx.options, chunk_size, output_mask
-        )
+        return below_autograd(ops.linear_cross_entropy_backward.default, dloss, x, weight, targets, *options)
 
     @staticmethod
     def backward(ctx, *grads):
         """By formula."""
         *inputs, targets = ctx.saved_tensors
-        vocab_size, ignore_index, reduction = ctx.options
-        formula = functools.partial(
-            backward_formula, targets=targets, vocab_size=vocab_size, ignore_index=ignore_index, reduction=reduction
+        needs, output_mask = ctx.needs_input_grad[:3], ctx.options[-1]
+        gradients = differentiate(
+            lambda *inputs: backward_formula(*inputs, targets, *ctx.options),
+            inputs,
+            needs,
+            present(grads, output_mask),
         )
-        needs = ctx.needs_input_grad[:3]
-        return *differentiate(formula, inputs, needs, present(grads, ctx.output_mask)), *(None,) * 6
+        return *gradients, *(None,) * 6
 
 
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
