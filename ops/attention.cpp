@@ -1,155 +1,427 @@
-#include <cmath>
+// Attention that keeps no (T, T) matrix, for packed qkv and for separate query, key and value: one set of launchers.
+#include "../csrc/attention.h"
 
-#include "../csrc/causal_softmax.h"
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+
 #include "matmul.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-struct Sizes {
-  int64_t batches;   // B
-  int64_t tokens;    // T
-  int64_t channels;  // C
-  int64_t heads;     // NH
-  int64_t head;      // HS
+constexpr int64_t kMaxHeadSize = 256;
 
-  Shape out() const { return {batches, tokens, channels}; }
-  Shape probabilities() const { return {batches, heads, tokens, tokens}; }
+// A (B, heads, T, HS) tensor, or a part of a packed one, wherever it lies; its last dimension is contiguous.
+struct Heads {
+  Tensor tensor;
+  int64_t offset;
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+
+  template <typename T>
+  HeadsView<T> view() const {
+    auto* data = pointer<std::remove_const_t<T>>(tensor);
+    return {data ? data + offset : nullptr, batch, head, token};
+  }
 };
 
-Sizes sizes(const char* op, const Tensor& qkv, int64_t num_heads) {
+Heads heads(const Tensor& t) {
+  return {t, 0, t.stride(0), t.stride(1), t.stride(2)};
+}
+
+// Which of q, k and v of a packed (B, T, 3C).
+Heads part(const Tensor& qkv, int64_t which, int64_t head_size) {
+  const int64_t width = qkv.size(2);
+  return {qkv, which * (width / 3), qkv.size(1) * width, head_size, width};
+}
+
+// Packed (B, T, C).
+Heads unpacked(const Tensor& t, int64_t head_size) {
+  return {t, 0, t.size(1) * t.size(2), head_size, t.size(2)};
+}
+
+// What an op is called with beside the tensors that are differentiated.
+struct Options {
+  std::optional<double> scale = {};
+  bool causal = false;
+  int64_t query_offset = 0;
+  OptionalTensor mask = {};  // (B, NH, Tq, Tk) or what broadcasts to it
+  OptionalTensor key_begin = {};
+  OptionalTensor key_end = {};
+  double dropout_p = 0;
+  OptionalTensor seed = {};
+  OptionalTensor offset = {};
+};
+
+struct Inputs {
+  AttentionSizes sizes;
+  Heads query;
+  Heads key;
+  Heads value;
+};
+
+// ---- checks ---------------------------------------------------------------------------------------------------------
+
+void check_dropout(const char* op, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
+                   const char* like_name, const Tensor& like) {
+  if (!(dropout_p >= 0 && dropout_p <= 1)) fail(op, "dropout_p must be from 0 to 1, got ", dropout_p);
+  if (dropout_p == 0) return;
+  const auto check = [&](const char* name, const OptionalTensor& t) {
+    if (!t) fail(op, name, " must be given for dropout_p ", dropout_p, ": a 0-dim int64 tensor");
+    check_dtype(op, name, *t, ScalarType::Long);
+    check_shape(op, name, *t, {});
+    check_same_device(op, name, *t, like_name, like);
+  };
+  check("seed", seed);
+  check("offset", offset);
+}
+
+void check_head_size(const char* op, int64_t head_size) {
+  if (head_size < 1 || head_size > kMaxHeadSize)
+    fail(op, "the head size must be from 1 to ", kMaxHeadSize, ", got ", head_size);
+}
+
+AttentionSizes packed_sizes(const char* op, const Tensor& qkv, int64_t num_heads) {
   check_floating(op, "qkv", qkv);
   if (num_heads < 1) fail(op, "num_heads must be at least 1, got ", num_heads);
   if (qkv.dim() != 3 || qkv.size(2) == 0 || qkv.size(2) % (3 * num_heads) != 0)
     fail(op, "qkv must have shape (B, T, 3 * C) with C a multiple of num_heads (", num_heads, "), got ",
          describe(shape_of(qkv)));
-  const int64_t channels = qkv.size(2) / 3;
-  return {qkv.size(0), qkv.size(1), channels, num_heads, channels / num_heads};
+  const int64_t head_size = qkv.size(2) / 3 / num_heads;
+  check_head_size(op, head_size);
+  return {.batches = qkv.size(0),
+          .heads = num_heads,
+          .key_heads = num_heads,
+          .queries = qkv.size(1),
+          .keys = qkv.size(1),
+          .head_size = head_size};
 }
 
-double scale_or_default(std::optional<double> scale, const Sizes& s) {
-  return scale.value_or(1 / std::sqrt(static_cast<double>(s.head)));
+AttentionSizes separate_sizes(const char* op, const Tensor& query, const Tensor& key, const Tensor& value) {
+  check_floating(op, "query", query);
+  check_like(op, "key", key, "query", query);
+  check_like(op, "value", value, "query", query);
+  if (query.dim() != 4) fail(op, "query must have shape (B, NH, Tq, HS), got ", describe(shape_of(query)));
+  if (key.dim() != 4 || key.size(0) != query.size(0) || key.size(3) != query.size(3))
+    fail(op, "key must have shape (B, heads, Tk, HS) with B ", query.size(0), " and HS ", query.size(3), ", got ",
+         describe(shape_of(key)));
+  check_shape(op, "value", value, shape_of(key));
+  const int64_t num_heads = query.size(1), key_heads = key.size(1);
+  if (key_heads == 0 ? num_heads != 0 : num_heads % key_heads != 0)
+    fail(op, "the heads of query (", num_heads, ") must be a multiple of those of key (", key_heads, ")");
+  check_head_size(op, query.size(3));
+  return {.batches = query.size(0),
+          .heads = num_heads,
+          .key_heads = key_heads,
+          .queries = query.size(2),
+          .keys = key.size(2),
+          .head_size = query.size(3)};
 }
 
-// The matrices of all batches and heads in one tensor: those of batch b and head h start at
-// first + b * batch_step + h * head_step.
-struct Heads {
-  Matrix first;
-  int64_t batch_step;
-  int64_t head_step;
+Shape mask_shape(const AttentionSizes& s) {
+  return {s.batches, s.heads, s.queries, s.keys};
+}
 
-  Heads transposed() const { return {first.transposed(), batch_step, head_step}; }
+Shape query_shape(const AttentionSizes& s) {
+  return {s.batches, s.heads, s.queries, s.head_size};
+}
+
+Shape logsumexp_shape(const AttentionSizes& s) {
+  return {s.batches, s.heads, s.queries};
+}
+
+void check_options(const char* op, const Options& options, const AttentionSizes& s, const Tensor& query) {
+  if (const auto& mask = options.mask) {
+    check_same_device(op, "attn_mask", *mask, "query", query);
+    if (mask->scalar_type() != ScalarType::Bool && mask->scalar_type() != query.scalar_type())
+      fail(op, "attn_mask must be bool or have the dtype of query (", describe(query.scalar_type()), "), got ",
+           describe(mask->scalar_type()));
+    const Shape wanted = mask_shape(s);
+    const int64_t missing = 4 - mask->dim();
+    bool fits = missing >= 0;
+    for (int64_t i = 0; fits && i < mask->dim(); ++i)
+      fits = mask->size(i) == 1 || mask->size(i) == wanted[static_cast<size_t>(i + missing)];
+    if (!fits)
+      fail(op, "attn_mask must be broadcastable to ", describe(wanted), ", got shape ", describe(shape_of(*mask)));
+  }
+  const auto check_bound = [&](const char* name, const OptionalTensor& t) {
+    if (!t) return;
+    check_same_device(op, name, *t, "query", query);
+    check_dtype(op, name, *t, ScalarType::Int);
+    check_shape(op, name, *t, {s.batches});
+  };
+  check_bound("key_begin", options.key_begin);
+  check_bound("key_end", options.key_end);
+  check_dropout(op, options.dropout_p, options.seed, options.offset, "query", query);
+}
+
+// ---- tensors --------------------------------------------------------------------------------------------------------
+
+// The tensor itself where its last dimension is contiguous, else a copy.
+Tensor with_dense_rows(const Tensor& t) {
+  return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+Tensor allocate_strided(const Shape& shape, const Shape& strides, const Tensor& like) {
+  const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type()));
+  int32_t device_type;
+  check_shim(aoti_torch_get_device_type(like.get(), &device_type));
+  AtenTensorHandle handle;
+  check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), shim_dtype,
+                                      device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// A (B, heads, T, HS) tensor whose dimensions lie in memory in this order, HS innermost.
+Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
+  Shape strides(4, 1);
+  int64_t stride = std::max<int64_t>(shape[3], 1);
+  for (int i = 2; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= std::max<int64_t>(shape[order[i]], 1);
+  }
+  return allocate_strided(shape, strides, like);
+}
+
+// (B, T, heads, HS) in memory: a model's reshape to (B, T, C) is then free.
+Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
+  return allocate_heads(query_shape(s), {0, 2, 1}, like);
+}
+
+// A gradient, its dimensions in the order that those of its tensor have in memory: where that is dense, its layout.
+Tensor allocate_gradient(const Tensor& t) {
+  std::array<int, 3> order = {0, 1, 2};
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });
+  return allocate_heads(shape_of(t), order, t);
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+template <typename T>
+AttentionMask<T> mask_of(const Options& options) {
+  AttentionMask<T> mask;
+  mask.causal = options.causal;
+  mask.query_offset = options.query_offset;
+  mask.key_begin = pointer<int32_t>(options.key_begin);
+  mask.key_end = pointer<int32_t>(options.key_end);
+  if (!options.mask) return mask;
+  const Tensor& t = *options.mask;
+  if (t.scalar_type() == ScalarType::Bool)
+    mask.allowed = pointer<bool>(t);
+  else
+    mask.bias = pointer<T>(t);
+  int64_t* const strides[] = {&mask.batch, &mask.head, &mask.query, &mask.key};
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.size(i) != 1) *strides[4 - t.dim() + i] = t.stride(i);
+  return mask;
+}
+
+AttentionDropout dropout_of(const Options& options) {
+  if (options.dropout_p == 0) return {};
+  return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
+}
+
+// The bounds dense, as the kernels read them.
+Options with_dense_bounds(Options options) {
+  options.key_begin = dense(options.key_begin);
+  options.key_end = dense(options.key_end);
+  return options;
+}
+
+double scale_or_default(const Options& options, const AttentionSizes& s) {
+  return options.scale.value_or(1 / std::sqrt(static_cast<double>(s.head_size)));
+}
+
+void forward(const Launcher& launcher, const Inputs& in, const Options& given, const Heads& out, Tensor& logsumexp) {
+  const AttentionSizes& s = in.sizes;
+  if (logsumexp.numel() == 0) return;
+  if (s.keys == 0) {  // no query sees a key
+    Tensor zeros = out.tensor;
+    torch::stable::zero_(zeros);
+    torch::stable::fill_(logsumexp, -std::numeric_limits<double>::infinity());
+    return;
+  }
+  const Options options = with_dense_bounds(given);
+  dispatch_floating(out.tensor, [&]<typename T>() {
+    AttentionForward<T> p{.out = out.view<T>(),
+                          .logsumexp = pointer<accumulate_t<T>>(logsumexp),
+                          .query = in.query.view<const T>(),
+                          .key = in.key.view<const T>(),
+                          .value = in.value.view<const T>(),
+                          .sizes = s,
+                          .scale = scale_or_default(options, s),
+                          .mask = mask_of<T>(options),
+                          .dropout = dropout_of(options),
+                          .tf32 = std::is_same_v<T, float> && tf32_allowed()};
+    const Tensor scratch = workspace(attention_forward_workspace<T>(p), out.tensor);
+    p.workspace = pointer<void>(scratch);
+    launcher.check(attention_forward<T>(p, launcher.stream()));
+  });
+}
+
+struct Gradients {
+  Heads dquery;
+  Heads dkey;
+  Heads dvalue;
 };
 
-// Which of q, k and v.
-enum Part { kQuery, kKey, kValue };
-
-// (T, HS) each, rows 3C apart.
-Heads part(const Tensor& qkv, Part which, const Sizes& s) {
-  return {{.tensor = qkv,
-           .rows = s.tokens,
-           .columns = s.head,
-           .row_stride = 3 * s.channels,
-           .column_stride = 1,
-           .offset = which * s.channels},
-          s.tokens * 3 * s.channels,
-          s.head};
-}
-
-// (T, HS) each, rows C apart.
-Heads parts_of_out(const Tensor& out, const Sizes& s) {
-  return {{.tensor = out, .rows = s.tokens, .columns = s.head, .row_stride = s.channels, .column_stride = 1},
-          s.tokens * s.channels,
-          s.head};
-}
-
-// (T, T) each, dense.
-Heads squares(const Tensor& probabilities, const Sizes& s) {
-  return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
-          s.heads * s.tokens * s.tokens,
-          s.tokens * s.tokens};
-}
-
-// out = alpha * a @ b for every batch and head. One call of BLAS takes matrices that are one step apart; batches and
-// heads are two, so the fewer of them are a loop and the others go together. q, k, v and out are thus read and written
-// where they lie, and nothing is permuted.
-void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
-                  double alpha = 1) {
-  const bool loop_over_batches = s.batches < s.heads;
-  const auto together = [&](const Heads& h, int64_t i) {
-    Matrix m = h.first;
-    m.offset += i * (loop_over_batches ? h.batch_step : h.head_step);
-    m.batches = loop_over_batches ? s.heads : s.batches;
-    m.batch_stride = loop_over_batches ? h.head_step : h.batch_step;
-    return m;
-  };
-  for (int64_t i = 0; i < std::min(s.batches, s.heads); ++i)
-    matmul(launcher, together(out, i), together(a, i), together(b, i), {.alpha = alpha});
-}
-
-std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale) {
-  constexpr const char* op = "attention";
-  const Sizes s = sizes(op, qkv, num_heads);
-
-  const Launcher launcher(op, qkv);
-  const Tensor qkv_dense = dense(qkv);
-  Tensor out = allocate(s.out(), qkv);
-  Tensor probabilities = allocate(s.probabilities(), qkv);
-  if (qkv.numel() == 0) return {out, probabilities};
-
-  // The scale goes into the product, before float16 could overflow.
-  const Heads scores = squares(probabilities, s);
-  matmul_heads(launcher, s, scores, part(qkv_dense, kQuery, s), part(qkv_dense, kKey, s).transposed(),
-               scale_or_default(scale, s));
-  dispatch_floating(qkv, [&]<typename T>() {
-    launcher.check(causal_softmax_forward<T>({.out = pointer<T>(probabilities),
-                                              .scores = pointer<T>(probabilities),
-                                              .matrices = s.batches * s.heads,
-                                              .tokens = s.tokens,
-                                              .scale = 1},
-                                             launcher.stream()));
+void backward(const Launcher& launcher, const Inputs& in, const Options& given, const Heads& dout,
+              const OptionalTensor& dlogsumexp, const Heads& out, const Tensor& logsumexp, const Gradients& gradients) {
+  const AttentionSizes& s = in.sizes;
+  if (s.queries == 0 || s.keys == 0 || s.batches == 0 || s.heads == 0) {
+    for (const Heads* gradient : {&gradients.dquery, &gradients.dkey, &gradients.dvalue}) {
+      Tensor zeros = gradient->tensor;
+      torch::stable::zero_(zeros);
+    }
+    return;
+  }
+  const Options options = with_dense_bounds(given);
+  dispatch_floating(out.tensor, [&]<typename T>() {
+    AttentionBackward<T> p{.dquery = gradients.dquery.view<T>(),
+                           .dkey = gradients.dkey.view<T>(),
+                           .dvalue = gradients.dvalue.view<T>(),
+                           .dout = dout.view<const T>(),
+                           .dlogsumexp = pointer<accumulate_t<T>>(dlogsumexp),
+                           .out = out.view<const T>(),
+                           .logsumexp = pointer<accumulate_t<T>>(logsumexp),
+                           .query = in.query.view<const T>(),
+                           .key = in.key.view<const T>(),
+                           .value = in.value.view<const T>(),
+                           .sizes = s,
+                           .scale = scale_or_default(options, s),
+                           .mask = mask_of<T>(options),
+                           .dropout = dropout_of(options),
+                           .tf32 = std::is_same_v<T, float> && tf32_allowed()};
+    const Tensor scratch = workspace(attention_backward_workspace<T>(p), out.tensor);
+    p.workspace = pointer<void>(scratch);
+    launcher.check(attention_backward<T>(p, launcher.stream()));
   });
-  matmul_heads(launcher, s, parts_of_out(out, s), squares(probabilities, s), part(qkv_dense, kValue, s));
-  return {out, probabilities};
 }
 
-// With P the probabilities and S = scale * q k^T the scores: dP = dout v^T, dv = P^T dout, dS by the softmax,
-// dq = scale * dS k, dk = scale * dS^T q.
-Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& probabilities, int64_t num_heads,
-                             std::optional<double> scale) {
-  constexpr const char* op = "attention_backward";
-  const Sizes s = sizes(op, qkv, num_heads);
-  check_like(op, "dout", dout, "qkv", qkv);
-  check_like(op, "probabilities", probabilities, "qkv", qkv);
-  check_shape(op, "dout", dout, s.out());
-  check_shape(op, "probabilities", probabilities, s.probabilities());
+// ---- packed ---------------------------------------------------------------------------------------------------------
+
+Inputs packed_inputs(const AttentionSizes& s, const Tensor& qkv) {
+  return {s, part(qkv, 0, s.head_size), part(qkv, 1, s.head_size), part(qkv, 2, s.head_size)};
+}
+
+std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale,
+                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset) {
+  constexpr const char* op = "attention";
+  const AttentionSizes s = packed_sizes(op, qkv, num_heads);
+  check_dropout(op, dropout_p, seed, offset, "qkv", qkv);
 
   const Launcher launcher(op, qkv);
+  const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
+  const Tensor qkv_dense = dense(qkv);
+  Tensor out = allocate({s.batches, s.queries, s.heads * s.head_size}, qkv);
+  Tensor logsumexp = allocate(logsumexp_shape(s), accumulate_dtype(qkv), qkv);
+  forward(launcher, packed_inputs(s, qkv_dense), options, unpacked(out, s.head_size), logsumexp);
+  return {out, logsumexp};
+}
+
+Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& logsumexp,
+                             int64_t num_heads, std::optional<double> scale, double dropout_p,
+                             const OptionalTensor& seed, const OptionalTensor& offset) {
+  constexpr const char* op = "attention_backward";
+  const AttentionSizes s = packed_sizes(op, qkv, num_heads);
+  const Shape out_shape = {s.batches, s.queries, s.heads * s.head_size};
+  check_like(op, "dout", dout, "qkv", qkv);
+  check_like(op, "out", out, "qkv", qkv);
+  check_same_device(op, "logsumexp", logsumexp, "qkv", qkv);
+  check_dtype(op, "logsumexp", logsumexp, accumulate_dtype(qkv));
+  check_shape(op, "dout", dout, out_shape);
+  check_shape(op, "out", out, out_shape);
+  check_shape(op, "logsumexp", logsumexp, logsumexp_shape(s));
+  check_dropout(op, dropout_p, seed, offset, "qkv", qkv);
+
+  const Launcher launcher(op, qkv);
+  const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
   const Tensor dout_dense = dense(dout);
   const Tensor qkv_dense = dense(qkv);
-  const Tensor probabilities_dense = dense(probabilities);
+  const Tensor out_dense = dense(out);
   Tensor dqkv = allocate(shape_of(qkv), qkv);
-  if (qkv.numel() == 0) return dqkv;
-
-  const double factor = scale_or_default(scale, s);
-  const Tensor scratch = allocate(s.probabilities(), qkv);
-  const Heads p = squares(probabilities_dense, s);
-  const Heads ds = squares(scratch, s);
-  const Heads d = parts_of_out(dout_dense, s);
-  matmul_heads(launcher, s, part(dqkv, kValue, s), p.transposed(), d);
-  matmul_heads(launcher, s, ds, d, part(qkv_dense, kValue, s).transposed());
-  dispatch_floating(qkv, [&]<typename T>() {
-    launcher.check(causal_softmax_backward<T>({.dscores = pointer<T>(scratch),
-                                               .dout = pointer<T>(scratch),
-                                               .out = pointer<T>(probabilities_dense),
-                                               .matrices = s.batches * s.heads,
-                                               .tokens = s.tokens,
-                                               .scale = 1},
-                                              launcher.stream()));
-  });
-  matmul_heads(launcher, s, part(dqkv, kQuery, s), ds, part(qkv_dense, kKey, s), factor);
-  matmul_heads(launcher, s, part(dqkv, kKey, s), ds.transposed(), part(qkv_dense, kQuery, s), factor);
+  backward(launcher, packed_inputs(s, qkv_dense), options, unpacked(dout_dense, s.head_size), std::nullopt,
+           unpacked(out_dense, s.head_size), dense(logsumexp),
+           {part(dqkv, 0, s.head_size), part(dqkv, 1, s.head_size), part(dqkv, 2, s.head_size)});
   return dqkv;
+}
+
+// ---- query, key and value -------------------------------------------------------------------------------------------
+
+Inputs separate_inputs(const AttentionSizes& s, const Tensor& query, const Tensor& key, const Tensor& value) {
+  return {s, heads(with_dense_rows(query)), heads(with_dense_rows(key)), heads(with_dense_rows(value))};
+}
+
+std::tuple<Tensor, Tensor> scaled_dot_product_attention_op(const Tensor& query, const Tensor& key, const Tensor& value,
+                                                           const OptionalTensor& attn_mask, double dropout_p,
+                                                           bool is_causal, std::optional<double> scale,
+                                                           int64_t query_offset, const OptionalTensor& key_begin,
+                                                           const OptionalTensor& key_end, const OptionalTensor& seed,
+                                                           const OptionalTensor& offset) {
+  constexpr const char* op = "scaled_dot_product_attention";
+  const AttentionSizes s = separate_sizes(op, query, key, value);
+  const Options options{scale, is_causal, query_offset, attn_mask, key_begin, key_end, dropout_p, seed, offset};
+  check_options(op, options, s, query);
+
+  const Launcher launcher(op, query);
+  Tensor out = allocate_out(s, query);
+  Tensor logsumexp = allocate(logsumexp_shape(s), accumulate_dtype(query), query);
+  forward(launcher, separate_inputs(s, query, key, value), options, heads(out), logsumexp);
+  return {out, logsumexp};
+}
+
+std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
+    const Tensor& dout, const OptionalTensor& dlogsumexp, const Tensor& query, const Tensor& key, const Tensor& value,
+    const Tensor& out, const Tensor& logsumexp, const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
+    std::optional<double> scale, int64_t query_offset, const OptionalTensor& key_begin, const OptionalTensor& key_end,
+    const OptionalTensor& seed, const OptionalTensor& offset) {
+  constexpr const char* op = "scaled_dot_product_attention_backward";
+  const AttentionSizes s = separate_sizes(op, query, key, value);
+  const Options options{scale, is_causal, query_offset, attn_mask, key_begin, key_end, dropout_p, seed, offset};
+  check_options(op, options, s, query);
+  check_like(op, "dout", dout, "query", query);
+  check_like(op, "out", out, "query", query);
+  check_shape(op, "dout", dout, query_shape(s));
+  check_shape(op, "out", out, query_shape(s));
+  const auto check_statistic = [&](const char* name, const Tensor& t) {
+    check_same_device(op, name, t, "query", query);
+    check_dtype(op, name, t, accumulate_dtype(query));
+    check_shape(op, name, t, logsumexp_shape(s));
+  };
+  check_statistic("logsumexp", logsumexp);
+  if (dlogsumexp) check_statistic("dlogsumexp", *dlogsumexp);
+
+  const Launcher launcher(op, query);
+  Tensor dquery = allocate_gradient(query);
+  Tensor dkey = allocate_gradient(key);
+  Tensor dvalue = allocate_gradient(value);
+  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_dense_rows(dout)), dense(dlogsumexp),
+           heads(with_dense_rows(out)), dense(logsumexp), {heads(dquery), heads(dkey), heads(dvalue)});
+  return {dquery, dkey, dvalue};
+}
+
+Tensor attention_dropout_mask_op(int64_t batches, int64_t num_heads, int64_t queries, int64_t keys, double dropout_p,
+                                 const Tensor& seed, const Tensor& offset) {
+  constexpr const char* op = "attention_dropout_mask";
+  const std::pair<const char*, int64_t> sizes[] = {
+      {"batches", batches}, {"heads", num_heads}, {"queries", queries}, {"keys", keys}};
+  for (const auto& [name, size] : sizes)
+    if (size < 0) fail(op, name, " must be at least 0, got ", size);
+  check_dtype(op, "seed", seed, ScalarType::Long);
+  check_shape(op, "seed", seed, {});
+  check_dropout(op, dropout_p, seed, offset, "seed", seed);
+
+  const Launcher launcher(op, seed);
+  Tensor mask = allocate({batches, num_heads, queries, keys}, ScalarType::Bool, seed);
+  if (mask.numel() == 0) return mask;
+  const AttentionSizes s{
+      .batches = batches, .heads = num_heads, .key_heads = num_heads, .queries = queries, .keys = keys, .head_size = 0};
+  launcher.check(attention_dropout_mask(
+      pointer<bool>(mask), s, {dropout_p, pointer<int64_t>(seed), pointer<int64_t>(offset)}, launcher.stream()));
+  return mask;
 }
 
 }  // namespace
@@ -157,6 +429,9 @@ Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("attention", TORCH_BOX(&attention_op));
   m.impl("attention_backward", TORCH_BOX(&attention_backward_op));
+  m.impl("scaled_dot_product_attention", TORCH_BOX(&scaled_dot_product_attention_op));
+  m.impl("scaled_dot_product_attention_backward", TORCH_BOX(&scaled_dot_product_attention_backward_op));
+  m.impl("attention_dropout_mask", TORCH_BOX(&attention_dropout_mask_op));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

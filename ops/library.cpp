@@ -35,9 +35,33 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("causal_softmax(Tensor scores, float scale=1.0) -> Tensor");
   m.def("causal_softmax_backward(Tensor dout, Tensor out, float scale=1.0) -> Tensor");
 
-  m.def("attention(Tensor qkv, int num_heads, float? scale=None) -> (Tensor out, Tensor probabilities)");
+  // Causal, packed. With dropout_p, seed and offset are 0-dim int64 on the tensors' device.
   m.def(
-      "attention_backward(Tensor dout, Tensor qkv, Tensor probabilities, int num_heads, float? scale=None) -> Tensor");
+      "attention(Tensor qkv, int num_heads, float? scale=None, float dropout_p=0.0, Tensor? seed=None, "
+      "Tensor? offset=None) -> (Tensor out, Tensor logsumexp)");
+  m.def(
+      "attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor logsumexp, int num_heads, float? scale=None, "
+      "float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) -> Tensor");
+
+  // query (B, NH, Tq, HS), key and value (B, heads, Tk, HS); key_begin and key_end (B) int32.
+  m.def(
+      "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+      "float dropout_p=0.0, bool is_causal=False, float? scale=None, SymInt query_offset=0, Tensor? key_begin=None, "
+      "Tensor? key_end=None, Tensor? seed=None, Tensor? offset=None) -> (Tensor out, Tensor logsumexp)");
+  m.def(
+      "scaled_dot_product_attention_backward(Tensor dout, Tensor? dlogsumexp, Tensor query, Tensor key, Tensor value, "
+      "Tensor out, Tensor logsumexp, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+      "float? scale=None, SymInt query_offset=0, Tensor? key_begin=None, Tensor? key_end=None, Tensor? seed=None, "
+      "Tensor? offset=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)");
+  m.def(
+      "attention_dropout_mask(SymInt batches, SymInt heads, SymInt queries, SymInt keys, float dropout_p, "
+      "Tensor seed, Tensor offset) -> Tensor");
+
+  // Causal, packed, with the (T, T) matrices written out.
+  m.def("attention_probabilities(Tensor qkv, int num_heads, float? scale=None) -> (Tensor out, Tensor probabilities)");
+  m.def(
+      "attention_probabilities_backward(Tensor dout, Tensor qkv, Tensor probabilities, int num_heads, "
+      "float? scale=None) -> Tensor");
 
   m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");

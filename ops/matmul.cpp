@@ -109,6 +109,11 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 
 #ifdef GPTKERNELS_CUDA
 
+bool tf32_allowed() {
+  cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+  return cublasGetMathMode(cublas(), &mode) == CUBLAS_STATUS_SUCCESS && (mode & 0x3) == CUBLAS_TF32_TENSOR_OP_MATH;
+}
+
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   const cublasHandle_t handle = cublas();
   const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
@@ -144,6 +149,10 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
 }
 
 #else
+
+bool tf32_allowed() {
+  return false;
+}
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   if (out.tensor.scalar_type() != a.tensor.scalar_type())

@@ -174,5 +174,30 @@ def test_key_value_cache_bad_input(device):
     with pytest.raises(ValueError, match=r"0 \+ 9 tokens are more than its capacity 4"):
         layer(x, cache)
     layer(x[:, :2], cache)
-    with pytest.raises(ValueError, match="one token at a time after the first call, got 2"):
-        layer(x[:, 2:4], cache)
+    with pytest.raises(ValueError, match="it holds 3 sequences, got 2"):
+        layer(x[:2, 2:4], cache)
+    with pytest.raises(ValueError, match=r"2 \+ 3 tokens are more than its capacity 4"):
+        layer(x[:, 2:5], cache)
+
+
+@pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 7, 1], [3, 3, 3]], ids=str)
+def test_key_value_cache_takes_chunks(chunks, device):
+    layer = nn.CausalSelfAttention(16, 2, device=device)
+    x = randn(3, 9, 16, dtype=torch.float32, device=device)
+    cache = nn.KeyValueCache(9)
+    with torch.no_grad():
+        out = torch.cat([layer(part, cache) for part in x.split(chunks, 1)], 1)
+        torch.testing.assert_close(out, layer(x))
+
+
+def test_causal_self_attention_dropout(device):
+    """In training only, and another mask each time."""
+    layer = nn.CausalSelfAttention(16, 2, device=device, dropout=0.5)
+    plain = nn.CausalSelfAttention(16, 2, device=device)
+    plain.load_state_dict(layer.state_dict())
+    x = randn(3, 9, 16, dtype=torch.float32, device=device)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), plain(x))
+    assert "dropout=0.5" in repr(layer)
+    with pytest.raises(ValueError, match=r"dropout must be from 0 to 1, got 1\.5"):
+        nn.CausalSelfAttention(16, 2, dropout=1.5)

@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. Everything here runs on this
 package's kernels. An option that they do not serve raises a ValueError that names it; no option is ignored, and none
-is handed to another library's kernel.
+is handed to another library's kernel, but for what :func:`scaled_dot_product_attention` says it gives to torch's.
 """
 
 import warnings
@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels._linear_cross_entropy import check_reduction, linear_cross_entropy
 from gptkernels.ops._register import ops
+from gptkernels.ops.attention import unpack
 
 __all__ = [
     "causal_attention",
@@ -26,6 +28,7 @@ __all__ = [
     "linear_cross_entropy",
     "mlp",
     "residual_layer_norm",
+    "scaled_dot_product_attention",
     "softmax",
 ]
 
@@ -193,18 +196,161 @@ def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tenso
     return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias)[0]
 
 
-def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None) -> Tensor:
-    """Causal self-attention of packed queries, keys and values.
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
+    """Causal self-attention of packed queries, keys and values, in memory linear in T.
+
+    Heads of more than 256 channels are given to torch's ``scaled_dot_product_attention``.
 
     Args:
         qkv: (B, T, 3C), a token's query, key and value side by side, each of its ``num_heads`` heads in turn.
         num_heads: divides C.
         scale: of the scores; 1/sqrt(C / num_heads) when None.
+        dropout_p: the probability with which each attention weight is dropped, as in torch's: in evaluation pass 0.
 
     Returns:
         (B, T, C).
+
+    Raises:
+        ValueError: ``dropout_p`` is not from 0 to 1.
     """
-    return ops.attention(qkv, num_heads, scale)[0]
+    _check_dropout("causal_attention", dropout_p)
+    if num_heads > 0 and qkv.dim() == 3 and qkv.shape[2] > 3 * MAX_HEAD_SIZE * num_heads and qkv.is_floating_point():
+        query, key, value = unpack(qkv, num_heads)
+        out = F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, scale=scale)
+        return out.transpose(1, 2).flatten(2)
+    return ops.attention(qkv, num_heads, scale, dropout_p, *_dropout_numbers(dropout_p, qkv))[0]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    query_offset: int = 0,
+    key_begin: Tensor | None = None,
+    key_end: Tensor | None = None,
+    return_logsumexp: bool = False,
+) -> Any:
+    """:func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in the numbers of queries and keys.
+
+    A query that sees no key gives zeros (and a logsumexp of -inf, and no NaN among the gradients). ``attn_mask`` and
+    ``is_causal`` may be given together: both hold.
+
+    Given to torch's function, with whatever it says to them, are calls that no kernel here serves:
+
+    - an ``attn_mask`` that requires grad, or whose dtype is neither bool nor the query's;
+    - a value whose head size is not the key's, or a head size above 256;
+    - batches or heads of query, key and value that differ but for ``enable_gqa``, so that they would be broadcast;
+    - fewer than 3 dimensions, nested or sparse tensors, other devices than CPU and CUDA, other or mixed dtypes.
+
+    Args:
+        query: (..., NH, Tq, HS).
+        key: (..., KH, Tk, HS), KH being NH, or with ``enable_gqa`` a divisor of it. Any strides; a last dimension that
+            is not contiguous is copied.
+        value: of key's shape.
+        attn_mask: broadcastable to (..., NH, Tq, Tk): bool, True where a key is seen, or added to the scaled scores.
+        dropout_p: the probability with which each attention weight is dropped; in evaluation pass 0. The random
+            numbers are those of torch's generator of the device.
+        is_causal: query i sees the keys up to i + ``query_offset``.
+        scale: of the scores; 1/sqrt(HS) when None.
+        enable_gqa: KH may be less than NH: each key head serves NH / KH neighbouring query heads.
+        query_offset: the position of the first query among the keys, for ``is_causal``.
+        key_begin: (B), integers: sequence b sees keys from key_begin[b] on (padding on the left). B is the product of
+            the dimensions before the heads.
+        key_end: (B), integers: and before key_end[b] (padding on the right).
+        return_logsumexp: give back the logsumexp too.
+
+    Returns:
+        (..., NH, Tq, HS); with ``return_logsumexp`` a tuple of it and the logsumexp of the scaled and masked scores,
+        (..., NH, Tq), float32 (float64 for float64), which is differentiable.
+
+    Raises:
+        ValueError: ``dropout_p`` is not from 0 to 1, or one of ``query_offset``, ``key_begin``, ``key_end`` and
+            ``return_logsumexp``, which torch's function does not have, is given to a call that would be torch's.
+    """
+    _check_dropout("scaled_dot_product_attention", dropout_p)
+    if (reason := _not_ours(query, key, value, attn_mask, enable_gqa)) is not None:
+        own = {"query_offset": query_offset, "key_begin": key_begin, "key_end": key_end}
+        for name, given in {**own, "return_logsumexp": return_logsumexp}.items():
+            if given is not None and given is not False and not (isinstance(given, int) and given == 0):
+                raise ValueError(f"scaled_dot_product_attention: {name} is not supported here: {reason}")
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    leading = query.shape[:-3]
+    if attn_mask is not None and attn_mask.dim() > 3 and query.dim() != 4:
+        attn_mask = attn_mask.expand(*leading, *attn_mask.shape[-3:]).reshape(-1, *attn_mask.shape[-3:])
+    bounds = (t if t is None else t.reshape(-1).to(torch.int32) for t in (key_begin, key_end))
+    out, logsumexp = ops.scaled_dot_product_attention(
+        *(t if t.dim() == 4 else t.reshape(-1, *t.shape[-3:]) for t in (query, key, value)),
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        query_offset,
+        *bounds,
+        *_dropout_numbers(dropout_p, query),
+    )
+    if query.dim() != 4:
+        out = out[0] if query.dim() == 3 else out.unflatten(0, leading)
+        logsumexp = logsumexp[0] if query.dim() == 3 else logsumexp.unflatten(0, leading)
+    return (out, logsumexp) if return_logsumexp else out
+
+
+def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
+    """Why a call is torch's; None when it is ours."""
+    tensors = (query, key, value)
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def seen_as(t: Tensor) -> torch.dtype:
+        return t.dtype if dtype is None or not t.is_floating_point() or t.dtype == torch.float64 else dtype
+
+    if any(t.is_nested or t.layout != torch.strided for t in tensors) or device not in ("cpu", "cuda"):
+        return "the tensors are nested, sparse, or on a device without kernels"
+    if query.dim() < 3 or key.dim() != query.dim() or key.shape != value.shape or key.shape[-1] != query.shape[-1]:
+        return "query, key and value have other numbers of dimensions than 3 or more, or other head sizes or lengths"
+    if not 0 < query.shape[-1] <= MAX_HEAD_SIZE:
+        return f"the head size {query.shape[-1]} is not from 1 to {MAX_HEAD_SIZE}"
+    heads, key_heads = query.shape[-3], key.shape[-3]
+    if query.shape[:-3] != key.shape[:-3] or (
+        heads != key_heads and not (enable_gqa and key_heads and heads % key_heads == 0)
+    ):
+        return "batches or heads differ"
+    if seen_as(query) not in DTYPES or any(seen_as(t) != seen_as(query) for t in tensors):
+        return "the dtypes differ, or are not floating ones"
+    if attn_mask is not None:
+        if attn_mask.requires_grad and torch.is_grad_enabled():
+            return "attn_mask requires grad"
+        if attn_mask.dtype != torch.bool and seen_as(attn_mask) != seen_as(query):
+            return "attn_mask is neither bool nor of the query's dtype"
+    return None
+
+
+def _check_dropout(function: str, dropout_p: float) -> None:
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{function}: dropout_p must be from 0 to 1, got {dropout_p}")
+
+
+def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
+    """Seed and offset of a dropout mask, drawn on the device by torch's generator: a CUDA graph draws anew."""
+    if dropout_p == 0:
+        return None, None
+    return torch.randint(2**63 - 1, (2,), device=like.device).unbind()
+
+
+# ---- embedding -------------------------------------------------------------------------------------------------------
 
 
 def embedding(

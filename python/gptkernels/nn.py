@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels._modules import is_unmodified
+from gptkernels.ops.attention import unpack
 
 __all__ = [
     "GELU",
@@ -142,36 +143,39 @@ class KeyValueCache:
         self.length = 0
         self._keys_values = torch.empty(0)  # (2, B, NH, capacity, HS), made when the first tokens come
 
-    def attend(self, qkv: Tensor, num_heads: int) -> Tensor:
+    def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
         """Add the tokens of ``qkv`` (B, T, 3C), and attend from them to all so far.
 
-        A whole prompt may be added to an empty cache; after that a token at a time. A single query sees every key:
-        it needs no causal mask, and is two small matrix products (torch's) around the softmax kernel.
+        A prompt may be added whole or in chunks, before or after single tokens.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: more tokens than the capacity, or several tokens on top of others.
+            ValueError: more tokens than the capacity, or another batch than that of the tokens before.
         """
         B, T, C3 = qkv.shape
-        if self.length + T > self.capacity:
-            raise ValueError(f"KeyValueCache: {self.length} + {T} tokens are more than its capacity {self.capacity}")
-        if self.length and T != 1:
-            raise ValueError(f"KeyValueCache: one token at a time after the first call, got {T}")
-        # (3, B, NH, T, HS): heads before tokens, as the matrix products want them.
-        query, *key_value = qkv.view(B, T, 3, num_heads, C3 // 3 // num_heads).permute(2, 0, 3, 1, 4)
-        if not self.length:
+        begin, end = self.length, self.length + T
+        if end > self.capacity:
+            raise ValueError(f"KeyValueCache: {begin} + {T} tokens are more than its capacity {self.capacity}")
+        # (3, B, NH, T, HS): each head's keys lie together.
+        query, *key_value = unpack(qkv, num_heads)
+        if not begin:
             self._keys_values = qkv.new_empty(2, B, num_heads, self.capacity, query.shape[-1])
+        elif self._keys_values.shape[1] != B:
+            raise ValueError(f"KeyValueCache: it holds {self._keys_values.shape[1]} sequences, got {B}")
         for i in (0, 1):
-            self._keys_values[i, :, :, self.length : self.length + T] = key_value[i]
-        first = not self.length
-        self.length += T
-        if first:
-            return functional.causal_attention(qkv, num_heads)
-        keys, values = self._keys_values[:, :, :, : self.length]
-        probabilities = functional.softmax((query * query.shape[-1] ** -0.5) @ keys.transpose(-2, -1), -1)
-        return (probabilities @ values).transpose(1, 2).reshape(B, T, C3 // 3)
+            self._keys_values[i, :, :, begin:end] = key_value[i]
+        self.length = end
+        if not begin:
+            return functional.causal_attention(qkv, num_heads, dropout_p=dropout_p)
+        # A single query, the newest, sees every key.
+        causal = T > 1
+        keys, values = self._keys_values[:, :, :, :end]
+        out = functional.scaled_dot_product_attention(
+            query, keys, values, None, dropout_p, causal, query_offset=begin if causal else 0
+        )
+        return out.transpose(1, 2).reshape(B, T, C3 // 3)
 
 
 class CausalSelfAttention(torch.nn.Module):
@@ -183,28 +187,39 @@ class CausalSelfAttention(torch.nn.Module):
         bias: whether the two linear layers have one.
         device: of the parameters.
         dtype: of the parameters.
+        dropout: the probability with which an attention weight is dropped in training.
 
     Raises:
-        ValueError: ``n_head`` does not divide ``n_embd``.
+        ValueError: ``n_head`` does not divide ``n_embd``, or ``dropout`` is not from 0 to 1.
     """
 
     def __init__(
-        self, n_embd: int, n_head: int, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None
+        self,
+        n_embd: int,
+        n_head: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if n_embd % n_head:
             raise ValueError(f"CausalSelfAttention: n_embd must be a multiple of n_head, got {n_embd} and {n_head}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"CausalSelfAttention: dropout must be from 0 to 1, got {dropout}")
         self.n_head = n_head
+        self.dropout = dropout
         self.c_attn = Linear(n_embd, 3 * n_embd, bias, device, dtype)
         self.c_proj = Linear(n_embd, n_embd, bias, device, dtype)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
         qkv = self.c_attn(x)
+        dropout_p = self.dropout if self.training else 0.0
         if cache is None:
-            return self.c_proj(functional.causal_attention(qkv, self.n_head))
-        return self.c_proj(cache.attend(qkv, self.n_head))
+            return self.c_proj(functional.causal_attention(qkv, self.n_head, dropout_p=dropout_p))
+        return self.c_proj(cache.attend(qkv, self.n_head, dropout_p))
 
     def extra_repr(self) -> str:
         """What the children don't show."""
-        return f"n_head={self.n_head}"
+        return f"n_head={self.n_head}" + (f", dropout={self.dropout}" if self.dropout else "")

@@ -93,7 +93,7 @@ class Block(torch.nn.Module):
         super().__init__()
         C, bias = config.n_embd, config.bias
         self.ln_1 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype)
+        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout)
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
         self.mlp = nn.MLP(C, bias, device, dtype)
 

@@ -33,7 +33,7 @@ all_sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "x".join(map(st
 
 
 def ours(qkv, num_heads, scale=None):
-    return ops.attention(qkv, num_heads, scale)[0]
+    return ops.attention_probabilities(qkv, num_heads, scale)[0]
 
 
 def heads(qkv, num_heads):
@@ -94,7 +94,7 @@ def test_scale(scale, dtype, device):
 def test_empty(size, dtype, device):
     b, t, nh, hs = size
     qkv, dout = inputs(size, dtype, device)
-    out, probs = ops.attention(qkv, nh)
+    out, probs = ops.attention_probabilities(qkv, nh)
     assert out.shape == (b, t, nh * hs)
     assert probs.shape == (b, nh, t, t)
     assert gradients(lambda x: ours(x, nh), (qkv,), dout)[0].shape == qkv.shape
@@ -110,7 +110,7 @@ def test_views(view, dtype, device):
 @all_dtypes
 def test_probabilities(dtype, device):
     qkv, _ = inputs((2, 33, 3, 8), dtype, device)
-    found = ops.attention(qkv, 3)[1]
+    found = ops.attention_probabilities(qkv, 3)[1]
     assert_as_exact_as_torch(found, probabilities(qkv, 3), probabilities(double(qkv), 3))
     assert (found.triu(1) == 0).all()
 
@@ -158,9 +158,11 @@ def test_large_scores(dtype, device):
 def test_deterministic(dtype, device):
     for size in [(2, 65, 3, 16), (5, 33, 2, 16)]:
         qkv, dout = inputs(size, dtype, device)
-        _, probs = ops.attention(qkv, size[2])
-        assert_same_bits(lambda a=(qkv, size[2]): ops.attention(*a), vary_threads=False)
-        assert_same_bits(lambda a=(dout, qkv, probs, size[2]): ops.attention_backward(*a), vary_threads=False)
+        _, probs = ops.attention_probabilities(qkv, size[2])
+        assert_same_bits(lambda a=(qkv, size[2]): ops.attention_probabilities(*a), vary_threads=False)
+        assert_same_bits(
+            lambda a=(dout, qkv, probs, size[2]): ops.attention_probabilities_backward(*a), vary_threads=False
+        )
 
 
 def test_gradcheck(device):
@@ -173,7 +175,7 @@ def test_gradcheck(device):
 
 def test_probabilities_are_not_differentiable(device):
     qkv = inputs((1, 3, 1, 2), torch.float32, device)[0].requires_grad_()
-    out, probs = ops.attention(qkv, 1)
+    out, probs = ops.attention_probabilities(qkv, 1)
     assert out.requires_grad
     assert not probs.requires_grad
 
@@ -181,10 +183,10 @@ def test_probabilities_are_not_differentiable(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_opcheck(dtype, device):
     qkv, dout = (t.requires_grad_() for t in inputs((2, 5, 2, 3), dtype, device))
-    torch.library.opcheck(ops.attention, (qkv, 2))
-    torch.library.opcheck(ops.attention, (qkv, 2, 0.5))
-    probs = ops.attention(qkv.detach(), 2)[1]
-    torch.library.opcheck(ops.attention_backward, (dout, qkv, probs, 2))
+    torch.library.opcheck(ops.attention_probabilities, (qkv, 2))
+    torch.library.opcheck(ops.attention_probabilities, (qkv, 2, 0.5))
+    probs = ops.attention_probabilities(qkv.detach(), 2)[1]
+    torch.library.opcheck(ops.attention_probabilities_backward, (dout, qkv, probs, 2))
 
 
 def test_compile(device):
@@ -235,32 +237,32 @@ def test_any_shape(device, b, t, nh, hs, dtype):
 
 def test_bad_input(device):
     qkv, dout = inputs((2, 5, 2, 3), torch.float32, device)
-    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", "num_heads", r"\(2, 5, 18\)"):
-        ops.attention(qkv, 4)
-    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", r"\(5, 18\)"):
-        ops.attention(qkv[0], 2)
-    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", r"\(2, 5, 0\)"):
-        ops.attention(qkv[..., :0], 2)
-    with raises("attention", "num_heads must be at least 1, got 0"):
-        ops.attention(qkv, 0)
-    with raises("attention", "qkv must be float64", "int64"):
-        ops.attention(qkv.long(), 2)
-    _, probs = ops.attention(qkv, 2)
-    with raises("attention_backward", r"dout must have shape \(2, 5, 6\)", r"\(2, 4, 6\)"):
-        ops.attention_backward(dout[:, :4], qkv, probs, 2)
-    with raises("attention_backward", r"probabilities must have shape \(2, 2, 5, 5\)", r"\(2, 1, 5, 5\)"):
-        ops.attention_backward(dout, qkv, probs[:, :1], 2)
-    with raises("attention_backward", "probabilities must have the dtype of qkv", "float32", "float64"):
-        ops.attention_backward(dout, qkv, probs.double(), 2)
+    with raises("attention_probabilities", r"qkv must have shape \(B, T, 3 \* C\)", "num_heads", r"\(2, 5, 18\)"):
+        ops.attention_probabilities(qkv, 4)
+    with raises("attention_probabilities", r"qkv must have shape \(B, T, 3 \* C\)", r"\(5, 18\)"):
+        ops.attention_probabilities(qkv[0], 2)
+    with raises("attention_probabilities", r"qkv must have shape \(B, T, 3 \* C\)", r"\(2, 5, 0\)"):
+        ops.attention_probabilities(qkv[..., :0], 2)
+    with raises("attention_probabilities", "num_heads must be at least 1, got 0"):
+        ops.attention_probabilities(qkv, 0)
+    with raises("attention_probabilities", "qkv must be float64", "int64"):
+        ops.attention_probabilities(qkv.long(), 2)
+    _, probs = ops.attention_probabilities(qkv, 2)
+    with raises("attention_probabilities_backward", r"dout must have shape \(2, 5, 6\)", r"\(2, 4, 6\)"):
+        ops.attention_probabilities_backward(dout[:, :4], qkv, probs, 2)
+    with raises("attention_probabilities_backward", r"probabilities must have shape \(2, 2, 5, 5\)", r"\(2, 1, 5, 5\)"):
+        ops.attention_probabilities_backward(dout, qkv, probs[:, :1], 2)
+    with raises("attention_probabilities_backward", "probabilities must have the dtype of qkv", "float32", "float64"):
+        ops.attention_probabilities_backward(dout, qkv, probs.double(), 2)
 
 
 def test_tensors_on_different_devices(device):
     if device.type == "cpu":
         pytest.skip("one device only")
     qkv, dout = inputs((2, 5, 2, 3), torch.float32, device)
-    _, probs = ops.attention(qkv, 2)
-    with raises("attention_backward", "dout is on cpu", "qkv is on cuda"):
-        ops.attention_backward(dout.cpu(), qkv, probs, 2)
+    _, probs = ops.attention_probabilities(qkv, 2)
+    with raises("attention_probabilities_backward", "dout is on cpu", "qkv is on cuda"):
+        ops.attention_probabilities_backward(dout.cpu(), qkv, probs, 2)
 
 
 def test_cuda_graph(device):
@@ -270,8 +272,8 @@ def test_cuda_graph(device):
     qkv, dout = inputs((2, 65, 3, 16), torch.bfloat16, device)
 
     def step():
-        out, probs = ops.attention(qkv, 3)
-        return out, probs, ops.attention_backward(dout, qkv, probs, 3)
+        out, probs = ops.attention_probabilities(qkv, 3)
+        return out, probs, ops.attention_probabilities_backward(dout, qkv, probs, 3)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -288,9 +290,9 @@ def test_more_than_2_31_elements(device):
     """The probabilities alone are that many."""
     b, t, nh, hs = 3, 8192, 12, 8
     qkv, dout = inputs((b, t, nh, hs), torch.bfloat16, device)
-    out, probs = ops.attention(qkv, nh)
+    out, probs = ops.attention_probabilities(qkv, nh)
     assert probs.numel() > 2**31
-    dqkv = ops.attention_backward(dout, qkv, probs, nh)
+    dqkv = ops.attention_probabilities_backward(dout, qkv, probs, nh)
     del probs
     for part in (slice(0, 1), slice(b - 1, b)):
         torch.testing.assert_close(out[part], formula(qkv[part], nh), **tolerance(torch.bfloat16))

@@ -16,7 +16,7 @@ TINY = (1, 1, 8, 8)
 def cases(device, dtype, batch, heads, tokens, size):
     width = heads * size
     qkv = torch.randn(batch, tokens, 3 * width, device=device, dtype=dtype)
-    out, probabilities = ops.attention(qkv, heads)
+    out, probabilities = ops.attention_probabilities(qkv, heads)
     dout = torch.randn_like(out)
     shape = f"B={batch} NH={heads} T={tokens} HS={size}"
     flops = 2 * batch * heads * tokens * tokens * size  # two products, half of each above the diagonal
@@ -26,18 +26,18 @@ def cases(device, dtype, batch, heads, tokens, size):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, tokens, width)
 
     yield Case(
-        "attention fwd",
+        "attention_probabilities fwd",
         shape,
-        lambda: ops.attention(qkv, heads)[0],
+        lambda: ops.attention_probabilities(qkv, heads)[0],
         lambda: exact.outputs(formula, [qkv]),
         bytes=nbytes(qkv, out),
         flops=flops,
         peers={"torch": partial(formula, qkv), "compile": partial(compiled(formula), qkv)},
     )
     yield Case(
-        "attention bwd",
+        "attention_probabilities bwd",
         shape,
-        lambda: ops.attention_backward(dout, qkv, probabilities, heads),
+        lambda: ops.attention_probabilities_backward(dout, qkv, probabilities, heads),
         lambda: exact.gradients(formula, dout, [qkv]),
         bytes=2 * nbytes(qkv) + 2 * nbytes(out),
         flops=5 * flops // 2,

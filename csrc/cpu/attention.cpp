@@ -1,0 +1,200 @@
+#include "../attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+#include "../philox.h"
+#include "simd.h"
+
+#ifdef GPTKERNELS_X86
+#include <immintrin.h>
+#endif
+
+namespace gptkernels::cpu {
+namespace {
+
+constexpr int64_t kTile = 64;
+
+// AttentionDropout, read.
+struct Dropout {
+  bool on = false;
+  int64_t seed = 0;
+  int64_t offset = 0;
+  uint32_t threshold = 0;
+  double factor = 0;  // of what is kept
+};
+
+Dropout read(const AttentionDropout& dropout) {
+  if (dropout.probability == 0) return {};
+  const double kept = 1 - dropout.probability;
+  return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
+}
+
+}  // namespace
+}  // namespace gptkernels::cpu
+
+// The kernels, once for each instruction set.
+
+#ifdef GPTKERNELS_X86
+
+#ifndef __clang__
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own _mm512_undefined_ps
+#endif
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define GPTKERNELS_ISA attention_avx512
+#define GPTKERNELS_VECTOR_BITS 512
+#include "vector.h"
+// In this order.
+#include "attention_tiles.h"
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define GPTKERNELS_ISA attention_avx2
+#define GPTKERNELS_VECTOR_BITS 256
+#include "vector.h"
+// In this order.
+#include "attention_tiles.h"
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC diagnostic pop
+#endif
+
+#endif
+
+#define GPTKERNELS_ISA attention_baseline
+#define GPTKERNELS_VECTOR_BITS 0
+#include "vector.h"
+// In this order.
+#include "attention_tiles.h"
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+
+namespace gptkernels::cpu {
+namespace {
+
+// function<kSize>(...) of the widest instruction set that this processor has, kSize being room enough for a head.
+#ifdef GPTKERNELS_X86
+#define GPTKERNELS_WIDEST(call)                                 \
+  switch (simd::isa()) {                                        \
+    case simd::Isa::kAvx512: attention_avx512::call; break;     \
+    case simd::Isa::kAvx2: attention_avx2::call; break;         \
+    case simd::Isa::kBaseline: attention_baseline::call; break; \
+  }
+#else
+#define GPTKERNELS_WIDEST(call) attention_baseline::call
+#endif
+
+template <typename Fn>
+void with_room(int64_t head_size, const Fn& fn) {
+  if (head_size <= 64) return fn.template operator()<64>();
+  if (head_size <= 128) return fn.template operator()<128>();
+  fn.template operator()<256>();
+}
+
+Status check(const AttentionSizes& s) {
+  if (s.head_size < 1 || s.head_size > 256)
+    return {"the head size must be from 1 to 256, got " + std::to_string(s.head_size)};
+  return {};
+}
+
+int64_t tiles(int64_t n) {
+  return (n + kTile - 1) / kTile;
+}
+
+// How many tasks share the queries that read one head of keys: as many as give a few dozen threads work, since each has
+// sums of dkey and dvalue of its own; of four tiles of queries at least. By the sizes alone, so that the number of
+// threads changes no bit.
+int64_t backward_splits(const AttentionSizes& s) {
+  const int64_t heads = s.batches * s.key_heads, units = s.heads / s.key_heads * tiles(s.queries);
+  return std::clamp<int64_t>(std::min(24 / heads, units / 4), 1, 24);
+}
+
+}  // namespace
+
+template <typename T>
+int64_t attention_forward_workspace(const AttentionForward<T>&) {
+  return 0;
+}
+
+template <typename T>
+int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
+  const AttentionSizes& s = p.sizes;
+  const int64_t width = (s.head_size + 15) / 16 * 16;
+  return s.batches * s.key_heads * backward_splits(s) * 2 * s.keys * width * int64_t(sizeof(accumulate_t<T>));
+}
+
+template <typename T>
+Status attention_forward(const AttentionForward<T>& p, Stream stream) {
+  if (Status status = check(p.sizes); !status.ok()) return status;
+  const Dropout dropout = read(p.dropout);
+  const int64_t pairs = (tiles(p.sizes.queries) + 1) / 2;
+  parallel_for(stream, p.sizes.batches * p.sizes.heads * pairs, p.sizes.keys * p.sizes.head_size,
+               [&](int64_t begin, int64_t end) {
+                 with_room(p.sizes.head_size, [&]<int kSize>() {
+                   GPTKERNELS_WIDEST(template forward_range<kSize>(p, dropout, begin, end));
+                 });
+               });
+  return {};
+}
+
+template <typename T>
+Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
+  if (Status status = check(p.sizes); !status.ok()) return status;
+  const Dropout dropout = read(p.dropout);
+  const int64_t splits = backward_splits(p.sizes);
+  const int64_t heads = p.sizes.batches * p.sizes.key_heads;
+  parallel_for(stream, heads * splits, p.sizes.keys * p.sizes.head_size * 16, [&](int64_t begin, int64_t end) {
+    with_room(p.sizes.head_size,
+              [&]<int kSize>() { GPTKERNELS_WIDEST(template backward_range<kSize>(p, dropout, splits, begin, end)); });
+  });
+  parallel_for(stream, heads * tiles(p.sizes.keys), 2 * kTile * p.sizes.head_size * splits,
+               [&](int64_t begin, int64_t end) { GPTKERNELS_WIDEST(add_splits(p, splits, begin, end)); });
+  return {};
+}
+
+Status attention_dropout_mask(bool* mask, const AttentionSizes& s, const AttentionDropout& given, Stream stream) {
+  const Dropout dropout = read(given);
+  parallel_for(stream, s.batches * s.heads * s.queries, s.keys, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t j = 0; j < s.keys; ++j) {
+        const DropoutGroup group = dropout_group(i % s.queries, j);
+        const PhiloxWords words =
+            dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(i / s.queries), group.row, group.column);
+        mask[i * s.keys + j] = dropout_bits(words, group.slot) >= dropout.threshold;
+      }
+  });
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                \
+  template int64_t attention_forward_workspace<T>(const AttentionForward<T>&);   \
+  template int64_t attention_backward_workspace<T>(const AttentionBackward<T>&); \
+  template Status attention_forward<T>(const AttentionForward<T>&, Stream);      \
+  template Status attention_backward<T>(const AttentionBackward<T>&, Stream);
+GPTKERNELS_INSTANTIATE(double)
+GPTKERNELS_INSTANTIATE(float)
+GPTKERNELS_INSTANTIATE(bfloat16)
+GPTKERNELS_INSTANTIATE(float16)
+
+}  // namespace gptkernels::cpu

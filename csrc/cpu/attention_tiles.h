@@ -1,0 +1,425 @@
+// Flash attention on tiles of 64 queries and 64 keys. No include guard: see vector.h.
+//
+// A tile of scores is held transposed, a row for each key and a lane for each query: then maxima, sums and rescalings
+// go down the rows without lanes meeting, and no operand of a product need be transposed but the queries, once a tile.
+
+namespace gptkernels::cpu::GPTKERNELS_ISA {
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+template <typename A>
+struct Constants {
+  static constexpr A kLog2e = A(1.44269504088896340736);
+  static constexpr double kLn2 = 0.69314718055994530942;
+  static constexpr A kInfinity = std::numeric_limits<A>::infinity();
+};
+
+inline int64_t up_to(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// to[r][i] = from[r][i] for n rows of HS; what is beyond, up to `ld`, is 0.
+template <typename A, typename T>
+void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
+  for (int64_t r = 0; r < n; ++r) {
+    const T* row = from + r * stride;
+    A* out = to + r * ld;
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) out[i] = A(row[i]);
+    for (int64_t i = size; i < ld; ++i) out[i] = A(0);
+  }
+}
+
+// to[i][r] = factor * from[r][i]; the lanes from n on are 0.
+template <typename A, typename T>
+void load_transposed(A* to, const T* from, int64_t stride, int64_t n, int64_t lanes, int64_t size, A factor) {
+  for (int64_t i = 0; i < size; ++i)
+    for (int64_t r = n; r < lanes; ++r) to[i * kTile + r] = A(0);
+  for (int64_t r = 0; r < n; ++r) {
+    const T* row = from + r * stride;
+    for (int64_t i = 0; i < size; ++i) to[i * kTile + r] = A(row[i]) * factor;
+  }
+}
+
+// Keys [first, last) of a tile as rows, seen by the lanes from `lane` on.
+struct Part {
+  int64_t first;
+  int64_t last;
+  int64_t lane;
+};
+
+// A tile of scores: keys [begin, end) of sequence b for 64 queries of head h from `query` on.
+struct Tile {
+  int64_t batch;
+  int64_t head;
+  int64_t query;      // a multiple of 64
+  int64_t rows;       // queries, at most 64
+  int64_t lanes = 0;  // rows up to a multiple of 16
+  int64_t begin = 0;
+  int64_t end = 0;
+
+  int64_t keys() const { return end - begin; }
+};
+
+// fn(part) over the parts of a tile that some query sees: on the diagonal 16 keys at a time, for the lanes below it.
+template <typename T, typename Fn>
+void for_each_part(const Tile& tile, const AttentionMask<T>& mask, const Fn& fn) {
+  if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
+  for (int64_t first = 0; first < tile.keys(); first += 16) {
+    const int64_t lane = (tile.begin + first - mask.query_offset - tile.query) / 16 * 16;
+    if (lane < tile.lanes) fn(Part{first, std::min(first + 16, tile.keys()), std::max<int64_t>(lane, 0)});
+  }
+}
+
+// The scores that a mask hides become -inf, others get their bias; all are in units of ln 2.
+template <typename T, typename A>
+void apply_mask(A* scores, const Tile& tile, const AttentionMask<T>& mask) {
+  constexpr A kHidden = -Constants<A>::kInfinity;
+  if (mask.allowed || mask.bias) {
+    const int64_t start =
+        tile.batch * mask.batch + tile.head * mask.head + tile.query * mask.query + tile.begin * mask.key;
+    const auto apply = [&](int64_t i, int64_t j) {
+      A& score = scores[j * kTile + i];
+      const int64_t at = start + i * mask.query + j * mask.key;
+      if (mask.allowed)
+        score = mask.allowed[at] ? score : kHidden;
+      else
+        score += A(mask.bias[at]) * Constants<A>::kLog2e;
+    };
+    if (mask.query == 0)
+      for (int64_t j = 0; j < tile.keys(); ++j)
+        for (int64_t i = 0; i < tile.rows; ++i) apply(i, j);
+    else
+      for (int64_t i = 0; i < tile.rows; ++i)
+        for (int64_t j = 0; j < tile.keys(); ++j) apply(i, j);
+  }
+  if (mask.causal && tile.end - 1 > tile.query + mask.query_offset)
+    for (int64_t j = 0; j < tile.keys(); ++j) {
+      const int64_t hidden = tile.begin + j - mask.query_offset - tile.query;
+      std::fill_n(scores + j * kTile, std::clamp<int64_t>(hidden, 0, tile.lanes), kHidden);
+    }
+}
+
+// keep[j][i] = 1 / (1 - p) where the probability of key `aligned` + j and query tile.query + i is kept, else 0.
+template <typename A>
+void dropout_tile(A* keep, const Tile& tile, int64_t aligned, const Dropout& dropout, uint32_t head) {
+  const A factor = A(dropout.factor);
+  const int64_t groups = tile.lanes / 2;
+  for (int64_t column = 0; column < up_to(tile.end - aligned, 16) / 4; ++column) {
+    uint32_t words[4][kTile / 2];
+#pragma omp simd
+    for (int64_t r = 0; r < groups; ++r) {
+      const PhiloxWords w = dropout_words(dropout.seed, dropout.offset, head, static_cast<uint32_t>(tile.query / 2 + r),
+                                          static_cast<uint32_t>(aligned / 4 + column));
+      for (int i = 0; i < 4; ++i) words[i][r] = w.word[i];
+    }
+    for (int slot = 0; slot < 8; ++slot) {
+      const int64_t key = column / 4 * 16 + slot / 2 % 2 * 8 + column % 4 * 2 + slot % 2;
+      A* row = keep + key * kTile + slot / 4 * 8;
+      const uint32_t* word = words[slot / 2];
+      const int shift = 16 * (slot % 2);
+      for (int64_t chunk = 0; chunk < tile.lanes / 16; ++chunk)
+        for (int64_t r = 0; r < 8; ++r)
+          row[chunk * 16 + r] = (word[chunk * 8 + r] >> shift & 0xFFFFu) >= dropout.threshold ? factor : A(0);
+    }
+  }
+}
+
+// The keys that sequence b's queries [query, query + rows) may see: [begin, end).
+template <typename T>
+std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b, int64_t query,
+                                      int64_t rows) {
+  int64_t begin = 0, end = s.keys;
+  if (mask.key_begin) begin = std::max<int64_t>(begin, mask.key_begin[b]);
+  if (mask.key_end) end = std::min<int64_t>(end, mask.key_end[b]);
+  if (mask.causal) end = std::min(end, query + rows + mask.query_offset);
+  return {begin, end};
+}
+
+// ---- forward --------------------------------------------------------------------------------------------------------
+
+// Scores to exponentials of what is above each lane's maximum so far. The maximum and the sum of a lane go on; `decay`
+// is what sums and outputs of earlier tiles are to be multiplied by.
+template <int kColumns, typename A>
+[[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A* maximum, A* sum, A* decay) {
+  using V = Vector<A>;
+  V largest[kColumns], total[kColumns];
+#pragma GCC unroll 8
+  for (int n = 0; n < kColumns; ++n) largest[n] = V::load(maximum + n * V::kLanes);
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; ++n) largest[n] = V::max(largest[n], V::load(scores + j * kTile + n * V::kLanes));
+#pragma GCC unroll 8
+  for (int n = 0; n < kColumns; ++n) {
+    const V before = V::load(maximum + n * V::kLanes);
+    V::store(maximum + n * V::kLanes, largest[n]);
+    largest[n] = V::finite_or_zero(largest[n]);
+    V::store(decay + n * V::kLanes, V::exp2(V::sub(before, largest[n])));
+    total[n] = V::zero();
+  }
+  for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; ++n) {
+      A* at = scores + j * kTile + n * V::kLanes;
+      const V p = V::exp2(V::sub(V::load(at), largest[n]));
+      V::store(at, p);
+      total[n] = V::add(total[n], p);
+    }
+#pragma GCC unroll 8
+  for (int n = 0; n < kColumns; ++n) {
+    A* at = sum + n * V::kLanes;
+    V::store(at, V::fma(V::load(at), V::load(decay + n * V::kLanes), total[n]));
+  }
+}
+
+// to[r][lane] *= factors[lane].
+template <typename A>
+void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
+  for (int64_t r = 0; r < rows; ++r)
+#pragma omp simd
+    for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
+}
+
+template <typename A, int kSize>
+struct alignas(64) ForwardScratch {
+  A query[kSize * kTile];  // transposed
+  A out[kSize * kTile];    // transposed
+  A key[kTile * kSize];
+  A value[kTile * kSize];
+  A scores[kTile * kTile];
+  A keep[kTile * kTile];
+  A maximum[kTile];
+  A sum[kTile];
+  A decay[kTile];
+};
+
+template <int kSize, typename T>
+void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query) {
+  using A = accumulate_t<T>;
+  using V = Vector<A>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
+  ForwardScratch<A, kSize> at;
+  Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
+  tile.lanes = up_to(tile.rows, 16);
+
+  load_transposed(at.query, p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token, p.query.token,
+                  tile.rows, tile.lanes, size, A(p.scale * double(Constants<A>::kLog2e)));
+  std::fill_n(at.out, size * kTile, A(0));
+  std::fill_n(at.maximum, kTile, -Constants<A>::kInfinity);
+  std::fill_n(at.sum, kTile, A(0));
+  const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
+  const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
+
+  const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
+  for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
+    tile.begin = std::max(aligned, begin);
+    tile.end = std::min(aligned + kTile, end);
+    load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+    for_each_part(tile, p.mask, [&](Part part) {
+      product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
+              at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false);
+    });
+    apply_mask(at.scores, tile, p.mask);
+    for (int64_t lane = 0; lane < tile.lanes;) {
+      constexpr int kColumns = V::kColumns;
+      if (tile.lanes - lane >= kColumns * V::kLanes) {
+        exponentials<kColumns>(at.scores + lane, tile.keys(), at.maximum + lane, at.sum + lane, at.decay + lane);
+        lane += kColumns * V::kLanes;
+      } else {
+        exponentials<1>(at.scores + lane, tile.keys(), at.maximum + lane, at.sum + lane, at.decay + lane);
+        lane += V::kLanes;
+      }
+    }
+    if (dropout.on) {
+      dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
+      const A* keep = at.keep + (tile.begin - aligned) * kTile;
+      for (int64_t i = 0; i < tile.keys() * kTile; ++i) at.scores[i] *= keep[i];
+    }
+    scale_lanes(at.out, size, tile.lanes, at.decay);
+    load_rows(at.value, size, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
+    for_each_part(tile, p.mask, [&](Part part) {
+      product(size, tile.lanes - part.lane, part.last - part.first, Left<A>{at.value + part.first * size, 1, size},
+              at.scores + part.first * kTile + part.lane, kTile, at.out + part.lane, kTile, true);
+    });
+  }
+
+  T* out = p.out.data + b * p.out.batch + h * p.out.head + query * p.out.token;
+  A* logsumexp = p.logsumexp + (b * s.heads + h) * s.queries + query;
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    const bool none = at.sum[i] == 0;
+    const A inverse = none ? A(0) : A(1) / at.sum[i];
+    logsumexp[i] =
+        none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
+    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * kTile + i] * inverse);
+  }
+}
+
+// Tiles of queries [begin, end) of all heads, in pairs of an early and a late one: all pairs see equally many keys.
+template <int kSize, typename T>
+void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
+  const int64_t tiles = up_to(p.sizes.queries, kTile) / kTile, pairs = (tiles + 1) / 2;
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t b = task / pairs / p.sizes.heads, h = task / pairs % p.sizes.heads, first = task % pairs;
+    forward_tiles<kSize>(p, dropout, b, h, first * kTile);
+    if (const int64_t last = tiles - 1 - first; last != first) forward_tiles<kSize>(p, dropout, b, h, last * kTile);
+  }
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+template <typename A, int kSize>
+struct alignas(64) BackwardScratch {
+  A query_transposed[kSize * kTile];
+  A dout_transposed[kSize * kTile];
+  A dquery[kSize * kTile];  // transposed
+  A query[kTile * kSize];
+  A dout[kTile * kSize];
+  A key[kTile * kSize];
+  A value[kTile * kSize];
+  A probabilities[kTile * kTile];
+  A dscores[kTile * kTile];
+  A keep[kTile * kTile];
+  A logsumexp[kTile];
+  A delta[kTile];
+};
+
+// From scores and the gradient of the (dropped) probabilities: probabilities, dropped, and the gradient of the scores.
+template <typename A>
+void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const A* logsumexp,
+                     const A* delta) {
+  using V = Vector<A>;
+  for (int64_t j = part.first; j < part.last; ++j)
+    for (int64_t i = part.lane; i < lanes; i += V::kLanes) {
+      A* score = scores + j * kTile + i;
+      A* gradient = gradients + j * kTile + i;
+      const V p = V::exp2(V::sub(V::load(score), V::load(logsumexp + i)));
+      V dp = V::load(gradient), dropped = p;
+      if (keep) {
+        const V k = V::load(keep + j * kTile + i);
+        dp = V::mul(dp, k);
+        dropped = V::mul(p, k);
+      }
+      V::store(score, dropped);
+      V::store(gradient, V::mul(p, V::sub(dp, V::load(delta + i))));
+    }
+}
+
+// One tile of queries of head h against all its keys: writes dquery, adds to dkey and dvalue (Tk, size up to 16).
+template <int kSize, typename T>
+void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
+                    accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
+  using A = accumulate_t<T>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
+  BackwardScratch<A, kSize> at;
+  Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
+  tile.lanes = up_to(tile.rows, 16);
+
+  const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
+  const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
+  const T* outs = p.out.data + b * p.out.batch + h * p.out.head + query * p.out.token;
+  const int64_t statistic = (b * s.heads + h) * s.queries + query;
+  load_transposed(at.query_transposed, queries, p.query.token, tile.rows, tile.lanes, size,
+                  A(p.scale * double(Constants<A>::kLog2e)));
+  load_transposed(at.dout_transposed, douts, p.dout.token, tile.rows, tile.lanes, size, A(1));
+  load_rows(at.query, width, queries, p.query.token, tile.rows, size);
+  load_rows(at.dout, width, douts, p.dout.token, tile.rows, size);
+  std::fill_n(at.dquery, size * kTile, A(0));
+  for (int64_t i = 0; i < kTile; ++i) {
+    // A query that is not there, or sees no key, has probabilities of 0.
+    A logsumexp = Constants<A>::kInfinity, delta = 0;
+    if (i < tile.rows) {
+      if (p.logsumexp[statistic + i] != -Constants<A>::kInfinity)
+        logsumexp = p.logsumexp[statistic + i] * Constants<A>::kLog2e;
+      for (int64_t d = 0; d < size; ++d) delta += at.dout[i * width + d] * A(outs[i * p.out.token + d]);
+      if (p.dlogsumexp) delta -= p.dlogsumexp[statistic + i];
+    }
+    at.logsumexp[i] = logsumexp;
+    at.delta[i] = delta;
+  }
+  const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
+  const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
+
+  const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
+  for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
+    tile.begin = std::max(aligned, begin);
+    tile.end = std::min(aligned + kTile, end);
+    load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+    load_rows(at.value, size, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
+    const A* keep = nullptr;
+    if (dropout.on) {
+      dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
+      keep = at.keep + (tile.begin - aligned) * kTile;
+    }
+    for_each_part(tile, p.mask, [&](Part part) {
+      const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
+      product(n, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
+              at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false);
+      product(n, tile.lanes - part.lane, size, Left<A>{at.value + part.first * size, size, 1},
+              at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false);
+    });
+    apply_mask(at.probabilities, tile, p.mask);
+    for_each_part(tile, p.mask, [&](Part part) {
+      const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
+      const int64_t to = (tile.begin + part.first) * width;
+      score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, at.logsumexp, at.delta);
+      product(n, width, tile.rows - part.lane, Left<A>{at.probabilities + first, kTile, 1}, at.dout + part.lane * width,
+              width, dvalue + to, width, true);
+      product(n, width, tile.rows - part.lane, Left<A>{at.dscores + first, kTile, 1}, at.query + part.lane * width,
+              width, dkey + to, width, true);
+      product(size, tile.lanes - part.lane, n, Left<A>{at.key + part.first * size, 1, size}, at.dscores + first, kTile,
+              at.dquery + part.lane, kTile, true);
+    });
+  }
+  T* dquery = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + query * p.dquery.token;
+  for (int64_t i = 0; i < tile.rows; ++i)
+    for (int64_t d = 0; d < size; ++d) store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(p.scale));
+}
+
+// Tasks [begin, end): each has sums of its own of dkey and dvalue, and every `splits`-th of the tiles of queries of all
+// heads that read one head of the keys, from the front and from the back in turn.
+template <int kSize, typename T>
+void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits, int64_t begin, int64_t end) {
+  using A = accumulate_t<T>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t tiles = up_to(s.queries, kTile) / kTile, shared = s.heads / s.key_heads;
+  const int64_t slab = s.keys * up_to(s.head_size, 16);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t split = task % splits, b = task / splits / s.key_heads, kh = task / splits % s.key_heads;
+    A* dkey = static_cast<A*>(p.workspace) + task * 2 * slab;
+    std::fill_n(dkey, 2 * slab, A(0));
+    for (int64_t unit = 0; unit * splits < shared * tiles; ++unit) {
+      const int64_t i = unit * splits + (unit % 2 ? splits - 1 - split : split);
+      if (i < shared * tiles)
+        backward_tiles<kSize>(p, dropout, b, kh * shared + i / tiles, i % tiles * kTile, dkey, dkey + slab);
+    }
+  }
+}
+
+// Adds up what the tasks have, for tiles of keys [begin, end) of all heads.
+template <typename T>
+void add_splits(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
+  using A = accumulate_t<T>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t tiles = up_to(s.keys, kTile) / kTile, width = up_to(s.head_size, 16), slab = s.keys * width;
+  for (int64_t i = begin; i < end; ++i) {
+    const int64_t head = i / tiles, b = head / s.key_heads, kh = head % s.key_heads, first = i % tiles * kTile;
+    const A* sums = static_cast<const A*>(p.workspace) + head * splits * 2 * slab;
+    const auto add = [&](const HeadsView<T>& to, const A* from, A factor) {
+      for (int64_t key = first; key < std::min(first + kTile, s.keys); ++key) {
+        T* row = to.data + b * to.batch + kh * to.head + key * to.token;
+#pragma omp simd
+        for (int64_t d = 0; d < s.head_size; ++d) {
+          A total = 0;
+          for (int64_t split = 0; split < splits; ++split) total += from[split * 2 * slab + key * width + d];
+          store(row[d], total * factor);
+        }
+      }
+    };
+    add(p.dkey, sums, A(p.scale));
+    add(p.dvalue, sums + slab, A(1));
+  }
+}
+
+}  // namespace gptkernels::cpu::GPTKERNELS_ISA

@@ -1,0 +1,272 @@
+// Vectors of one instruction set, for kernels that hold a block of products in registers, which loops left to the
+// compiler do not. No include guard: attention.cpp includes this file and its kernels once for each instruction set,
+// with GPTKERNELS_ISA the namespace and the compiler's target set.
+//
+// Vector<A> has: kLanes; kColumns and kRows, the block of vectors that fits into the registers; load, store, set, zero,
+// a * b + c rounded once, and so on. The lanes of an operation do not meet, so that every instruction set gives the
+// same bits (but x86 before FMA, which rounds twice).
+
+namespace gptkernels::cpu::GPTKERNELS_ISA {
+
+#define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
+
+// 2^r for |r| <= 1/2, within 2^-25 (Cephes).
+template <typename V>
+[[gnu::always_inline]] inline V power_of_fraction(V r) {
+  V p = V::set(1.535336188319500e-4f);
+  for (const float c : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f, 2.402264791363012e-1f,
+                        6.931472028550421e-1f, 1.0f})
+    p = V::fma(p, r, V::set(c));
+  return p;
+}
+
+// 2^-150 rounds to 0: the range's end, which -inf is moved to.
+constexpr float kLowestExponent = -150.0f;
+
+template <typename A>
+struct Vector;
+
+#if GPTKERNELS_VECTOR_BITS == 512
+
+template <>
+struct Vector<float> {
+  static constexpr int kLanes = 16, kColumns = 4, kRows = 6;
+  __m512 v;
+  GPTKERNELS_INLINE Vector zero() { return {_mm512_setzero_ps()}; }
+  GPTKERNELS_INLINE Vector set(float x) { return {_mm512_set1_ps(x)}; }
+  GPTKERNELS_INLINE Vector load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  GPTKERNELS_INLINE void store(float* p, Vector a) { _mm512_storeu_ps(p, a.v); }
+  GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  GPTKERNELS_INLINE Vector add(Vector a, Vector b) { return {_mm512_add_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
+  // -inf becomes 0.
+  GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
+    const __mmask16 lowest = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    return {_mm512_mask_mov_ps(a.v, lowest, _mm512_setzero_ps())};
+  }
+  GPTKERNELS_INLINE Vector exp2(Vector a) {
+    const __m512 x = _mm512_max_ps(_mm512_set1_ps(kLowestExponent), a.v);  // keeps a NaN
+    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return {_mm512_scalef_ps(power_of_fraction(Vector{_mm512_sub_ps(x, n)}).v, n)};
+  }
+};
+
+template <>
+struct Vector<double> {
+  static constexpr int kLanes = 8, kColumns = 4, kRows = 6;
+  __m512d v;
+  GPTKERNELS_INLINE Vector zero() { return {_mm512_setzero_pd()}; }
+  GPTKERNELS_INLINE Vector set(double x) { return {_mm512_set1_pd(x)}; }
+  GPTKERNELS_INLINE Vector load(const double* p) { return {_mm512_loadu_pd(p)}; }
+  GPTKERNELS_INLINE void store(double* p, Vector a) { _mm512_storeu_pd(p, a.v); }
+  GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm512_fmadd_pd(a.v, b.v, c.v)}; }
+  GPTKERNELS_INLINE Vector add(Vector a, Vector b) { return {_mm512_add_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector sub(Vector a, Vector b) { return {_mm512_sub_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector mul(Vector a, Vector b) { return {_mm512_mul_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector max(Vector a, Vector b) { return {_mm512_max_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
+    const __mmask8 lowest = _mm512_cmp_pd_mask(a.v, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
+    return {_mm512_mask_mov_pd(a.v, lowest, _mm512_setzero_pd())};
+  }
+  GPTKERNELS_INLINE Vector exp2(Vector a) {
+    alignas(64) double x[kLanes];
+    store(x, a);
+    for (double& e : x) e = std::exp2(e);
+    return load(x);
+  }
+};
+
+#elif GPTKERNELS_VECTOR_BITS == 256
+
+template <>
+struct Vector<float> {
+  static constexpr int kLanes = 8, kColumns = 2, kRows = 6;
+  __m256 v;
+  GPTKERNELS_INLINE Vector zero() { return {_mm256_setzero_ps()}; }
+  GPTKERNELS_INLINE Vector set(float x) { return {_mm256_set1_ps(x)}; }
+  GPTKERNELS_INLINE Vector load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  GPTKERNELS_INLINE void store(float* p, Vector a) { _mm256_storeu_ps(p, a.v); }
+  GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+  GPTKERNELS_INLINE Vector add(Vector a, Vector b) { return {_mm256_add_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector sub(Vector a, Vector b) { return {_mm256_sub_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector mul(Vector a, Vector b) { return {_mm256_mul_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector max(Vector a, Vector b) { return {_mm256_max_ps(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
+    return {_mm256_andnot_ps(_mm256_cmp_ps(a.v, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ), a.v)};
+  }
+  GPTKERNELS_INLINE Vector exp2(Vector a) {
+    const __m256 low = _mm256_max_ps(_mm256_set1_ps(kLowestExponent), a.v);  // keeps a NaN
+    const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), low);
+    const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __m256 p = power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v;
+    // Two factors: the exponent may pass a float's range, and the second product rounds a denormal once.
+    const __m256i e = _mm256_cvtps_epi32(n);
+    const __m256i half = _mm256_srai_epi32(e, 1);
+    return {_mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(e, half)))};
+  }
+  GPTKERNELS_INLINE __m256 power(__m256i e) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+  }
+};
+
+template <>
+struct Vector<double> {
+  static constexpr int kLanes = 4, kColumns = 2, kRows = 6;
+  __m256d v;
+  GPTKERNELS_INLINE Vector zero() { return {_mm256_setzero_pd()}; }
+  GPTKERNELS_INLINE Vector set(double x) { return {_mm256_set1_pd(x)}; }
+  GPTKERNELS_INLINE Vector load(const double* p) { return {_mm256_loadu_pd(p)}; }
+  GPTKERNELS_INLINE void store(double* p, Vector a) { _mm256_storeu_pd(p, a.v); }
+  GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) { return {_mm256_fmadd_pd(a.v, b.v, c.v)}; }
+  GPTKERNELS_INLINE Vector add(Vector a, Vector b) { return {_mm256_add_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector sub(Vector a, Vector b) { return {_mm256_sub_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector mul(Vector a, Vector b) { return {_mm256_mul_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector max(Vector a, Vector b) { return {_mm256_max_pd(a.v, b.v)}; }
+  GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
+    return {_mm256_andnot_pd(_mm256_cmp_pd(a.v, _mm256_set1_pd(-INFINITY), _CMP_EQ_OQ), a.v)};
+  }
+  GPTKERNELS_INLINE Vector exp2(Vector a) {
+    alignas(32) double x[kLanes];
+    store(x, a);
+    for (double& e : x) e = std::exp2(e);
+    return load(x);
+  }
+};
+
+#else
+
+// Any processor: loops over lanes, which the compiler turns into what vectors there are.
+template <typename A>
+struct Vector {
+  static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
+  A v[kLanes];
+
+  template <typename Fn>
+  GPTKERNELS_INLINE Vector each(const Fn& fn) {
+    Vector out;
+    for (int i = 0; i < kLanes; ++i) out.v[i] = fn(i);
+    return out;
+  }
+  GPTKERNELS_INLINE Vector zero() { return set(0); }
+  GPTKERNELS_INLINE Vector set(A x) {
+    return each([&](int) { return x; });
+  }
+  GPTKERNELS_INLINE Vector load(const A* p) {
+    return each([&](int i) { return p[i]; });
+  }
+  GPTKERNELS_INLINE void store(A* p, Vector a) {
+    for (int i = 0; i < kLanes; ++i) p[i] = a.v[i];
+  }
+  GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) {
+#ifdef __x86_64__
+    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });  // without FMA instructions a call each
+#else
+    return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+#endif
+  }
+  GPTKERNELS_INLINE Vector add(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  GPTKERNELS_INLINE Vector sub(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  GPTKERNELS_INLINE Vector mul(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  GPTKERNELS_INLINE Vector max(Vector a, Vector b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
+    return each([&](int i) { return a.v[i] == -std::numeric_limits<A>::infinity() ? A(0) : a.v[i]; });
+  }
+  GPTKERNELS_INLINE Vector exp2(Vector a) {
+    return each([&](int i) { return std::exp2(a.v[i]); });
+  }
+};
+
+#endif
+
+// c (M x N) = a (M x K) b (K x N), or += : element (r, k) of a is at r * row + k * column of its memory, b and c have
+// rows ldb and ldc apart. N is a multiple of 16. Each element's sum runs over k in order, whatever the blocks.
+template <typename A>
+struct Left {
+  const A* data;
+  int64_t row;
+  int64_t column;
+};
+
+template <int kRows, int kColumns, typename A>
+[[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
+                                                 bool add) {
+  using V = Vector<A>;
+  V sums[kRows][kColumns];
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; ++n) sums[r][n] = add ? V::load(c + r * ldc + n * V::kLanes) : V::zero();
+  for (int64_t k = 0; k < inner; ++k) {
+    V right[kColumns];
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; ++n) right[n] = V::load(b + k * ldb + n * V::kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const V left = V::set(a.data[r * a.row + k * a.column]);
+#pragma GCC unroll 8
+      for (int n = 0; n < kColumns; ++n) sums[r][n] = V::fma(left, right[n], sums[r][n]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 8
+    for (int n = 0; n < kColumns; ++n) V::store(c + r * ldc + n * V::kLanes, sums[r][n]);
+}
+
+template <int kColumns, typename A>
+[[gnu::noinline]] void product_columns(int64_t rows, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c,
+                                       int64_t ldc, bool add) {
+  constexpr int kRows = Vector<A>::kRows;
+  int64_t r = 0;
+  const auto at = [&] { return Left<A>{a.data + r * a.row, a.row, a.column}; };
+  for (; r + kRows <= rows; r += kRows) product_block<kRows, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+  switch (rows - r) {
+    case 5: return product_block<5, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+    case 4: return product_block<4, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+    case 3: return product_block<3, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+    case 2: return product_block<2, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+    case 1: return product_block<1, kColumns>(inner, at(), b, ldb, c + r * ldc, ldc, add);
+  }
+}
+
+template <typename A>
+void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
+             bool add) {
+  using V = Vector<A>;
+  for (int64_t n = 0; n < columns;) {
+    const int64_t left = (columns - n) / V::kLanes;
+    if constexpr (V::kColumns >= 4) {
+      if (left >= 4) {
+        product_columns<4>(rows, inner, a, b + n, ldb, c + n, ldc, add);
+        n += 4 * V::kLanes;
+        continue;
+      }
+      if (left == 3) {
+        product_columns<3>(rows, inner, a, b + n, ldb, c + n, ldc, add);
+        n += 3 * V::kLanes;
+        continue;
+      }
+    }
+    if (left >= 2) {
+      product_columns<2>(rows, inner, a, b + n, ldb, c + n, ldc, add);
+      n += 2 * V::kLanes;
+    } else {
+      product_columns<1>(rows, inner, a, b + n, ldb, c + n, ldc, add);
+      n += V::kLanes;
+    }
+  }
+}
+
+#undef GPTKERNELS_INLINE
+
+}  // namespace gptkernels::cpu::GPTKERNELS_ISA

@@ -1,0 +1,212 @@
+// What the attention kernels for sm_90a share: barriers, the order of tiles, and which keys a query sees.
+#pragma once
+
+#include "../attention.h"
+#include "../philox.h"
+#include "common/tensor_map.cuh"
+#include "common/wgmma.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kWarpgroup = 128;  // threads
+
+#if GPTKERNELS_WGMMA
+
+// ---- barriers in shared memory, by address
+// ---------------------------------------------------------------------------
+
+__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ inline void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// One arrival, and bytes that TMA will deliver.
+__device__ inline void barrier_expect(uint32_t barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ inline void barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// By the threads of which `one` is true, without a branch.
+__device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
+      "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+      "r"(static_cast<int>(one))
+      : "memory");
+}
+
+__device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The threads of one warpgroup; `id` 1 and up.
+__device__ inline void warpgroup_barrier(int id) {
+  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+// A position in a ring of kStages buffers.
+template <int kStages>
+struct RingPosition {
+  int slot = 0;
+  unsigned phase = 0;
+  __device__ void advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+__device__ inline float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Keeps what x (never -inf) is computed from ahead of what follows, where the assembler would move it behind a wait: a
+// store that never happens needs x.
+__device__ inline void complete(float x) {
+  asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
+               "r"(0)
+               : "memory");
+}
+
+__device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
+__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(shared)
+               : "memory");
+}
+
+// D (16 x 8) += A (16 x 16) B (16 x 8) by one warp.
+template <typename T>
+__device__ void mma_16x8(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+#endif
+
+// ---- which keys a query sees
+// -----------------------------------------------------------------------------------------
+
+// What a kernel needs to know beside q, k and v. The plain form, causal or not, is compiled without the rest.
+template <typename T>
+struct Sm90Problem {
+  int queries;
+  int keys;
+  int heads;
+  int batches;
+  int group;  // query heads for each key head
+  int query_offset;
+  float scale;
+  float scale_log2;  // scale * log2(e)
+  AttentionMask<T> mask;
+  AttentionDropout dropout;
+};
+
+template <typename T>
+Sm90Problem<T> sm90_problem(const AttentionSizes& sizes, double scale, const AttentionMask<T>& mask,
+                            const AttentionDropout& dropout) {
+  return {.queries = static_cast<int>(sizes.queries),
+          .keys = static_cast<int>(sizes.keys),
+          .heads = static_cast<int>(sizes.heads),
+          .batches = static_cast<int>(sizes.batches),
+          .group = static_cast<int>(sizes.heads / sizes.key_heads),
+          .query_offset = static_cast<int>(mask.query_offset),
+          .scale = static_cast<float>(scale),
+          .scale_log2 = static_cast<float>(scale * 1.4426950408889634),
+          .mask = mask,
+          .dropout = dropout};
+}
+
+template <typename T>
+CUtensorMap panel_map(const HeadsView<T>& t, const AttentionSizes& sizes, int64_t heads, int64_t tokens, int rows) {
+  return panel_map<std::remove_const_t<T>>(t.data, sizes.head_size, t.token, tokens, t.head, heads, t.batch,
+                                           sizes.batches, rows);
+}
+
+// ---- the order of tiles
+// ----------------------------------------------------------------------------------------------
+
+// Tiles of all heads in the order in which blocks take them, each block the next one when it has room: heads in
+// sections whose keys and values fit the L2 cache together; in a section the longest tiles first, so that short ones
+// fill up the end.
+struct TileOrder {
+  int tiles;          // of a head
+  int heads;          // of all batches
+  int section;        // heads
+  bool longest_last;  // whether tiles get longer with their number
+  int* next;          // tiles taken by all blocks, beside each block's first; 0 before the launch
+
+  struct Tile {
+    int tile;
+    int head;  // of all batches
+  };
+
+  // For heads whose keys and values take `head_bytes`.
+  static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
+    constexpr int64_t kSectionBytes = 16 << 20;
+    const int64_t section = std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), 1, heads);
+    return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last,
+            static_cast<int*>(next)};
+  }
+
+#ifdef __CUDACC__
+  // By one thread of a block: the number of its first tile, and of the next ones.
+  __device__ int first() const { return blockIdx.x; }
+  __device__ int take() const { return gridDim.x + atomicAdd(next, 1); }
+
+  __device__ bool find(int index, Tile& tile) const {
+    if (index >= tiles * heads) return false;
+    const int start = index / (section * tiles) * section;
+    const int within = index - start * tiles;
+    const int wide = min(section, heads - start);
+    const int row = within / wide;
+    tile.tile = longest_last ? tiles - 1 - row : row;
+    tile.head = start + within - row * wide;
+    return true;
+  }
+#endif
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,644 @@
+// Attention's backward for sm_90a, in two kernels that sum in registers, in one order: no atomics, and nothing of the
+// size of the scores is stored. With P the probabilities, g the gradient of out, and per row D = sum(g out) -
+// dlogsumexp:
+//
+//   dS = P (g v^T - D)    dq = scale dS k    dk = scale dS^T q    dv = P^T g
+//
+// The first kernel walks over the keys of 128 queries for dq, and stores D; the second walks over the queries of 128
+// keys for dk and dv. Both compute the scores again: 7 products for the 5 of a single kernel, which would have to add
+// up dq from many blocks. In both, A operands are registers: P and dS are never in shared memory.
+#pragma once
+
+#include "attention_sm90.cuh"
+#include "launch.cuh"
+
+namespace gptkernels::cuda {
+
+// Rows of the two statistics that the first kernel hands to the second: -logsumexp * log2(e), and D. Rows of a head
+// are padded to tiles.
+constexpr int kStatisticsTile = 128;
+
+inline int64_t statistics_pitch(int64_t queries) {
+  return ceil_div(queries, kStatisticsTile) * kStatisticsTile;
+}
+
+template <int HS>
+struct BackwardShape {
+  static constexpr int kRows = 128;  // of a tile: queries for dq, keys for dk and dv; 64 for each warpgroup
+  static constexpr int kBlock = 64;  // of what a tile walks over
+  static constexpr int kPanels = HS / kPanelColumns;
+  static constexpr int kTiles = 2;   // buffers for what stays during a tile
+  static constexpr int kStages = 6;  // buffers for blocks
+  static constexpr int kThreads = 3 * kWarpgroup;
+  static constexpr int kRowPanel = kRows * kPanelRowBytes;
+  static constexpr int kRowBytes = kPanels * kRowPanel;
+  static constexpr int kBlockPanel = kBlock * kPanelRowBytes;
+  static constexpr int kBlockBytes = kPanels * kBlockPanel;
+  static constexpr int kOutPanel = 64 * kPanelRowBytes;
+  static constexpr int kOutBytes = kPanels * kOutPanel;  // of a warpgroup
+};
+
+template <typename T>
+struct Sm90Backward {
+  CUtensorMap query, key, value, out, dout;  // boxes of kRows for what stays, of kBlock for what is walked over
+  CUtensorMap dquery, dkey, dvalue;
+  const float* logsumexp;
+  const float* dlogsumexp;
+  float* row_bias;   // -logsumexp * log2(e)
+  float* row_delta;  // D
+  int64_t pitch;
+  Sm90Problem<T> problem;
+  TileOrder order;
+};
+
+struct alignas(16) BackwardTile {
+  int row;
+  int head;    // of all batches; for dk and dv a key head
+  int first;   // block
+  int blocks;  // of one head
+};
+
+template <int HS>
+struct DqueryShape : BackwardShape<HS> {
+  using Base = BackwardShape<HS>;
+  // Shared memory: query, dout, out (kTiles); keys and values (kStages); dquery (2 warpgroups); barriers; tiles.
+  static constexpr int kTileBytes = 3 * Base::kRowBytes;
+  static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
+  static constexpr int kOutAt = kBlocksAt + Base::kStages * 2 * Base::kBlockBytes;
+  static constexpr int kBarriersAt = kOutAt + 2 * Base::kOutBytes;
+  static constexpr int kTilesAt = kBarriersAt + 8 * (2 * Base::kTiles + 2 * Base::kStages);
+  static constexpr int kSharedBytes = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile)) + 1024;
+};
+
+template <int HS>
+struct DkeyShape : BackwardShape<HS> {
+  using Base = BackwardShape<HS>;
+  static constexpr int kStatisticsBytes = Base::kBlock * 4;
+  // Shared memory: key, value (kTiles); queries and dout, statistics (kStages); dkey, dvalue (2 warpgroups); barriers;
+  // tiles.
+  static constexpr int kTileBytes = 2 * Base::kRowBytes;
+  static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
+  static constexpr int kOutAt = kBlocksAt + Base::kStages * 2 * Base::kBlockBytes;
+  static constexpr int kStatisticsAt = kOutAt + 2 * Base::kOutBytes;
+  static constexpr int kBarriersAt = kStatisticsAt + Base::kStages * 2 * kStatisticsBytes;
+  static constexpr int kTilesAt = kBarriersAt + 8 * (2 * Base::kTiles + 2 * Base::kStages);
+  static constexpr int kSharedBytes = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile)) + 1024;
+};
+
+#if GPTKERNELS_WGMMA
+
+// The tile of 64 rows that a warpgroup has in registers, rounded, to global memory by way of shared memory.
+template <typename T, int HS>
+__device__ void store_tile(const float (&tile)[HS / 2], float factor, const CUtensorMap& map, uint32_t shared, int row,
+                           int head, int batch, int barrier) {
+  using Shape = BackwardShape<HS>;
+  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  if (thread == 0) tma_store_wait_read();
+  warpgroup_barrier(barrier);
+#pragma unroll
+  for (int i = 0; i < HS / 16; ++i) {
+    const float* t = &tile[8 * i];
+    store_matrices(shared + i / 4 * Shape::kOutPanel + panel_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
+                   pack_pair<T>(t[0] * factor, t[1] * factor), pack_pair<T>(t[2] * factor, t[3] * factor),
+                   pack_pair<T>(t[4] * factor, t[5] * factor), pack_pair<T>(t[6] * factor, t[7] * factor));
+  }
+  fence_async_shared();
+  warpgroup_barrier(barrier);
+  if (thread == 0) {
+    for (int i = 0; i < Shape::kPanels; ++i)
+      tma_store(map, shared + i * Shape::kOutPanel, i * kPanelColumns, row, head, batch);
+    tma_store_commit();
+  }
+}
+
+// A warp's 16 rows of a panel of 64 columns as A operands.
+__device__ inline void load_a(uint32_t (&a)[16], uint32_t panel, int row) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    load_matrices(reinterpret_cast<uint32_t (&)[4]>(a[4 * i]),
+                  panel + panel_offset(row + lane % 16, 2 * i + lane / 16));
+}
+
+// D = A B with A (64 x 64) in registers and B's rows the columns of D.
+template <typename T>
+__device__ void multiply(float (&d)[32], const uint32_t (&a)[16], uint64_t b) {
+  pin_registers(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) wgmma<T, false>(d, &a[4 * i], b + i * kStepK, i > 0);
+  wgmma_commit();
+}
+
+// D += A B with A (64 x 64) in registers and B (64 x 64) as it lies.
+template <typename T>
+__device__ void multiply_add(float (&d)[32], uint32_t (&a)[16], uint64_t b, bool accumulate) {
+  pin_registers(a);
+  pin_registers(d);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) wgmma<T, true>(d, &a[4 * i], b + i * kStepRows, i > 0 || accumulate);
+  wgmma_commit();
+}
+
+// ---- dq
+// --------------------------------------------------------------------------------------------------------------
+
+template <typename T, int HS, bool kCausal>
+__global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
+    attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
+  using Shape = DqueryShape<HS>;
+  constexpr int kStages = Shape::kStages, kTiles = Shape::kTiles, kBlock = Shape::kBlock;
+  extern __shared__ uint8_t shared_bytes[];
+  const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+  const uint32_t shared = (start + 1023) / 1024 * 1024;
+  BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
+  const auto tile_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * i; };
+  const auto tile_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (kTiles + i); };
+  const auto block_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + i); };
+  const auto block_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + kStages + i); };
+  const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
+  const auto key_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
+  const auto value_at = [&](int i) { return key_at(i) + Shape::kBlockBytes; };
+
+  constexpr int kConsumerWarps = 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(tile_full(i), 1);
+      barrier_init(tile_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(block_full(i), 1);
+      barrier_init(block_empty(i), kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x != 0) return;
+    RingPosition<kTiles> at;
+    RingPosition<kStages> ring;
+    for (int index = p.order.first();; index = p.order.take()) {
+      barrier_wait(tile_empty(at.slot), at.phase ^ 1);
+      TileOrder::Tile found;
+      if (!p.order.find(index, found)) {
+        tiles[at.slot].row = -1;
+        barrier_arrive(tile_full(at.slot));
+        return;
+      }
+      const int row = found.tile * Shape::kRows;
+      int end = p.problem.keys;
+      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
+      const int blocks = max((end + kBlock - 1) / kBlock, 0);
+      tiles[at.slot] = {row, found.head, 0, blocks};
+      const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
+      const int key_head = head / p.problem.group;
+      barrier_expect(tile_full(at.slot), Shape::kTileBytes);
+      for (int i = 0; i < Shape::kPanels; ++i) {
+        const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
+        tma_load(to, p.query, i * kPanelColumns, row, head, batch, tile_full(at.slot));
+        tma_load(to + Shape::kRowBytes, p.dout, i * kPanelColumns, row, head, batch, tile_full(at.slot));
+        tma_load(to + 2 * Shape::kRowBytes, p.out, i * kPanelColumns, row, head, batch, tile_full(at.slot));
+      }
+      at.advance();
+      for (int block = blocks - 1; block >= 0; --block) {
+        barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
+        barrier_expect(block_full(ring.slot), 2 * Shape::kBlockBytes);
+        for (int i = 0; i < Shape::kPanels; ++i) {
+          tma_load(key_at(ring.slot) + i * Shape::kBlockPanel, p.key, i * kPanelColumns, block * kBlock, key_head,
+                   batch, block_full(ring.slot));
+          tma_load(value_at(ring.slot) + i * Shape::kBlockPanel, p.value, i * kPanelColumns, block * kBlock, key_head,
+                   batch, block_full(ring.slot));
+        }
+        ring.advance();
+      }
+    }
+  }
+
+  take_registers<240>();
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
+  const float factor = p.problem.scale_log2;
+
+  float scores_a[32], scores_b[32], dp[32], dquery[32];
+  uint32_t q[16], g[16], ds[16];
+  RingPosition<kStages> ring;
+  RingPosition<kTiles> at;
+  while (true) {
+    barrier_wait(tile_full(at.slot), at.phase);
+    const BackwardTile tile = tiles[at.slot];
+    if (tile.row < 0) break;
+    load_a(q, tile_at(at.slot), warpgroup * 64 + warp * 16);
+    load_a(g, tile_at(at.slot) + Shape::kRowBytes, warpgroup * 64 + warp * 16);
+
+    // D and the bias of this thread's two rows.
+    float bias[2], delta[2] = {0, 0};
+    {
+      uint32_t o[16];
+      load_a(o, tile_at(at.slot) + 2 * Shape::kRowBytes, warpgroup * 64 + warp * 16);
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const float2 a = unpack_pair<T>(o[i]), b = unpack_pair<T>(g[i]);
+        delta[i % 2] += a.x * b.x + a.y * b.y;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.row + own_row + 8 * r;
+      const int64_t index = static_cast<int64_t>(tile.head) * p.problem.queries + row;
+      const bool inside = row < p.problem.queries;
+      delta[r] = quad_sum(delta[r]);
+      if (inside && p.dlogsumexp) delta[r] -= p.dlogsumexp[index];
+      const float logsumexp = inside ? p.logsumexp[index] : 0;
+      bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * 1.4426950408889634f;  // no key seen: P = 0
+      if (lane % 4 == 0) {
+        p.row_bias[tile.head * p.pitch + row] = bias[r];
+        p.row_delta[tile.head * p.pitch + row] = delta[r];
+      }
+    }
+    __syncwarp();
+    barrier_arrive_if(lane == 0, tile_empty(at.slot));
+    at.advance();
+
+    // Blocks that none of the warpgroup's queries sees.
+    int block = tile.blocks - 1;
+    if constexpr (kCausal) {
+      const int own_blocks = max((tile.row + warpgroup * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
+      for (; block >= own_blocks; --block) {
+        barrier_arrive_if(lane == 0, block_empty(ring.slot));
+        ring.advance();
+      }
+    }
+    bool accumulate = false;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dquery[i] = 0;
+
+    const auto step = [&](float (&current)[32], float (&next)[32]) {
+      const RingPosition<kStages> now = ring;
+      multiply<T>(dp, g, panel_descriptor(value_at(now.slot)));
+      ring.advance();
+      if (block > 0) barrier_wait(block_full(ring.slot), ring.phase);
+      multiply<T>(next, q, panel_descriptor(key_at(ring.slot)));  // after the last block nobody reads it
+
+      const int first_key = block * kBlock;
+      int end = p.problem.keys;
+      if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
+      if (first_key + kBlock > end) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          int limit = p.problem.keys;
+          if constexpr (kCausal) limit = min(limit, tile.row + own_row + 8 * r + p.problem.query_offset + 1);
+          limit -= first_key + 2 * (lane % 4);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (8 * i >= limit) current[4 * i + 2 * r] = -INFINITY;
+            if (8 * i + 1 >= limit) current[4 * i + 2 * r + 1] = -INFINITY;
+          }
+        }
+      }
+      float last = 0;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) current[i] = exp2_approximate(fmaf(current[i], factor, bias[i / 2 % 2]));
+#pragma unroll
+      for (int i = 0; i < 32; i += 8) last = fmaxf(last, current[i + 7]);
+      complete(last);
+      wgmma_wait<1>();  // dp, and dq of the block before
+      pin_registers(dp);
+      pin_registers(ds);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) dp[i] = current[i] * (dp[i] - delta[i / 2 % 2]);
+      accumulators_to_a<T>(ds, dp);
+      multiply_add<T>(dquery, ds, panel_descriptor(key_at(now.slot)), accumulate);
+      accumulate = true;
+      wgmma_wait<1>();  // the scores of the block ahead
+      pin_registers(next);
+      return now;
+    };
+
+    // A block is free once its dq is done: a step later.
+    int freed = -1;
+    const auto free_block = [&] { barrier_arrive_if(lane == 0 && freed >= 0, block_empty(max(freed, 0))); };
+    if (block >= 0) {
+      barrier_wait(block_full(ring.slot), ring.phase);
+      multiply<T>(scores_a, q, panel_descriptor(key_at(ring.slot)));
+      wgmma_wait<0>();
+      pin_registers(scores_a);
+      while (true) {
+        const int a = step(scores_a, scores_b).slot;
+        free_block();
+        freed = a;
+        if (--block < 0) break;
+        const int b = step(scores_b, scores_a).slot;
+        free_block();
+        freed = b;
+        if (--block < 0) break;
+      }
+      wgmma_wait<0>();
+      pin_registers(dquery);
+      free_block();
+    }
+    store_tile<T, HS>(dquery, p.problem.scale, p.dquery, shared + Shape::kOutAt + warpgroup * Shape::kOutBytes,
+                      tile.row + warpgroup * 64, tile.head % p.problem.heads, tile.head / p.problem.heads,
+                      1 + warpgroup);
+  }
+  if (thread == 0) tma_store_wait();
+}
+
+// ---- dk and dv
+// -------------------------------------------------------------------------------------------------------
+
+__device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ inline float2 load_shared_pair(uint32_t shared) {
+  float2 pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared) : "memory");
+  return pair;
+}
+
+template <typename T, int HS, bool kCausal>
+__global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
+    attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
+  using Shape = DkeyShape<HS>;
+  constexpr int kStages = Shape::kStages, kTiles = Shape::kTiles, kBlock = Shape::kBlock;
+  extern __shared__ uint8_t shared_bytes[];
+  const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
+  const uint32_t shared = (start + 1023) / 1024 * 1024;
+  BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
+  const auto tile_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * i; };
+  const auto tile_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (kTiles + i); };
+  const auto block_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + i); };
+  const auto block_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + kStages + i); };
+  const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
+  const auto query_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
+  const auto dout_at = [&](int i) { return query_at(i) + Shape::kBlockBytes; };
+  const auto bias_at = [&](int i) { return shared + Shape::kStatisticsAt + i * 2 * Shape::kStatisticsBytes; };
+  const auto delta_at = [&](int i) { return bias_at(i) + Shape::kStatisticsBytes; };
+
+  constexpr int kConsumerWarps = 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(tile_full(i), 1);
+      barrier_init(tile_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(block_full(i), 1);
+      barrier_init(block_empty(i), kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x != 0) return;
+    const int key_heads = p.problem.heads / p.problem.group;
+    const int query_blocks = (p.problem.queries + kBlock - 1) / kBlock;
+    RingPosition<kTiles> at;
+    RingPosition<kStages> ring;
+    for (int index = p.order.first();; index = p.order.take()) {
+      barrier_wait(tile_empty(at.slot), at.phase ^ 1);
+      TileOrder::Tile found;
+      if (!p.order.find(index, found)) {
+        tiles[at.slot].row = -1;
+        barrier_arrive(tile_full(at.slot));
+        return;
+      }
+      const int row = found.tile * Shape::kRows;
+      int first = 0;
+      if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
+      tiles[at.slot] = {row, found.head, first, query_blocks - first};
+      const int batch = found.head / key_heads, key_head = found.head % key_heads;
+      barrier_expect(tile_full(at.slot), Shape::kTileBytes);
+      for (int i = 0; i < Shape::kPanels; ++i) {
+        const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
+        tma_load(to, p.key, i * kPanelColumns, row, key_head, batch, tile_full(at.slot));
+        tma_load(to + Shape::kRowBytes, p.value, i * kPanelColumns, row, key_head, batch, tile_full(at.slot));
+      }
+      at.advance();
+      for (int member = 0; member < p.problem.group; ++member) {
+        const int head = key_head * p.problem.group + member;
+        const int64_t statistics = (static_cast<int64_t>(batch) * p.problem.heads + head) * p.pitch;
+        for (int block = first; block < query_blocks; ++block) {
+          const uint32_t full = block_full(ring.slot);
+          barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
+          barrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
+          for (int i = 0; i < Shape::kPanels; ++i) {
+            tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
+                     batch, full);
+            tma_load(dout_at(ring.slot) + i * Shape::kBlockPanel, p.dout, i * kPanelColumns, block * kBlock, head,
+                     batch, full);
+          }
+          bulk_load(bias_at(ring.slot), p.row_bias + statistics + block * kBlock, Shape::kStatisticsBytes, full);
+          bulk_load(delta_at(ring.slot), p.row_delta + statistics + block * kBlock, Shape::kStatisticsBytes, full);
+          ring.advance();
+        }
+      }
+    }
+  }
+
+  take_registers<240>();
+  const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
+  const float factor = p.problem.scale_log2;
+
+  float scores_a[32], scores_b[32], dp[32], dkey[32], dvalue[32];
+  uint32_t k[16], weights[16], ds[16];
+  RingPosition<kStages> ring;
+  RingPosition<kTiles> at;
+  while (true) {
+    barrier_wait(tile_full(at.slot), at.phase);
+    const BackwardTile tile = tiles[at.slot];
+    if (tile.row < 0) break;
+    load_a(k, tile_at(at.slot), warpgroup * 64 + warp * 16);
+    const uint64_t v = panel_descriptor(tile_at(at.slot) + Shape::kRowBytes + warpgroup * 64 * kPanelRowBytes);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
+
+    // The first blocks may have only queries that see none of the warpgroup's keys.
+    int own_first = tile.first;
+    if constexpr (kCausal) own_first = max(tile.first, (tile.row + warpgroup * 64 - p.problem.query_offset) / kBlock);
+    const int end = tile.first + tile.blocks;
+    const int skipped = min(own_first, end) - tile.first;
+    int block = own_first;
+    int member = 0;
+    const auto skip = [&] {
+      for (int i = 0; i < skipped; ++i) {
+        barrier_arrive_if(lane == 0, block_empty(ring.slot));
+        ring.advance();
+      }
+      block = own_first;
+    };
+
+    const auto step = [&](float (&current)[32], float (&next)[32]) {
+      const RingPosition<kStages> now = ring;
+      const int first_query = block * kBlock;
+      pin_registers(dp);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        wgmma<T, false>(dp, v + i * kStepK, panel_descriptor(dout_at(now.slot)) + i * kStepK, i > 0);
+      wgmma_commit();
+      ring.advance();
+      bool more = true;
+      if (++block == end) {
+        more = ++member < p.problem.group;
+        if (more) skip();
+      }
+      if (more) barrier_wait(block_full(ring.slot), ring.phase);
+      multiply<T>(next, k, panel_descriptor(query_at(ring.slot)));  // after the last block nobody reads it
+
+      // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
+      if (kCausal && first_query + p.problem.query_offset < tile.row + warpgroup * 64 + 63) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int limit = tile.row + own_row + 8 * r - p.problem.query_offset - first_query -
+                            2 * (lane % 4);  // the first to see it
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            if (8 * i < limit) current[4 * i + 2 * r] = -INFINITY;
+            if (8 * i + 1 < limit) current[4 * i + 2 * r + 1] = -INFINITY;
+          }
+        }
+      }
+      float last = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float2 bias = load_shared_pair(bias_at(now.slot) + (8 * i + 2 * (lane % 4)) * 4);
+        current[4 * i] = exp2_approximate(fmaf(current[4 * i], factor, bias.x));
+        current[4 * i + 1] = exp2_approximate(fmaf(current[4 * i + 1], factor, bias.y));
+        current[4 * i + 2] = exp2_approximate(fmaf(current[4 * i + 2], factor, bias.x));
+        current[4 * i + 3] = exp2_approximate(fmaf(current[4 * i + 3], factor, bias.y));
+        last = fmaxf(last, current[4 * i + 3]);
+      }
+      complete(last);
+      wgmma_wait<1>();  // dp, and dv and dk of the block before
+      pin_registers(dp);
+      pin_registers(weights);
+      pin_registers(ds);
+      accumulators_to_a<T>(weights, current);
+      multiply_add<T>(dvalue, weights, panel_descriptor(dout_at(now.slot)), true);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float2 delta = load_shared_pair(delta_at(now.slot) + (8 * i + 2 * (lane % 4)) * 4);
+        dp[4 * i] = current[4 * i] * (dp[4 * i] - delta.x);
+        dp[4 * i + 1] = current[4 * i + 1] * (dp[4 * i + 1] - delta.y);
+        dp[4 * i + 2] = current[4 * i + 2] * (dp[4 * i + 2] - delta.x);
+        dp[4 * i + 3] = current[4 * i + 3] * (dp[4 * i + 3] - delta.y);
+      }
+      accumulators_to_a<T>(ds, dp);
+      multiply_add<T>(dkey, ds, panel_descriptor(query_at(now.slot)), true);
+      wgmma_wait<2>();  // the scores of the block ahead
+      pin_registers(next);
+      return now;
+    };
+
+    int freed = -1;
+    const auto free_block = [&](int slot) {
+      barrier_arrive_if(lane == 0 && freed >= 0, block_empty(max(freed, 0)));
+      freed = slot;
+    };
+    skip();
+    if (block < end) {
+      barrier_wait(block_full(ring.slot), ring.phase);
+      multiply<T>(scores_a, k, panel_descriptor(query_at(ring.slot)));
+      wgmma_wait<0>();
+      pin_registers(scores_a);
+      while (true) {
+        free_block(step(scores_a, scores_b).slot);
+        if (member == p.problem.group) break;
+        free_block(step(scores_b, scores_a).slot);
+        if (member == p.problem.group) break;
+      }
+      wgmma_wait<0>();
+      pin_registers(dkey);
+      pin_registers(dvalue);
+      free_block(-1);
+    } else {
+      for (member = 1; member < p.problem.group; ++member) skip();
+    }
+    barrier_arrive_if(lane == 0, tile_empty(at.slot));
+    at.advance();
+    const int key_heads = p.problem.heads / p.problem.group;
+    const uint32_t out = shared + Shape::kOutAt + warpgroup * Shape::kOutBytes;
+    store_tile<T, HS>(dvalue, 1, p.dvalue, out, tile.row + warpgroup * 64, tile.head % key_heads, tile.head / key_heads,
+                      1 + warpgroup);
+    store_tile<T, HS>(dkey, p.problem.scale, p.dkey, out, tile.row + warpgroup * 64, tile.head % key_heads,
+                      tile.head / key_heads, 1 + warpgroup);
+  }
+  if (thread == 0) tma_store_wait();
+}
+
+#else
+
+template <typename T, int HS, bool kCausal>
+__global__ void attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
+template <typename T, int HS, bool kCausal>
+__global__ void attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
+
+#endif
+
+template <typename T, int HS, bool kCausal>
+Status launch_attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
+  using Shape = BackwardShape<HS>;
+  constexpr auto kDquery = attention_backward_dquery_wgmma_kernel<T, HS, kCausal>;
+  constexpr auto kDkey = attention_backward_dkey_wgmma_kernel<T, HS, kCausal>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t heads = s.batches * s.heads, key_heads = s.batches * s.key_heads;
+  const int64_t pitch = statistics_pitch(s.queries);
+  // Workspace: the tiles taken by either kernel, then the statistics.
+  int* taken = static_cast<int*>(p.workspace);
+  float* statistics = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + 256);
+  Sm90Backward<T> arguments = {
+      .query = panel_map(p.query, s, s.heads, s.queries, Shape::kRows),
+      .key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kBlock),
+      .value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kBlock),
+      .out = panel_map(p.out, s, s.heads, s.queries, Shape::kRows),
+      .dout = panel_map(p.dout, s, s.heads, s.queries, Shape::kRows),
+      .dquery = panel_map(p.dquery, s, s.heads, s.queries, 64),
+      .dkey = panel_map(p.dkey, s, s.key_heads, s.keys, 64),
+      .dvalue = panel_map(p.dvalue, s, s.key_heads, s.keys, 64),
+      .logsumexp = p.logsumexp,
+      .dlogsumexp = p.dlogsumexp,
+      .row_bias = statistics,
+      .row_delta = statistics + heads * pitch,
+      .pitch = pitch,
+      .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
+  };
+  if (max_dynamic_shared_memory<kDquery>() < DqueryShape<HS>::kSharedBytes ||
+      max_dynamic_shared_memory<kDkey>() < DkeyShape<HS>::kSharedBytes)
+    return cudaErrorInvalidConfiguration;
+  const Status cleared = cudaMemsetAsync(taken, 0, 2 * sizeof(int), stream);
+  if (cleared != cudaSuccess) return cleared;
+  const auto blocks = [](int64_t tiles) { return static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())); };
+  const int64_t head_bytes = HS * 2 * static_cast<int64_t>(sizeof(T));
+
+  const int64_t query_tiles = ceil_div(s.queries, Shape::kRows);
+  arguments.order = TileOrder::of(query_tiles, heads, s.keys * head_bytes, kCausal, taken);
+  kDquery<<<blocks(query_tiles * heads), Shape::kThreads, DqueryShape<HS>::kSharedBytes, stream>>>(arguments);
+
+  const int64_t key_tiles = ceil_div(s.keys, Shape::kRows);
+  arguments.query = panel_map(p.query, s, s.heads, s.queries, Shape::kBlock);
+  arguments.dout = panel_map(p.dout, s, s.heads, s.queries, Shape::kBlock);
+  arguments.key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kRows);
+  arguments.value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kRows);
+  arguments.order =
+      TileOrder::of(key_tiles, key_heads, s.queries * head_bytes * (s.heads / s.key_heads), false, taken + 1);
+  kDkey<<<blocks(key_tiles * key_heads), Shape::kThreads, DkeyShape<HS>::kSharedBytes, stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+inline int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
+  return 256 + 2 * s.batches * s.heads * statistics_pitch(s.queries) * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace gptkernels::cuda

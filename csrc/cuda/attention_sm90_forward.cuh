@@ -1,0 +1,420 @@
+// Attention's forward for sm_90a. A block has one warpgroup that loads and two that compute, each on 64 queries.
+//
+// A warpgroup works on key blocks one after the other, without a break between tiles. While it does the softmax of
+// block j, the tensor cores do p v of block j - 1 and q k^T of block j + 1:
+//
+//   tensor cores  | p v(0)   q k(2) | p v(1)   q k(3) | ...
+//   softmax       |       of 1      |       of 2      | ...
+//
+// The exponentials are taken relative to a reference for each row that need not be the row's maximum: that of the first
+// block, as long as the sums stay small enough. So later blocks need no maximum.
+#pragma once
+
+#include "attention_sm90.cuh"
+#include "launch.cuh"
+
+namespace gptkernels::cuda {
+
+template <int HS>
+struct ForwardShape {
+  static constexpr int kRows = 128;                  // queries of a tile: 64 for each warpgroup
+  static constexpr int kKeys = HS == 64 ? 128 : 64;  // of a block
+  static constexpr int kPanels = HS / kPanelColumns;
+  static constexpr int kStages = 4;
+  static constexpr int kThreads = 3 * kWarpgroup;
+  static constexpr int kQueryPanel = kRows * kPanelRowBytes;
+  static constexpr int kQueryBytes = kPanels * kQueryPanel;
+  static constexpr int kKeyPanel = kKeys * kPanelRowBytes;
+  static constexpr int kKeyBytes = kPanels * kKeyPanel;
+  static constexpr int kOutPanel = 64 * kPanelRowBytes;
+  // Shared memory: queries (2), keys (kStages), values (kStages), out (2 warpgroups), barriers, tiles (2).
+  static constexpr int kKeysAt = 2 * kQueryBytes;
+  static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kOutAt = kValuesAt + kStages * kKeyBytes;
+  static constexpr int kBarriersAt = kOutAt + 2 * kPanels * kOutPanel;
+  static constexpr int kBarriers = 4 + 4 * kStages;
+  static constexpr int kTilesAt = kBarriersAt + kBarriers * 8;
+  static constexpr int kSharedBytes = kTilesAt + 2 * 16 + 1024;  // aligned to 1024 by the kernel
+};
+
+template <typename T>
+struct Sm90Forward {
+  CUtensorMap query, key, value, out;
+  float* logsumexp;
+  Sm90Problem<T> problem;
+  TileOrder order;
+};
+
+// A tile of queries: its first, its head of all batches, and how many key blocks its queries see: at least one (where
+// they see none, a masked one), 0 after the last tile.
+struct alignas(16) QueryTile {
+  int row;
+  int head;
+  int blocks;
+};
+
+#if GPTKERNELS_WGMMA
+
+template <typename T, int HS, bool kCausal>
+__global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
+    attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
+  using Shape = ForwardShape<HS>;
+  constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys, kPanels = Shape::kPanels;
+  constexpr int kScores = kKeys / 2, kOut = HS / 2;  // accumulators of a thread
+
+  extern __shared__ uint8_t shared_bytes[];
+  const uint32_t shared = (static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024;
+  QueryTile* tiles = reinterpret_cast<QueryTile*>(
+      shared_bytes + (shared - static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes))) + Shape::kTilesAt);
+  const uint32_t barriers = shared + Shape::kBarriersAt;
+  const auto query_full = [&](int i) { return barriers + 8 * i; };
+  const auto query_empty = [&](int i) { return barriers + 8 * (2 + i); };
+  const auto key_full = [&](int i) { return barriers + 8 * (4 + i); };
+  const auto key_empty = [&](int i) { return barriers + 8 * (4 + kStages + i); };
+  const auto value_full = [&](int i) { return barriers + 8 * (4 + 2 * kStages + i); };
+  const auto value_empty = [&](int i) { return barriers + 8 * (4 + 3 * kStages + i); };
+
+  constexpr int kConsumerWarps = 8;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(query_full(i), 1);
+      barrier_init(query_empty(i), kConsumerWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(key_full(i), 1);
+      barrier_init(key_empty(i), kConsumerWarps);
+      barrier_init(value_full(i), 1);
+      barrier_init(value_empty(i), kConsumerWarps);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x != 0) return;
+    RingPosition<2> query;
+    RingPosition<kStages> key;
+    const auto load = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int block, int head, int batch) {
+      barrier_expect(full, Shape::kKeyBytes);
+      for (int i = 0; i < kPanels; ++i)
+        tma_load(to + i * Shape::kKeyPanel, map, i * kPanelColumns, block * kKeys, head, batch, full);
+    };
+    for (int index = p.order.first();; index = p.order.take()) {
+      barrier_wait(query_empty(query.slot), query.phase ^ 1);
+      TileOrder::Tile found;
+      if (!p.order.find(index, found)) {
+        tiles[query.slot].blocks = 0;
+        barrier_arrive(query_full(query.slot));
+        return;
+      }
+      const int row = found.tile * Shape::kRows;
+      int end = p.problem.keys;
+      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
+      const int blocks = max((end + kKeys - 1) / kKeys, 1);
+      tiles[query.slot] = {row, found.head, blocks};
+      const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
+      const int key_head = head / p.problem.group;
+      barrier_expect(query_full(query.slot), Shape::kQueryBytes);
+      for (int i = 0; i < kPanels; ++i)
+        tma_load(shared + query.slot * Shape::kQueryBytes + i * Shape::kQueryPanel, p.query, i * kPanelColumns, row,
+                 head, batch, query_full(query.slot));
+      query.advance();
+      for (int block = blocks - 1; block >= 0; --block) {
+        barrier_wait(key_empty(key.slot), key.phase ^ 1);
+        load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), block, key_head, batch);
+        barrier_wait(value_empty(key.slot), key.phase ^ 1);
+        load(p.value, shared + Shape::kValuesAt + key.slot * Shape::kKeyBytes, value_full(key.slot), block, key_head,
+             batch);
+        key.advance();
+      }
+    }
+  }
+
+  take_registers<240>();
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);  // the same in a warp, and known to be
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;  // in a tile, and own_row + 8
+  const float factor = p.problem.scale_log2;
+  const uint32_t out_shared = shared + Shape::kOutAt + warpgroup * kPanels * Shape::kOutPanel;
+
+  float scores_a[kScores], scores_b[kScores], out[kOut];
+  uint32_t weights[kScores / 2];
+  float reference[2], sum[2];
+  bool needs_reference = true;  // a row of the warp has none yet
+
+  RingPosition<kStages> key, value;  // of the q k^T and p v under way
+  RingPosition<2> query;
+
+  barrier_wait(query_full(0), 0);
+  QueryTile tile = tiles[0], next_tile;
+  if (tile.blocks == 0) return;
+  int block = tile.blocks - 1;
+  int previous_row = 0, previous_head = 0;  // of the tile before
+  bool any_previous = false;                // block
+
+  const auto issue_scores = [&](float (&scores)[kScores]) {
+    const uint64_t q = panel_descriptor(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes);
+    const uint64_t k = panel_descriptor(shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes);
+    pin_registers(scores);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < HS / 16; ++i)
+      wgmma<T, false>(scores, q + (i / 4 * Shape::kQueryPanel / 16 + i % 4 * kStepK),
+                      k + (i / 4 * Shape::kKeyPanel / 16 + i % 4 * kStepK), i > 0);
+    wgmma_commit();
+  };
+
+  // The scores of the block at hand once more, by mma.sync: a warp that needs them again is alone in that.
+  const auto compute_scores_again = [&](float (&scores)[kScores]) {
+    const uint32_t q = shared + query.slot * Shape::kQueryBytes;
+    const uint32_t k = shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes;
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] = 0;
+#pragma unroll
+    for (int i = 0; i < HS / 16; ++i) {
+      uint32_t a[4];
+      load_matrices(a, q + i / 4 * Shape::kQueryPanel +
+                           panel_offset(warpgroup * 64 + warp * 16 + lane % 16, i % 4 * 2 + lane / 16));
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j) {
+        uint32_t b[4];
+        load_matrices(b, k + i / 4 * Shape::kKeyPanel +
+                             panel_offset(j * 16 + lane / 16 * 8 + lane % 8, i % 4 * 2 + lane / 8 % 2));
+        mma_16x8<T>(&scores[8 * j], a, b[0], b[1]);
+        mma_16x8<T>(&scores[8 * j + 4], a, b[2], b[3]);
+      }
+    }
+  };
+
+  // Scores of keys that a query does not see become -inf.
+  const auto mask = [&](float (&scores)[kScores]) {
+    const int first_key = block * kKeys;
+    int end = p.problem.keys;  // of the keys that all of the warpgroup's queries see
+    if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
+    if (first_key + kKeys <= end) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int limit = p.problem.keys;
+      if constexpr (kCausal) limit = min(limit, tile.row + own_row + 8 * r + p.problem.query_offset + 1);
+      limit -= first_key + 2 * (lane % 4);
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        if (8 * i >= limit) scores[4 * i + 2 * r] = -INFINITY;
+        if (8 * i + 1 >= limit) scores[4 * i + 2 * r + 1] = -INFINITY;
+      }
+    }
+  };
+
+  // Raises the references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old.
+  const auto raise_references = [&](const float (&scores)[kScores], float (&rescale)[2]) {
+    float largest[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float even = -INFINITY, odd = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        even = fmaxf(even, scores[4 * i + 2 * r]);
+        odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
+      }
+      largest[r] = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
+      rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximate((reference[r] - largest[r]) * factor);
+      reference[r] = largest[r];
+    }
+    needs_reference = __any_sync(~0u, largest[0] == -INFINITY || largest[1] == -INFINITY);
+  };
+
+  // Scores to exponentials; their sums, of this thread's part of its two rows.
+  const auto exponentials = [&](float (&scores)[kScores], float (&sums)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float bias = reference[r] == -INFINITY ? 0 : -reference[r] * factor;
+      float even = 0, odd = 0;
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        float& x = scores[4 * i + 2 * r];
+        float& y = scores[4 * i + 2 * r + 1];
+        x = exp2_approximate(fmaf(x, factor, bias));
+        y = exp2_approximate(fmaf(y, factor, bias));
+        even += x;
+        odd += y;
+      }
+      sums[r] = even + odd;
+    }
+  };
+
+  const auto store_out = [&](const float (&tile_reference)[2], const float (&tile_sum)[2]) {
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = quad_sum(tile_sum[r]);
+      inverse[r] = total > 0 ? 1 / total : total == 0 ? 0 : NAN;
+      const int row = previous_row + own_row + 8 * r;
+      if (lane % 4 == 0 && row < p.problem.queries)
+        p.logsumexp[static_cast<int64_t>(previous_head) * p.problem.queries + row] =
+            total == 0 ? -INFINITY : tile_reference[r] * p.problem.scale + logf(total);
+    }
+    if (thread == 0) tma_store_wait_read();
+    warpgroup_barrier(1 + warpgroup);
+#pragma unroll
+    for (int i = 0; i < HS / 16; ++i) {
+      const int row = warp * 16 + lane % 16;
+      const uint32_t to = out_shared + i / 4 * Shape::kOutPanel + panel_offset(row, i % 4 * 2 + lane / 16);
+      const float* o = &out[8 * i];
+      store_matrices(
+          to, pack_pair<T>(o[0] * inverse[0], o[1] * inverse[0]), pack_pair<T>(o[2] * inverse[1], o[3] * inverse[1]),
+          pack_pair<T>(o[4] * inverse[0], o[5] * inverse[0]), pack_pair<T>(o[6] * inverse[1], o[7] * inverse[1]));
+    }
+    fence_async_shared();
+    warpgroup_barrier(1 + warpgroup);
+    if (thread == 0) {
+      for (int i = 0; i < kPanels; ++i)
+        tma_store(p.out, out_shared + i * Shape::kOutPanel, i * kPanelColumns, previous_row + warpgroup * 64,
+                  previous_head % p.problem.heads, previous_head / p.problem.heads);
+      tma_store_commit();
+    }
+  };
+
+  // The warpgroups take turns at the exponentials, so that one's other work fills the time of the other's.
+  const auto wait_for_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); };
+  const auto turn_to_other = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); };
+  if (warpgroup == 1) turn_to_other();
+
+  // The softmax of `current`, whose product is done; p v is under way when this returns. (The compiler follows wgmmas
+  // across a loop only where nothing is read that was not waited for with all that was started before it.)
+  const auto step = [&](float (&current)[kScores], float (&next)[kScores]) {
+    const bool first = block == tile.blocks - 1, last = block == 0;
+    const RingPosition<kStages> key_now = key;
+    const RingPosition<2> query_now = query;
+    key.advance();
+    bool more = true;
+    if (last) {
+      query.advance();
+      barrier_wait(query_full(query.slot), query.phase);
+      next_tile = tiles[query.slot];
+      more = next_tile.blocks > 0;
+    }
+    if (more) barrier_wait(key_full(key.slot), key.phase);
+    issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
+
+    mask(current);
+    const float old_reference[2] = {reference[0], reference[1]}, old_sum[2] = {sum[0], sum[1]};
+    float rescale[2] = {1, 1}, sums[2];
+    if (first) {
+      reference[0] = reference[1] = -INFINITY;
+      sum[0] = sum[1] = 0;
+      needs_reference = true;
+    }
+    bool rescales = needs_reference;
+    if (needs_reference) raise_references(current, rescale);
+    wait_for_turn();
+    exponentials(current, sums);
+    complete(sums[0]);
+    complete(sums[1]);
+    if (more || warpgroup == 0) turn_to_other();
+    // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
+    constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
+    if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) {
+      const RingPosition<kStages> key_ahead = key;
+      const RingPosition<2> query_ahead = query;
+      key = key_now;
+      query = query_now;
+      compute_scores_again(current);
+      mask(current);
+      float raised[2];
+      raise_references(current, raised);
+      exponentials(current, sums);
+      rescale[0] *= raised[0];
+      rescale[1] *= raised[1];
+      rescales = true;
+      key = key_ahead;
+      query = query_ahead;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + sums[r];
+    barrier_arrive_if(lane == 0, key_empty(key_now.slot));
+    barrier_arrive_if(lane == 0 && last, query_empty(query_now.slot));
+
+    RingPosition<kStages> next_value = value;
+    if (any_previous) next_value.advance();
+    barrier_wait(value_full(next_value.slot), next_value.phase);
+    wgmma_wait<0>();  // p v of the block before, q k^T of the block ahead
+    pin_registers(next);
+    pin_registers(out);
+    pin_registers(weights);
+    barrier_arrive_if(any_previous && lane == 0, value_empty(value.slot));
+    value = next_value;
+    if (first) {
+      if (any_previous) store_out(old_reference, old_sum);
+    } else if (rescales) {
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) out[i] *= rescale[i / 2 % 2];
+    }
+    accumulators_to_a<T>(weights, current);
+
+    const uint64_t v = panel_descriptor(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, Shape::kKeyPanel);
+    pin_registers(weights);
+    pin_registers(out);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKeys / 16; ++i) wgmma<T, true>(out, &weights[4 * i], v + i * kStepRows, i > 0 || !first);
+    wgmma_commit();
+    any_previous = true;
+    --block;
+    if (last) {
+      previous_row = tile.row;
+      previous_head = tile.head;
+      tile = next_tile;
+      block = tile.blocks - 1;
+    }
+    return more;
+  };
+
+  barrier_wait(key_full(0), 0);
+  issue_scores(scores_a);
+  wgmma_wait<0>();
+  pin_registers(scores_a);
+  while (true) {
+    if (!step(scores_a, scores_b)) break;
+    if (!step(scores_b, scores_a)) break;
+  }
+  wgmma_wait<0>();
+  pin_registers(out);
+  store_out(reference, sum);
+  if (thread == 0) tma_store_wait();
+}
+
+#else
+
+template <typename T, int HS, bool kCausal>
+__global__ void attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
+
+#endif
+
+template <typename T, int HS, bool kCausal>
+Status launch_attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
+  using Shape = ForwardShape<HS>;
+  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal>;
+  const AttentionSizes& s = p.sizes;
+  const int64_t heads = s.batches * s.heads;
+  const int64_t tiles = ceil_div(s.queries, Shape::kRows);
+  const Sm90Forward<T> arguments = {
+      .query = panel_map(p.query, s, s.heads, s.queries, Shape::kRows),
+      .key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kKeys),
+      .value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kKeys),
+      .out = panel_map(p.out, s, s.heads, s.queries, 64),
+      .logsumexp = p.logsumexp,
+      .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
+      .order = TileOrder::of(tiles, heads, s.keys * HS * 2 * static_cast<int64_t>(sizeof(T)), kCausal, p.workspace),
+  };
+  if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
+  const Status cleared = cudaMemsetAsync(p.workspace, 0, sizeof(int), stream);
+  if (cleared != cudaSuccess) return cleared;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles * heads, multiprocessors()));
+  kKernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(arguments);
+  return cudaGetLastError();
+}
+
+}  // namespace gptkernels::cuda

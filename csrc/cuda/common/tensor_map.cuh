@@ -1,0 +1,103 @@
+// TMA: a copy of a box out of a tensor between global and shared memory, started by one thread, that swizzles and
+// leaves out (or fills with 0) what is beyond the tensor's end. Here tensors are (B, heads, T, HS).
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../device.h"
+
+namespace gptkernels::cuda {
+
+// cuTensorMapEncodeTiled, by way of the runtime: no library of the driver is linked.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const bool found = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                                        &result) == cudaSuccess &&
+                       result == cudaDriverEntryPointSuccess;
+    return found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
+  }();
+  return encode;
+}
+
+// Whether TMA takes the tensor: 16-byte aligned, and so is every step between rows that exist.
+template <typename T>
+bool tma_takes(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
+               int64_t batch_stride, int64_t batches) {
+  constexpr int64_t kLargest = int64_t{1} << 40;
+  const auto aligned = [&](int64_t stride, int64_t count) {
+    const int64_t bytes = stride * static_cast<int64_t>(sizeof(T));
+    return count <= 1 || (bytes > 0 && bytes < kLargest && bytes % 16 == 0);
+  };
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && aligned(row_stride, tokens) && aligned(head_stride, heads) &&
+         aligned(batch_stride, batches);
+}
+
+// A box is `rows` tokens of one head, 64 of its columns: a panel (wgmma.cuh).
+template <typename T>
+CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, int64_t tokens, int64_t head_stride,
+                      int64_t heads, int64_t batch_stride, int64_t batches, int rows) {
+  const auto bytes = [](int64_t stride, int64_t count) {
+    return static_cast<cuuint64_t>(count > 1 ? stride * static_cast<int64_t>(sizeof(T)) : 16);
+  };
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_size),
+                               static_cast<cuuint64_t>(std::max<int64_t>(tokens, 1)), static_cast<cuuint64_t>(heads),
+                               static_cast<cuuint64_t>(batches)};
+  const cuuint64_t strides[3] = {bytes(row_stride, tokens), bytes(head_stride, heads), bytes(batch_stride, batches)};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  tensor_map_encoder()(
+      &map, std::is_same_v<T, bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+__device__ inline void tma_prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// A box at (column, row, head, batch), which the barrier counts as it arrives.
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
+                                uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+__device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row, int head, int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+               "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+
+__device__ inline void tma_store_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits until this thread's stores have read their shared memory.
+__device__ inline void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ inline void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Ordinary stores of this thread to shared memory, before what the copy engine and wgmma read of it.
+__device__ inline void fence_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#endif
+
+}  // namespace gptkernels::cuda

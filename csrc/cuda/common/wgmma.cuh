@@ -1,0 +1,216 @@
+// The tensor cores of sm_90: D (64 x N) = A (64 x 16) B (16 x N) + D by the four warps of a warpgroup, with B, and A
+// unless it is in registers, read from shared memory. Names and meanings are those of PTX (wgmma).
+//
+// Accumulators: a warp has 16 rows of the 64. Lane l has, of every 8 columns 8t to 8t+7, columns 8t + 2(l%4) and the
+// one after it: of row l/4 in d[4t], d[4t+1], of row l/4 + 8 in d[4t+2], d[4t+3]. A in registers: of 16 columns the
+// same thread has the same columns, so 16 columns of accumulators, packed in pairs, are one A.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../device.h"
+
+namespace gptkernels::cuda {
+
+// ---- matrices in shared memory
+// ---------------------------------------------------------------------------------------
+//
+// A tile is stored in panels of 64 columns of 16 bits: rows of 128 bytes, in groups of 8 rows (1024 bytes, at which the
+// panel is aligned), swizzled as TMA's CU_TENSOR_MAP_SWIZZLE_128B does: 16-byte chunk c of row r is at chunk c ^ (r %
+// 8).
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define GPTKERNELS_WGMMA 1
+#else
+#define GPTKERNELS_WGMMA 0
+#endif
+
+#if GPTKERNELS_WGMMA
+
+// Orders a thread's register accesses before the wgmmas that follow.
+__device__ inline void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the groups committed last are unfinished.
+template <int kPending>
+__device__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Registers that a wgmma writes or reads while it runs: the compiler moves no access to them past this point.
+template <typename R, int N>
+__device__ void pin_registers(R (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<R, float>) {
+      asm volatile("" : "+f"(registers[i])::"memory");
+    } else {
+      asm volatile("" : "+r"(registers[i])::"memory");
+    }
+  }
+}
+
+// The descriptor of a panel for wgmma: its lower word says where, so that steps are additions to it. kRowsAreK false:
+// rows are m or n, columns are k ("K-major"); 16 more k are kStepK on. kRowsAreK true: rows are k, columns are n
+// ("MN-major"); 16 more k are kStepRows on, and `panel_bytes` is how far the next 64 columns are.
+__device__ inline uint64_t panel_descriptor(uint32_t shared, uint32_t panel_bytes = 16) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kGroupStride | (panel_bytes >> 4 << 16 | shared >> 4);
+}
+constexpr int kStepK = 32 >> 4;
+constexpr int kStepRows = 16 * kPanelRowBytes >> 4;
+
+// The byte of a panel at which 16-byte chunk `chunk` of row `row` is.
+__device__ inline uint32_t panel_offset(int row, int chunk) {
+  return row * kPanelRowBytes + ((chunk ^ (row % 8)) << 4);
+}
+
+// ---- products
+// --------------------------------------------------------------------------------------------------------
+
+#define GPTKERNELS_ACCUMULATORS_64(d)                                                                         \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),  \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+
+#define GPTKERNELS_REGISTERS_64                                                                                \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+
+#define GPTKERNELS_ACCUMULATORS_128(d)                                                                        \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),  \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+      "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+      "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+      "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+      "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+
+#define GPTKERNELS_REGISTERS_128                                                                               \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+
+// D += A B, both in shared memory; D = A B where `accumulate` is 0.
+#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
+  asm volatile(                                                                               \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64 \
+      "%32, %33, p, 1, 1, 0, %35;\n}"                                                         \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                         \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
+      : "memory")
+
+#define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64         \
+      "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"                                                   \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                                 \
+      : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
+      : "memory")
+
+// D += A B, both in shared memory; D = A B where `accumulate` is 0.
+#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128 \
+      "%64, %65, p, 1, 1, 0, %67;\n}"                                                           \
+      : GPTKERNELS_ACCUMULATORS_128(d)                                                          \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
+      : "memory")
+
+#define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128       \
+      "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"                                                   \
+      : GPTKERNELS_ACCUMULATORS_128(d)                                                                \
+      : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
+      : "memory")
+
+// D (64 x 2n) = A B, or += where `accumulate` is not 0. A by descriptor (rows are m) or in registers; kRowsAreK says
+// how B lies.
+template <typename T, bool kRowsAreK, int n>
+__device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(n == 32 || n == 64);
+  constexpr int kTranspose = kRowsAreK ? 1 : 0;
+  if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
+    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (n == 32) {
+    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTranspose);
+  } else {
+    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTranspose);
+  }
+}
+
+template <typename T, bool kRowsAreK, int n>
+__device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
+  static_assert(n == 32 || n == 64);
+  constexpr int kTranspose = kRowsAreK ? 1 : 0;
+  if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
+    GPTKERNELS_WGMMA_RS_64("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    GPTKERNELS_WGMMA_RS_128("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (n == 32) {
+    GPTKERNELS_WGMMA_RS_64("f16", d, a, b, accumulate, kTranspose);
+  } else {
+    GPTKERNELS_WGMMA_RS_128("f16", d, a, b, accumulate, kTranspose);
+  }
+}
+
+// Two accumulators as one register of an A operand.
+template <typename T>
+__device__ uint32_t pack_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+template <typename T>
+__device__ float2 unpack_pair(uint32_t word) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
+}
+
+// The accumulators of 64 x 2n as n/8 A operands of 64 x 16.
+template <typename T, int n>
+__device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// Registers move between the warpgroups of a block: each warpgroup calls one of these once, as its first branch.
+template <int kRegisters>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+#endif
+
+}  // namespace gptkernels::cuda
