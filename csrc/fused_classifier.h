@@ -23,6 +23,7 @@ struct FusedClassifierForward {
   int64_t width;       // Vp
   int64_t vocab_size;  // V, from 1 to Vp
   int64_t ignore_index;
+  int64_t first_row = 0;  // the number of row 0 in an error, where these are some of a longer list
 };
 
 // scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 also where dlosses is infinite or NaN, as

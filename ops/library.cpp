@@ -90,6 +90,19 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? dlosses=None) -> Tensor");
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
 
+  // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
+  // lets the op choose. _with_gradients is for 'mean' and 'sum'.
+  m.def(
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
+      "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
+  m.def(
+      "linear_cross_entropy_with_gradients(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+      "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) "
+      "-> (Tensor loss, Tensor dx, Tensor dweight)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+      "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
+
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
       "*, Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor? grad_scale=None, "

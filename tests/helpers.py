@@ -144,3 +144,24 @@ def assert_close_in_scale(a, b, dtype):
     """
     scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
     torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
+
+
+def check(ours, torchs, *inputs):
+    """The same values, dtype, shape and gradients; ours and torchs take the tensors and return one."""
+    out, expected = ours(*inputs), torchs(*inputs)
+    torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
+    inputs = [t.detach() if t.is_floating_point() else None for t in inputs], inputs
+    floating = [t for t in inputs[0] if t is not None]
+
+    def with_floating(function):
+        def call(*leaves):
+            leaves = iter(leaves)
+            return function(*(t if f is None else next(leaves) for f, t in zip(*inputs, strict=True)))
+
+        return call
+
+    dout = torch.randn(expected.shape).to(expected)
+    found = gradients(with_floating(ours), floating, dout)
+    wanted = gradients(with_floating(torchs), floating, dout)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **tolerance(b.dtype))

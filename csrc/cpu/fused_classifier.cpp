@@ -22,8 +22,8 @@ Status check_targets(const FusedClassifierForward<T>& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t target = target_of(p, row);
     if (target != p.ignore_index && (target < 0 || target >= p.vocab_size))
-      return {"target " + std::to_string(target) + " at row " + std::to_string(row) + " is outside the vocabulary of " +
-              std::to_string(p.vocab_size)};
+      return {"target " + std::to_string(target) + " at row " + std::to_string(p.first_row + row) +
+              " is outside the vocabulary of " + std::to_string(p.vocab_size)};
   }
   return {};
 }

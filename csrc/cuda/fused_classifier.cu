@@ -43,7 +43,7 @@ __device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, in
   if (target == p.ignore_index || counts(p, target)) return;
   device_fail(kernel, "a target is outside the vocabulary",
               "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
-              static_cast<long long>(row), static_cast<long long>(p.vocab_size));
+              static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
   __builtin_unreachable();  // so that no register is kept for what would follow
 }
 

@@ -73,29 +73,36 @@ class WideSums {
   cublasMath_t before_;
 };
 
-template <typename T>
-MatmulStatus zero(const Matmul<T>& p, Stream stream) {
+// What a product over no terms leaves in out.
+template <typename Out, typename T>
+MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
+  if (p.accumulate) return {};
   for (int64_t batch = 0; batch < p.batches; ++batch) {
-    const cudaError_t error =
-        cudaMemset2DAsync(p.out + batch * p.out_stride, p.out_ld * sizeof(T), 0, p.columns * sizeof(T), p.rows, stream);
+    const cudaError_t error = cudaMemset2DAsync(out + batch * p.out_stride, p.out_ld * sizeof(Out), 0,
+                                                p.columns * sizeof(Out), p.rows, stream);
     if (error != cudaSuccess) return {.cuda = error};
   }
   return {};
 }
 
-template <typename T>
-MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+template <typename Out, typename T>
+MatmulStatus product_into(Out* out, const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
   if (p.rows == 0 || p.columns == 0 || p.batches == 0) return {};
-  if (p.inner == 0) return zero(p, stream);
+  if (p.inner == 0) return zero(out, p, stream);
   using A = accumulate_t<T>;
   const A alpha = static_cast<A>(p.alpha);
-  const A beta = 0;
+  const A beta = p.accumulate ? 1 : 0;
   constexpr cudaDataType_t type = kDataType<T>;
   const WideSums<T> wide(handle);
   return {.cublas = cublasGemmStridedBatchedEx_64(
               handle, operation(p.b_transposed), operation(p.a_transposed), p.columns, p.rows, p.inner, &alpha, p.b,
-              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, p.out, type, p.out_ld, p.out_stride,
-              p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, out, kDataType<Out>, p.out_ld,
+              p.out_stride, p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+}
+
+template <typename T>
+MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  return p.wide_out ? product_into(p.wide_out, p, handle, stream) : product_into(p.out, p, handle, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ namespace gptkernels::cuda {
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
 // the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
 // j * ld + i. The pointers below `alpha` are null or not, with alpha 1, one batch, and out dense; dgelu_at goes alone.
+// With wide_out or accumulate there is no epilogue.
 template <typename T>
 struct Matmul {
   T* out;
@@ -29,9 +30,11 @@ struct Matmul {
   int64_t a_stride;
   int64_t b_stride;
   double alpha;
-  const T* bias;      // (columns): added to every row
-  T* pre_gelu;        // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
-  const T* dgelu_at;  // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  const T* bias;                        // (columns): added to every row
+  T* pre_gelu;                          // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
+  const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
+  bool accumulate = false;              // add the product to what is there (beta = 1)
 };
 
 // How a product is done. What cuBLASLt's heuristic answers for a shape is asked once a process and remembered.
