@@ -6,12 +6,12 @@ import zlib
 from pathlib import Path
 
 BLOCK_BYTES = 1 << 18
-MAX_BLOCKS = 1 << 12
-"""Up to this many blocks, 1 GiB, all of a file is read."""
+MAX_BLOCKS = 1 << 10
+"""A file of up to this many blocks, 256 MiB, is read whole."""
 
 
 def fingerprint(path: Path) -> str:
-    """The file's size and the CRC-32 of its bytes; of a large file, of 1 GiB in evenly spaced blocks.
+    """The file's size and the CRC-32 of its bytes; for a file of more than 256 MiB, of that much of it, in evenly spaced blocks.
 
     Raises:
         OSError: the file cannot be read.

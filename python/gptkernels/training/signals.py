@@ -47,6 +47,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 def _acknowledge() -> None:
-    """Past the buffers of `sys.stderr`, in the middle of which the signal may have come."""
-    with suppress(OSError, ValueError, AttributeError):
-        os.write(sys.stderr.fileno(), ACKNOWLEDGEMENT)
+    """Not through `sys.stderr`'s buffer: the signal may have interrupted a write to it."""
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno(), ACKNOWLEDGEMENT)
