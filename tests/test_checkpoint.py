@@ -581,7 +581,7 @@ def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
     for size in (0, 1, 8, 1000, 1024, 5000, len(before) // 2, len(before) - 1):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
-            with pytest.raises(OSError, match=re.escape(f"File too large: '{path}'")):
+            with pytest.raises(OSError, match=re.escape(f"File too large: '{path}'") + "$"):
                 checkpoint.save_model(path, make_state(seed=1), CONFIG)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)

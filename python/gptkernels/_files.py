@@ -72,9 +72,9 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         os.replace(temporary, path)
         _fsync(path.parent)
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(temporary)):
-            error.filename, error.filename2 = str(path), None
-        raise
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -269,8 +268,8 @@ def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not tensors:
         return None
-    largest = torch._foreach_norm(list(tensors.values()), math.inf)
-    finite = torch.stack([norm.double() for norm in largest]).isfinite().tolist()
+    extremes = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]  # they propagate NaN
+    finite = torch.stack(extremes).isfinite().all(1).tolist()
     return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
 
 

@@ -11,7 +11,7 @@ MAX_BLOCKS = 1 << 10
 
 
 def fingerprint(path: Path) -> str:
-    """The file's size and the CRC-32 of its bytes; for a file of more than 256 MiB, of that much of it, in evenly spaced blocks.
+    """The file's size and the CRC-32 of its bytes; of more than 256 MiB, that of as much in evenly spaced blocks.
 
     Raises:
         OSError: the file cannot be read.
