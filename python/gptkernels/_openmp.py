@@ -1,8 +1,8 @@
 """How the threads of `gptkernels train` wait for each other; set before torch is loaded, which is when OpenMP reads it.
 
-GNU's OpenMP, which torch's CPU wheels bring, spins at every barrier while there are no more threads than processors. On
-a busy machine each barrier then takes as long as its slowest thread waits for a processor. With a passive policy threads
-sleep instead. LLVM's and Intel's OpenMP obey the same variable.
+GNU's OpenMP, which torch's CPU wheels bring, spins at every barrier while there are no more threads than processors.
+On a busy machine each barrier then takes as long as its slowest thread waits for a processor. With a passive policy
+threads sleep instead. LLVM's and Intel's OpenMP obey the same variable.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from gptkernels.training.config import TrainConfig
 from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.training.model import build_model, parameter_groups
+from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.processes import Processes, process_rank
 from gptkernels.training.progress import show_progress
@@ -137,7 +138,7 @@ class Trainer:
         self.step = 0  # updates made
         self._saved_step: int | None = None
         self._runs_ahead = processes.device.type != "cpu"
-        self._pending: _PendingStep | None = None
+        self._pending: PendingStep | None = None
         self._train_loss: float | None = None
         self._stop = False
         if saved is not None and output is not None:
@@ -212,7 +213,7 @@ class Trainer:
                 self._save()
         self._finish_pending()
 
-    def _launch_step(self) -> _PendingStep:
+    def _launch_step(self) -> PendingStep:
         """Make the next update, without waiting for the device."""
         config = self.config
         rate = self._learning_rate()
@@ -231,7 +232,7 @@ class Trainer:
         assert norm is not None
         numbers = self.processes.average(torch.stack([total, norm, stop]))
         self.step += 1
-        return _PendingStep(self.step - 1, rate, numbers)
+        return PendingStep(self.step - 1, rate, numbers)
 
     def _learning_rate(self) -> float:
         config = self.config
@@ -252,7 +253,7 @@ class Trainer:
         pending, self._pending = self._pending, None
         self._finish(pending)
 
-    def _finish(self, pending: _PendingStep | None) -> None:
+    def _finish(self, pending: PendingStep | None) -> None:
         """Wait for a step's numbers, then log and show them."""
         if pending is None:
             return
@@ -406,21 +407,6 @@ class Trainer:
             self._progress.say("no loss plot: it takes matplotlib (pip install matplotlib)")
         else:
             self._progress.say(f"loss plot: {self.output / PLOT}")
-
-
-class _PendingStep:
-    """The loss, gradient norm and request to stop of a step, on their way from the device; `end` is when they come."""
-
-    def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
-        self.step = step
-        self.learning_rate = learning_rate
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self.end = Mark(numbers.device)
-
-    def read(self) -> list[float]:
-        """The numbers, once they are there."""
-        self.end.wait()
-        return self._numbers.tolist()
 
 
 def _is_due(step: int, every: int) -> bool:
