@@ -2,6 +2,7 @@
 
 import io
 import re
+import subprocess
 import sys
 
 import pytest
@@ -122,6 +123,24 @@ def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, device, 
 def test_bad_options_get_a_sentence(checkpoint, flags, message, capsys):
     assert main(["generate", str(checkpoint), *flags]) == 2
     assert f"gptkernels generate: error: {message}" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_get_a_sentence(tmp_path, capsys, device):
+    model = make_model()
+    model.transformer.ln_f.weight.data[3] = torch.nan
+    save_model(tmp_path / "model.bin", model.state_dict(), model.config)
+    assert main(["generate", str(tmp_path / "model.bin"), "--device", str(device)]) == 2
+    assert "model.bin: transformer.ln_f.weight holds NaN or infinity: the model has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("redirection", "status", "errors"), [("| true", 141, 0), ("> /dev/full", 3, 1)])
+def test_an_unread_text_ends_the_command(checkpoint, redirection, status, errors):
+    command = f"{sys.executable} -m gptkernels generate {checkpoint} --device cpu {redirection}"
+    result = subprocess.run(
+        ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == status
+    assert result.stderr.count("\n") == errors
 
 
 def test_a_missing_checkpoint_gets_a_sentence(tmp_path, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -10,18 +11,30 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from gptkernels.training.config import TrainConfig, flag
+from gptkernels.training.output import SafeOutput, flush_streams, prepare_streams
 
 USAGE_ERROR = 2
 FAILURE = 1
+DISK_ERROR = 3
 INTERRUPTED = 130
+UNREAD = 141
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done. 1: the training diverged. 2: the command or its input is wrong; stderr says why.
-    128 + N: stopped by signal N; 130 for Ctrl-C.
+    0: done. 1: the training diverged. 2: the command or its input is wrong. 3: the disk is full or failing.
+    128 + N: stopped by signal N; 130 for Ctrl-C, 141 where nobody reads the output. For 1 to 3 stderr says why.
     """
+    prepare_streams()
+    try:
+        return _run(arguments)
+    finally:
+        flush_streams()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     args = vars(_parser().parse_args(arguments))
     run: Callable[..., int] = args.pop("run")
     command, traceback = args.pop("command"), args.pop("traceback")
@@ -29,11 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(**args)
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        return UNREAD
     except (ValueError, OSError, FloatingPointError) as error:
         if traceback:
             raise
-        print(f"gptkernels {command}: error: {error}", file=sys.stderr)
-        return FAILURE if isinstance(error, FloatingPointError) else USAGE_ERROR
+        print(f"gptkernels {command}: error: {error}", file=SafeOutput(sys.stderr))
+        return _status(error)
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, FloatingPointError):
+        return FAILURE
+    return DISK_ERROR if isinstance(error, OSError) and error.errno in _DISK_ERRORS else USAGE_ERROR
 
 
 def _parser() -> argparse.ArgumentParser:

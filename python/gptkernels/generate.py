@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels.checkpoint import find_non_finite
 from gptkernels.data import Tokenizer, load_tokenizer, stream_text, tokenizer_for_prefix
 from gptkernels.models import GPT2
 from gptkernels.training.processes import pick_device
@@ -42,7 +43,8 @@ class Writer:
         seed: of the draws.
 
     Raises:
-        ValueError: a file is damaged, or there is no tokenizer, or it is of another vocabulary.
+        ValueError: a file is damaged, a weight is not finite, or there is no tokenizer, or it is of another
+            vocabulary.
         OSError: a file cannot be read.
     """
 
@@ -54,6 +56,8 @@ class Writer:
             path = path / CHECKPOINT
         self.device = pick_device(device)
         self.model = GPT2.from_checkpoint(path, self.device).eval()
+        if name := find_non_finite(self.model.state_dict()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity: the model has diverged, and can write nothing")
         self.tokenizer = _find_tokenizer(path, tokenizer, self.model.config.vocab_size)
         self._generator = torch.Generator(self.device).manual_seed(seed)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from gptkernels.training.logs import TrainingStep
+from gptkernels.training.output import SafeOutput
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -45,13 +46,14 @@ class Silence:
 class Lines:
     """Plain lines: the first and last steps, and between them one every two seconds at most."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
+        self._output = output
         self._last = -SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
         """Print a text."""
-        print(text, flush=True)
+        print(text, file=self._output, flush=True)
 
     def step(self, record: TrainingStep) -> None:
         """Print a line, unless the last one was a moment ago."""
@@ -63,6 +65,7 @@ class Lines:
             f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}, "
             f"norm {record.gradient_norm:.3f}, lr {record.learning_rate:.2e}, "
             f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s",
+            file=self._output,
             flush=True,
         )
 
@@ -73,7 +76,8 @@ class Lines:
 class Bar:
     """A progress bar of `rich`, with loss, tokens/s, ms/step and the time left; texts scroll above it."""
 
-    def __init__(self, total_steps: int, first_step: int) -> None:
+    def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
@@ -81,6 +85,7 @@ class Bar:
             BarColumn(bar_width=None),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
+            console=Console(file=cast("IO[str]", output), emoji=False),
             expand=True,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step, numbers="")
@@ -104,4 +109,5 @@ def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
     """The Progress for this process and what its output goes to."""
     if not is_main:
         return Silence()
-    return Bar(total_steps, first_step) if sys.stdout.isatty() else Lines(total_steps)
+    output = SafeOutput(sys.stdout)
+    return Bar(total_steps, first_step, output) if output.isatty() else Lines(total_steps, output)

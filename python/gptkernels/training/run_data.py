@@ -13,7 +13,7 @@ from gptkernels.training.runs import standard_library
 GPT2_VOCAB_SIZE = 50257
 
 
-class Corpus:
+class RunData:
     """The data of a run, as its options name it.
 
     Attributes:
