@@ -164,7 +164,7 @@ def test_mutants_are_resumed_or_refused_with_a_sentence(checkpoint, monkeypatch,
     whole = checkpoint.read_bytes()
     randomness = random.Random(seed)
     memory, answers = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
-    for _ in range(300):
+    for _ in range(150):
         checkpoint.write_bytes(whole)
         tensors, trees = read(checkpoint)
         done = mutate(trees, tensors, randomness)
@@ -179,7 +179,7 @@ def test_mutants_are_resumed_or_refused_with_a_sentence(checkpoint, monkeypatch,
         assert time.process_time() - start < 5, done
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100 << 10  # 100 MB, in KiB
     assert set(answers) == {"resumed", "refused"}
-    assert answers.count("refused") > 150
+    assert answers.count("refused") > 75
 
 
 def test_flipped_bits_are_refused(checkpoint):

@@ -732,7 +732,7 @@ def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path, number, s
     assert_same_run(resumed.output, whole.output)
 
 
-@pytest.mark.parametrize("redirection", ["| head -1", "> /dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&-"])
 def test_a_run_outlives_its_output(options, tmp_path, redirection):
     flags = shlex.join(run_flags(options))
     command = f"{sys.executable} -m gptkernels train {flags} {redirection}; echo ${{PIPESTATUS[0]}} >&3"
