@@ -1,9 +1,14 @@
-"""What a run shows while it goes: a bar on a terminal, plain lines elsewhere, nothing in other processes."""
+"""What a command shows while it runs: a bar on a terminal, plain lines elsewhere, nothing in other processes.
+
+Output never ends a run: what cannot be written (a closed pipe, a full disk) is dropped.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+from contextlib import suppress
 from typing import Protocol
 
 from gptkernels.training.logs import TrainingStep
@@ -14,6 +19,26 @@ SECONDS_BETWEEN_LINES = 2.0
 def printable(text: str) -> str:
     """The text with U+FFFD for control characters, which a terminal might obey."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+def discard_output() -> None:
+    """Send what is still written to stdout nowhere, also what Python has buffered."""
+    with suppress(OSError, ValueError, AttributeError):  # an object in place of stdout may have no descriptor
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+def _print(text: str) -> None:
+    """Print a text and flush it. Characters that stdout cannot encode are escaped.
+
+    Where printing fails, this and all further output is dropped.
+    """
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    except (OSError, ValueError):  # ValueError: stdout is closed
+        discard_output()
 
 
 class Progress(Protocol):
@@ -51,7 +76,7 @@ class Lines:
 
     def say(self, text: str) -> None:
         """Print a text."""
-        print(text, flush=True)
+        _print(text)
 
     def step(self, record: TrainingStep) -> None:
         """Print a line, unless the last one was a moment ago."""
@@ -59,11 +84,10 @@ class Lines:
         if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
             return
         self._last = now
-        print(
+        _print(
             f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}, "
             f"norm {record.gradient_norm:.3f}, lr {record.learning_rate:.2e}, "
-            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s",
-            flush=True,
+            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s"
         )
 
     def close(self) -> None:
@@ -77,9 +101,9 @@ class Bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
+            TextColumn("step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
             expand=True,
         )
@@ -88,16 +112,51 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print a text above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):
+            self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, record: TrainingStep) -> None:
         """Move the bar."""
         numbers = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
-        self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
+        with suppress(OSError):
+            self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
 
     def close(self) -> None:
         """Take the bar away."""
-        self._progress.stop()
+        with suppress(OSError):
+            self._progress.stop()
+
+
+class ByteProgress:
+    """Shows how far a text is read, on stderr: on a terminal a line that is written over, elsewhere lines.
+
+    The first line comes after `SECONDS_BETWEEN_LINES`, so that a short text shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._overwrite = sys.stderr.isatty()
+        self._shown = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are read, at the end and every few seconds."""
+        now = time.monotonic()
+        wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
+        if now - self._last < wait and not (done >= total and self._shown):
+            return
+        self._last = now
+        self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
+
+    def close(self) -> None:
+        """Begin a new line, if one is shown."""
+        if self._shown and self._overwrite:
+            self._write("", end="\r")
+
+    def _write(self, line: str, end: str) -> None:
+        blank = " " * (len(self._shown) - len(line))
+        with suppress(OSError, ValueError):
+            print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=sys.stderr, flush=True)
+        self._shown = line
 
 
 def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
