@@ -113,7 +113,10 @@ def find_documents(
             nothing is left.
         OSError: a file or a folder cannot be read.
     """
-    named = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not all(map(os.fspath, given)):
+        raise ValueError("the name of a file is empty")
+    named = [Path(path) for path in given]
     overwritten = {_identity(path): path for path in outputs if path.exists()}
     files: dict[tuple[int, int], Path] = {}
     for path in named:

@@ -66,6 +66,8 @@ def prepare(
             file that `prepare` did not write.
         OSError: a file cannot be read or written.
     """
+    if not os.fspath(tokenizer):
+        raise ValueError("the name of the tokenizer is empty")
     outputs = _output_files(out_prefix)
     train, val = split(find_documents(files, outputs), val_fraction)
     for path in outputs:

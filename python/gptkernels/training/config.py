@@ -32,6 +32,7 @@ PRESETS = {
 }
 DTYPES = ("float32", "bfloat16", "autocast")
 MAX_SEED = 2**62 - 1
+MAX_SAMPLE_LENGTH = 2**20
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
@@ -120,7 +121,9 @@ class TrainConfig:
     val_every: int = _option(50, "validate every so many steps and at the end; 0: never", short="-v", at_least=0)
     val_max_batches: int = _option(20, "validate on at most so many batches", short="-m", at_least=0)
     sample_every: int = _option(200, "print a sample every so many steps; 0: only at the end", short="-s", at_least=0)
-    sample_length: int = _option(256, "tokens of a sample; 0: no sample", short="-g", at_least=0)
+    sample_length: int = _option(
+        256, "tokens of a sample; 0: no sample", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
+    )
     checkpoint_every: int = _option(
         200, "write the checkpoint every so many steps and at the end; 0: only at the end", at_least=0
     )

@@ -108,7 +108,8 @@ class Bar:
             expand=True,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step, numbers="")
-        self._progress.start()
+        with suppress(OSError):
+            self._progress.start()
 
     def say(self, text: str) -> None:
         """Print a text above the bar."""
