@@ -301,12 +301,15 @@ def test_seeds_differ(token_file):
         ({"position": 2**63}, "position is"),
         ({"position": 1.5}, "position is 1.5"),
         ({"seed": None}, "seed is None"),
+        ({"shuffle": "no"}, "shuffle is 'no', must be True or False"),
     ],
 )
 def test_foreign_states(token_file, change, message):
     loader = DataLoader(token_file(1000), 3, 7, 256)
     with pytest.raises(ValueError, match=message):
         loader.load_state_dict({**loader.state_dict(), **change})
+    with pytest.raises(ValueError, match="it is a list, must be a mapping"):
+        loader.load_state_dict([])
     with pytest.raises(ValueError, match="position, seed"):
         loader.load_state_dict({name: 1 for name in ("shuffle", "sequence_length", "num_tokens")})
 

@@ -154,6 +154,8 @@ class DataLoader:
         Raises:
             ValueError: an entry is missing or out of range, or the sequence length or the data's size differ.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -163,7 +165,9 @@ class DataLoader:
         for name in ("position", "seed"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**62:
                 raise ValueError(f"data loader state: {name} is {state[name]!r}, must be in 0..2^62-1")
-        self.position, self.seed, self.shuffle = state["position"], state["seed"], bool(state["shuffle"])
+        if type(state["shuffle"]) is not bool:
+            raise ValueError(f"data loader state: shuffle is {state['shuffle']!r}, must be True or False")
+        self.position, self.seed, self.shuffle = state["position"], state["seed"], state["shuffle"]
 
 
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
