@@ -499,6 +499,24 @@ def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
     assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("weight_decay", "sample_every", "what"),
+    [
+        (1e300, 0, "a weight or a moment is not finite"),
+        (1e300, 1, "the logits of a sample are NaN or infinite"),
+        (1e30, 0, "the logits of a sample are NaN or infinite"),
+    ],
+)
+def test_weights_that_have_no_sample_get_a_sentence(options, capsys, weight_decay, sample_every, what):
+    """NaN, and finite but so large that the logits are not."""
+    given = {"steps": 2 if sample_every else 1, "warmup_steps": 0, "val_every": 0, "val_max_batches": 0}
+    given |= {"weight_decay": weight_decay, "sample_every": sample_every, "sample_length": 4}
+    assert main(["train", *run_flags(options | given)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gptkernels train: error: {what} after 1 steps: training has diverged")
+    assert error.count("\n") == 1
+
+
 def test_with_a_checkpoint_every_step_the_last_one_is_finite(options, tmp_path):
     def spoil():
         with torch.no_grad():

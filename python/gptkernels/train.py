@@ -320,8 +320,12 @@ class Trainer:
         generator = torch.Generator(device).manual_seed(self.config.seed + self.step)
         start = torch.tensor([[self.data.first_token]], device=device)
         self.model.eval()
-        with self._autocast():
-            tokens = self.model.generate(start, self.config.sample_length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+        length = self.config.sample_length
+        try:
+            with self._autocast():
+                tokens = self.model.generate(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+        except FloatingPointError as error:
+            raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
         self.model.train()
         text = self.data.text(tokens[0, 1:].tolist())
         self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")

@@ -298,6 +298,7 @@ class GPT2(torch.nn.Module):
             ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, or top_k is
                 below 1.
             TypeError: tokens has another dtype.
+            FloatingPointError: at a step, whose logits are NaN or infinite.
         """
         window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
         self._check(window)
@@ -402,9 +403,12 @@ def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_:
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """(B, V) -> (B, 1)."""
+    if temperature:
+        logits = logits.float() / temperature
+    if not bool(logits.amax(-1).isfinite().all()):  # torch.multinomial would end the process's CUDA context
+        raise FloatingPointError("GPT2: the logits are NaN or infinite: the model has diverged, and can write nothing")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(functional.softmax(logits, -1), 1, generator=generator)

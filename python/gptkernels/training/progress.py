@@ -1,9 +1,13 @@
-"""What a run shows while it goes: a bar on a terminal, plain lines elsewhere, nothing in other processes."""
+"""What a command shows while it runs: a bar on a terminal, plain lines elsewhere, nothing in other processes.
+
+Output never ends a run: `SafeOutput` drops what cannot be written (a closed pipe, a full disk).
+"""
 
 from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import IO, Protocol, cast
 
 from gptkernels.training.logs import TrainingStep
@@ -81,9 +85,9 @@ class Bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
+            TextColumn("step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
             console=Console(file=cast("IO[str]", output), emoji=False),
             expand=True,
@@ -93,7 +97,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print a text above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, record: TrainingStep) -> None:
         """Move the bar."""
@@ -103,6 +107,38 @@ class Bar:
     def close(self) -> None:
         """Take the bar away."""
         self._progress.stop()
+
+
+class ByteProgress:
+    """Shows how far a text is read, on stderr: on a terminal a line that is written over, elsewhere lines.
+
+    The first line comes after `SECONDS_BETWEEN_LINES`, so that a short text shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._overwrite = sys.stderr.isatty()
+        self._shown = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are read, at the end and every few seconds."""
+        now = time.monotonic()
+        wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
+        if now - self._last < wait and not (done >= total and self._shown):
+            return
+        self._last = now
+        self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
+
+    def close(self) -> None:
+        """Begin a new line, if one is shown."""
+        if self._shown and self._overwrite:
+            self._write("", end="\r")
+
+    def _write(self, line: str, end: str) -> None:
+        blank = " " * (len(self._shown) - len(line))
+        with suppress(OSError, ValueError):
+            print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=sys.stderr, flush=True)
+        self._shown = line
 
 
 def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:

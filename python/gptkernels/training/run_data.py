@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gptkernels.data import DataLoader, TokenFile, Tokenizer, load_tokenizer, tokenizer_for_prefix
+from gptkernels.data import DataLoader, TokenFile, Tokenizer, find_tokenizer_file, load_tokenizer
 from gptkernels.training.config import TrainConfig
 from gptkernels.training.processes import Processes
 from gptkernels.training.progress import printable
@@ -46,9 +46,8 @@ class RunData:
 
     @property
     def first_token(self) -> int:
-        """The end-of-text token, which stands before every document, or 0 where there is none."""
-        eot = self.tokenizer.eot if self.tokenizer else GPT2_VOCAB_SIZE - 1
-        return 0 if eot is None else eot
+        """The token that a text begins with: end-of-text, which stands before every document, where there is one."""
+        return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:
         """The tokens for people to read: as text, or as numbers where there is no tokenizer."""
@@ -84,6 +83,5 @@ def _find_tokenizer(name: str | None, prefix: str) -> Tokenizer | None:
     """The tokenizer named, or that beside the data, or None where there is none."""
     if name is not None:
         return load_tokenizer(name)
-    if any(Path(f"{prefix}_tokenizer.{suffix}").exists() for suffix in ("bin", "json")):
-        return tokenizer_for_prefix(prefix)
-    return None
+    path = find_tokenizer_file(prefix)
+    return None if path is None else load_tokenizer(path)
