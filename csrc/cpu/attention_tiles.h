@@ -55,6 +55,21 @@ struct Scaling {
         factor(scale == 0 ? A(1) : A(std::abs(scale) * double(Constants<A>::kLog2e))) {}
 };
 
+// n rows of HS elements where they lie, if they need neither be converted nor padded to ld; else their copy in `to`.
+template <typename A>
+struct Rows {
+  const A* data;
+  int64_t ld;
+};
+
+template <typename A, typename T>
+Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
+  if constexpr (std::is_same_v<A, T>)
+    if (ld == size) return {from, stride};
+  load_rows(to, ld, from, stride, n, size);
+  return {to, ld};
+}
+
 // Keys [first, last) of a tile as rows, seen by the lanes from `lane` on.
 struct Part {
   int64_t first;
@@ -202,10 +217,22 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
+// Up to 4 queries, as in decoding, would leave most lanes empty: their channels are the lanes then.
+constexpr int64_t kFewQueries = 4;
+
+template <typename A>
+void few_scores(A* scores, const Tile& tile, const A* query, int64_t width, const A* key, int64_t ld) {
+  for (int64_t j = 0; j < tile.keys(); ++j) {
+    A* row = scores + j * kTile;
+    for (int64_t i = 0; i < tile.lanes; ++i) row[i] = A(0);
+    for (int64_t i = 0; i < tile.rows; ++i) row[i] = dot(query + i * width, key + j * ld, width);
+  }
+}
+
 template <typename A, int kSize>
 struct alignas(64) ForwardScratch {
-  A query[kSize * kTile];  // transposed
-  A out[kSize * kTile];    // transposed
+  A query[kSize * kTile];  // transposed, unless there are few
+  A out[kSize * kTile];    // as query
   A key[kTile * kSize];
   A value[kTile * kSize];
   A scores[kTile * kTile];
@@ -226,8 +253,16 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
 
-  load_transposed(at.query, p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token, p.query.token,
-                  tile.rows, tile.lanes, size, scaling.sign);
+  const bool few = tile.rows <= kFewQueries;
+  const int64_t width = few ? up_to(size, 16) : size;  // of a row of keys
+
+  const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
+  if (few) {
+    load_rows(at.query, width, queries, p.query.token, tile.rows, size);
+    for (int64_t i = 0; i < tile.rows * width; ++i) at.query[i] *= scaling.sign;
+  } else {
+    load_transposed(at.query, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
+  }
   std::fill_n(at.out, size * kTile, A(0));
   std::fill_n(at.maximum, kTile, -Constants<A>::kInfinity);
   std::fill_n(at.sum, kTile, A(0));
@@ -238,11 +273,17 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
-    load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-    for_each_part(tile, p.mask, [&](Part part) {
-      product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
-              at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false, tile.sum_length());
-    });
+    if (few) {
+      const auto [key, ld] = rows_of(at.key, width, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      few_scores(at.scores, tile, at.query, width, key, ld);
+    } else {
+      load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      for_each_part(tile, p.mask, [&](Part part) {
+        product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
+                at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false,
+                tile.sum_length());
+      });
+    }
     const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask);
     for (int64_t lane = 0; lane < tile.lanes;) {
       constexpr int kColumns = V::kColumns;
@@ -260,8 +301,16 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
       const A* keep = at.keep + (tile.begin - aligned) * kTile;
       for (int64_t i = 0; i < tile.keys() * kTile; ++i) at.scores[i] *= keep[i];
     }
+    const T* value_rows = values + tile.begin * p.value.token;
+    if (few) {
+      const auto [value, ld] = rows_of(at.value, width, value_rows, p.value.token, tile.keys(), size);
+      for (int64_t i = 0; i < tile.rows; ++i)
+        for (int64_t d = 0; d < width; ++d) at.out[i * width + d] *= at.decay[i];
+      product(tile.rows, width, tile.keys(), Left<A>{at.scores, 1, kTile}, value, ld, at.out, width, true);
+      continue;
+    }
+    load_rows(at.value, size, value_rows, p.value.token, tile.keys(), size);
     scale_lanes(at.out, size, tile.lanes, at.decay);
-    load_rows(at.value, size, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
     for_each_part(tile, p.mask, [&](Part part) {
       product(size, tile.lanes - part.lane, part.last - part.first, Left<A>{at.value + part.first * size, 1, size},
               at.scores + part.first * kTile + part.lane, kTile, at.out + part.lane, kTile, true);
@@ -275,7 +324,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
     const A inverse = none ? A(0) : A(1) / at.sum[i];
     logsumexp[i] =
         none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
-    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * kTile + i] * inverse);
+    const int64_t across = few ? 1 : kTile, down = few ? width : 1;
+    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * across + i * down] * inverse);
   }
 }
 

@@ -267,6 +267,26 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
+// The sum of a[i] * b[i] over n elements, a multiple of 16: 16 sums side by side, added in pairs.
+template <typename A>
+[[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
+  using V = Vector<A>;
+  constexpr int kVectors = 16 / V::kLanes;
+  V sums[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) sums[i] = V::zero();
+  for (int64_t k = 0; k < n; k += 16)
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i)
+      sums[i] = V::fma(V::load(a + k + i * V::kLanes), V::load(b + k + i * V::kLanes), sums[i]);
+  alignas(64) A lanes[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) V::store(lanes + i * V::kLanes, sums[i]);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
 #undef GPTKERNELS_INLINE
 
 }  // namespace gptkernels::cpu::GPTKERNELS_ISA
