@@ -281,15 +281,15 @@ class AttentionBackward(torch.autograd.Function):
         return *found, *(None,) * 7
 
 
-def attention_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
+def attention_flops(qkv_shape, *args, **kwargs) -> int:
     """As ``sdpa_flops``."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
 
-def attention_backward_flops(dout_shape, qkv_shape, out_shape, logsumexp_shape, num_heads, *args, **kwargs) -> int:
+def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
     """As ``sdpa_backward_flops``."""
-    return 5 * attention_flops(qkv_shape, num_heads) // 2
+    return 5 * attention_flops(qkv_shape) // 2
 
 
 fake("attention", _fake_packed)
