@@ -195,7 +195,10 @@ def test_weights_that_are_not_finite_get_a_sentence(tmp_path, capsys, device):
     assert "model.bin: transformer.ln_f.weight holds NaN or infinity: the model has" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("redirection", "status", "errors"), [("| true", 141, 0), ("> /dev/full", 3, 1)])
+@pytest.mark.parametrize(
+    ("redirection", "status", "errors"),
+    [("| true", 141, 0), ("> /dev/full", 3, 1), ("--interactive <&- >&- 2>&-", 0, 0)],
+)
 def test_an_unread_text_ends_the_command(checkpoint, redirection, status, errors):
     command = f"{sys.executable} -m gptkernels generate {checkpoint} --device cpu {redirection}"
     result = subprocess.run(

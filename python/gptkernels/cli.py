@@ -42,7 +42,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
         status = run(**args)
-        if run is not _train and sys.stdout is not None:  # what a run of training says is expendable
+        if run is not _train:  # what a run of training says is expendable
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
 from typing import IO, Protocol, cast
 
 from gptkernels.training.logs import TrainingStep
@@ -117,7 +116,8 @@ class ByteProgress:
 
     def __init__(self) -> None:
         self._last = time.monotonic()
-        self._overwrite = sys.stderr.isatty()
+        self._output = SafeOutput(sys.stderr)
+        self._overwrite = self._output.isatty()
         self._shown = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
@@ -136,8 +136,7 @@ class ByteProgress:
 
     def _write(self, line: str, end: str) -> None:
         blank = " " * (len(self._shown) - len(line))
-        with suppress(OSError, ValueError):
-            print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=sys.stderr, flush=True)
+        print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=self._output, flush=True)
         self._shown = line
 
 
