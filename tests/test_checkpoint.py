@@ -618,7 +618,7 @@ def test_only_a_regular_file_is_replaced(tmp_path, suffix, kind):
     assert path.lstat() == before
     assert kind != "link" or target.read_text() == "precious"
     if kind in ("fifo", "folder"):
-        refused(path, "not a regular file")
+        refused(path, "must be a regular file")
 
 
 def test_a_planted_temporary_file_is_not_written_through(tmp_path):

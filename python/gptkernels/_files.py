@@ -26,17 +26,6 @@ _KINDS = {
 }
 
 
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse a folder, FIFO, socket or device before it is opened, which might wait for ever.
-
-    Raises:
-        ValueError: `path` is one of these.
-        OSError: there is nothing at `path`.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ValueError(f"{path}: not a regular file")
-
-
 def check_replaceable(path: str | os.PathLike[str]) -> None:
     """Refuse to put a file in the place of anything but a regular file, such as a link or a device.
 

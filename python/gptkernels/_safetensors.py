@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ._files import check_regular, replace_file
+from ._files import replace_file
+from ._regular import check_regular
 
 FORMAT_VERSION = "2"
 _ALIGNMENT = 8

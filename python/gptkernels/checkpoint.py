@@ -25,7 +25,8 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from ._files import HEADER_BYTES, MODEL_MAGIC, check_regular, file_size, make_header, read_header, replace_file
+from ._files import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
+from ._regular import check_regular
 from ._safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
 
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")

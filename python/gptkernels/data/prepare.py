@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._files import TOKENIZER_MAGIC, TOKENS_MAGIC, replace_file
+from .._regular import check_regular
 from .corpus import Document, find_documents, split, standard_library
-from .regular import check_regular
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 from .tokens import MAX_VOCAB_SIZE, fill_token_file
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._files import HEADER_BYTES, TOKENIZER_MAGIC, file_size, make_header, read_header, replace_file
-from .regular import check_regular
+from .._regular import check_regular
 
 if TYPE_CHECKING:
     import tiktoken

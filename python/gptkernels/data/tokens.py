@@ -22,7 +22,7 @@ from .._files import (
     read_header,
     replace_file,
 )
-from .regular import check_regular
+from .._regular import check_regular
 
 VERSION = 1
 MAX_VOCAB_SIZE = 2**16

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gptkernels._files import check_regular
+from gptkernels._regular import check_regular
 
 CSV_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
 _MAX_LINE = 4096

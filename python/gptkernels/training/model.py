@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gptkernels._regular import check_regular
 from gptkernels.checkpoint import TrainingState, load_model
-from gptkernels.data.regular import check_regular
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.training.config import PRESETS, TrainConfig
 from gptkernels.training.runs import CHECKPOINT
