@@ -1,9 +1,9 @@
 #include <algorithm>
 
 #include "../adamw.h"
-#include "launch.cuh"
-#include "multi_tensor.cuh"
-#include "packed.cuh"
+#include "common/launch.cuh"
+#include "common/multi_tensor.cuh"
+#include "common/packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {

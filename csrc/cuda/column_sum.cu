@@ -1,5 +1,5 @@
 #include "../column_sum.h"
-#include "partial_sums.cuh"
+#include "common/partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {

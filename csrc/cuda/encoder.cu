@@ -7,12 +7,12 @@
 #include <utility>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 #include "encoder_forward.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
 #include "encoder_sums.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {

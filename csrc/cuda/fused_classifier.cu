@@ -1,11 +1,11 @@
 #include "../fused_classifier.h"
-#include "assert.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "row.cuh"
-#include "softmax_sum.cuh"
-#include "wide_row.cuh"
-#include "wide_row_launch.cuh"
+#include "common/assert.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/row.cuh"
+#include "common/softmax_sum.cuh"
+#include "common/wide_row.cuh"
+#include "common/wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -1,7 +1,7 @@
 #include "../gelu.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 #include "gelu.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {

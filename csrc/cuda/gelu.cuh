@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "approximate.cuh"
+#include "common/approximate.cuh"
 
 namespace gptkernels::cuda {
 

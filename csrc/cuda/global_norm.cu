@@ -1,8 +1,8 @@
 #include "../global_norm.h"
-#include "launch.cuh"
-#include "multi_tensor.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/launch.cuh"
+#include "common/multi_tensor.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -9,10 +9,10 @@
 #include <limits>
 
 #include "../layernorm.h"
-#include "launch.cuh"
+#include "common/launch.cuh"
+#include "common/partial_sums.cuh"
 #include "layernorm_backward.cuh"
 #include "layernorm_forward.cuh"
-#include "partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -13,9 +13,9 @@
 #include <cstdint>
 
 #include "../layernorm.h"
-#include "packed.cuh"
-#include "reduce.cuh"
-#include "row_ring.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "common/row_ring.cuh"
 
 namespace gptkernels::cuda {
 

@@ -7,9 +7,9 @@
 #include <type_traits>
 
 #include "../layernorm.h"
-#include "packed.cuh"
-#include "reduce.cuh"
-#include "row.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "common/row.cuh"
 
 namespace gptkernels::cuda {
 

@@ -3,10 +3,10 @@
 #include <mutex>
 
 #include "../gelu.h"
-#include "launch.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "matmul.h"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 // cuBLAS sees a row-major matrix as its transpose, column-major. So out = a @ b is asked for as out^T = b^T @ a^T:
 // cuBLAS's first operand (its A) is our b, its second (its B) our a, its rows are our columns. An operand of ours that

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "packed.cuh"
+#include "common/packed.cuh"
 
 namespace gptkernels::cuda {
 

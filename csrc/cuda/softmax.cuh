@@ -18,12 +18,12 @@
 #include <limits>
 #include <type_traits>
 
-#include "launch.cuh"
-#include "row.cuh"
+#include "common/launch.cuh"
+#include "common/row.cuh"
+#include "common/teams.cuh"
+#include "common/wide_row_launch.cuh"
 #include "softmax_backward.cuh"
 #include "softmax_forward.cuh"
-#include "teams.cuh"
-#include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 

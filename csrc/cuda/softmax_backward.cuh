@@ -2,11 +2,11 @@
 // dx.
 #pragma once
 
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "common/teams.cuh"
+#include "common/wide_row.cuh"
 #include "row_part.cuh"
-#include "teams.cuh"
-#include "wide_row.cuh"
 
 namespace gptkernels::cuda {
 

@@ -4,14 +4,14 @@
 #include <limits>
 #include <type_traits>
 
-#include "approximate.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/approximate.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "common/softmax_sum.cuh"
+#include "common/teams.cuh"
+#include "common/wide_row.cuh"
 #include "row_part.cuh"
-#include "softmax_sum.cuh"
-#include "teams.cuh"
-#include "wide_row.cuh"
 
 namespace gptkernels::cuda {
 

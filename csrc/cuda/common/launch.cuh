@@ -5,7 +5,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "device.h"
+#include "../device.h"
 
 namespace gptkernels::cuda {
 

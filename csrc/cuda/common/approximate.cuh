@@ -3,7 +3,7 @@
 // slower than the memory.
 #pragma once
 
-#include "device.h"
+#include "../device.h"
 
 namespace gptkernels::cuda {
 
