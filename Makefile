@@ -60,7 +60,7 @@ wheel: $(STAMPS)/tools
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp)
+CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h examples/*/*.cuh)
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
