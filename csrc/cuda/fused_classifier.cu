@@ -5,8 +5,8 @@
 #include "common/row.cuh"
 #include "common/simple_row.cuh"
 #include "common/softmax_sum.cuh"
-#include "common/wide_row.cuh"
-#include "common/wide_row_launch.cuh"
+#include "wide_row.cuh"
+#include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

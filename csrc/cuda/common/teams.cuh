@@ -31,7 +31,7 @@
 //   WideRows   a ring in a cluster's shared memory    wide rows of fused_classifier
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// They are in row.cuh, ../softmax_part.cuh, ../layernorm_ring.cuh, wide_row.cuh and simple_row.cuh.
+// They are in row.cuh, ../softmax_part.cuh, ../layernorm_ring.cuh, ../wide_row.cuh and simple_row.cuh.
 #pragma once
 
 #include <cstdint>

@@ -33,9 +33,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/hopper.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 

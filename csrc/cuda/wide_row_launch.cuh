@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "launch.cuh"
+#include "common/launch.cuh"
 #include "wide_row.cuh"
 
 namespace gptkernels::cuda {
