@@ -99,7 +99,6 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
     const int at = part % (kParts / 2) * kSums;
     const float (&from)[R::kItems][R::kVec] = part < kParts / 2 ? dweight : dbias;
     Part sum;
-#pragma unroll
     for (int k = 0; k < kSums; ++k) sum.v[k] = from[at / R::kVec][at % R::kVec + k];
     sums[(threadIdx.y * kParts + part) * threads] = sum;
   }
@@ -113,7 +112,6 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
 #pragma unroll 4
     for (int row = 1; row < blockDim.y; ++row) {
       const Part more = sums[(row * kParts + part) * threads];
-#pragma unroll
       for (int k = 0; k < kSums; ++k) sum.v[k] += more.v[k];
     }
     store(partial + (part < kParts / 2 ? 0 : p.width) + column, sum);
@@ -157,7 +155,6 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
       float w[kVec];
       widen(n, x.packs[i]);
       widen(w, weight.packs[i]);
-#pragma unroll
       for (int k = 0; k < kVec; ++k) {
         n[k] = (n[k] - mean) * rstd;
         g[k] = product(g[k], w[k]);
@@ -166,10 +163,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
     float sums[2] = {};  // of g and of g * n
     dout.each(width, [&](int i, float (&d)[kVec]) {
       float n[kVec], g[kVec];
-#pragma unroll
       for (int k = 0; k < kVec; ++k) g[k] = d[k];
       weigh(i, n, g);
-#pragma unroll
       for (int k = 0; k < kVec; ++k) {
         dweight[i][k] += d[k] * n[k];
         dbias[i][k] += d[k];
@@ -191,7 +186,6 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
       float dsum[kVec] = {};
       weigh(i, n, g);
       if constexpr (kResidual) load_wide<kVec>(dsum, dout_row + width + R::column(i));
-#pragma unroll
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
       store_narrow<kVec>(dx + R::column(i), g);
     });

@@ -48,7 +48,6 @@ __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps)
 template <bool kBoth, int kVec, typename T>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T>& p, auto column) {
-#pragma unroll
   for (int k = 0; k < kVec; ++k) weight[k] = 1, bias[k] = 0;
   if (kBoth || p.weight) load_wide<kVec>(weight, p.weight + column);
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
@@ -109,7 +108,6 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
-#pragma unroll
     for (int k = 0; k < R::kVec; ++k) sum[0] += x[k];
   });
   team_sums<typename R::Team>(sum, 0);
@@ -117,7 +115,6 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   const float mean = sum[0] * inverse;
   float about_mean[kExactSum ? 1 : 2] = {};  // the sums of (x - mean)^2 and, for float32, of x - mean
   row.each(width, [&](int, const float (&x)[R::kVec]) {
-#pragma unroll
     for (int k = 0; k < R::kVec; ++k) {
       const float centred = x[k] - mean;
       about_mean[0] += centred * centred;
@@ -161,7 +158,6 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     packs.each(width, [&](int i, float (&x)[kVec]) {
       float weight[kVec], bias[kVec];
       load_affine<both.value>(weight, bias, p, R::column(i));
-#pragma unroll
       for (int k = 0; k < kVec; ++k) x[k] = ((x[k] - m.mean) * m.rstd + offset) * weight[k] + bias[k];
       store_narrow<kVec>(out + R::column(i), x);
     });

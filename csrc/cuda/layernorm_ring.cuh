@@ -65,7 +65,6 @@ class RowRing {
     static_assert(kGiven >= kArrays);
     stage_step_ = static_cast<int>(blockDim.y) * kArrays * width;
     read_ = write_ = begin_ = static_cast<T*>(shared) + threadIdx.y * kArrays * width;
-#pragma unroll
     for (int a = 0; a < kArrays; ++a) from_[a] = arrays[a] + R::Team::row() * width;
     row_step_ = step() * width;
     for (int i = 0; i < stages - 1; ++i) copy();
@@ -98,9 +97,7 @@ class RowRing {
   // Starts the copy of one more row. Beyond the last row it commits an empty copy, because waiting counts copies.
   __device__ void copy() {
     if (left_ > 0) {
-#pragma unroll
       for (int a = 0; a < kArrays; ++a) {
-#pragma unroll
         for (int i = 0; i < R::kItems; ++i)
           if (R::has(i, width_))
             __pipeline_memcpy_async(write_ + a * width_ + R::column(i), from_[a] + R::column(i), 16);
