@@ -30,13 +30,14 @@ template <typename T, int kVec>
 __global__ void __launch_bounds__(kSimpleThreads) layernorm_backward_simple_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const A mean = p.mean[row], rstd = p.rstd[row];
     A n[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gn = 0;
     const auto load_pack = [&](int64_t column) {
       load_wide<kVec>(n, p.x + row * p.width + column);
       load_wide<kVec>(g, p.dout + row * p.width + column);
       if (p.weight) load_wide<kVec>(weight, p.weight + column);
       for (int k = 0; k < kVec; ++k) {
-        n[k] = (n[k] - p.mean[row]) * p.rstd[row];
+        n[k] = (n[k] - mean) * rstd;
         if (p.weight) g[k] = product(g[k], weight[k]);
       }
     };
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(kSimpleThreads) layernorm_backward_simple_kern
       A dsum[kVec] = {};
       load_pack(column);
       if (p.dsum) load_wide<kVec>(dsum, p.dsum + row * p.width + column);
-      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * p.rstd[row] + dsum[k];
+      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
       store_narrow<kVec>(p.dx + row * p.width + column, g);
     });
   }
