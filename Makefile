@@ -19,7 +19,7 @@ else
   PY := .venv/bin/python
   STAMPS := .venv
 endif
-SOURCES := $(wildcard csrc/*.h csrc/*/* ops/* cmake/*) CMakeLists.txt setup.py pyproject.toml
+SOURCES := $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/* cmake/*) CMakeLists.txt setup.py pyproject.toml
 BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 
 .PHONY: train test bench lint format wheel sanitize clean
@@ -60,7 +60,7 @@ wheel: $(STAMPS)/tools
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*/* ops/*.h ops/*.cpp tests/*.cpp)
+CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h examples/*/*.cuh)
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------

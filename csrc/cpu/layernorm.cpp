@@ -102,9 +102,9 @@ void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
   };
-  if (const T* dresidual = p.dresidual ? p.dresidual + row * p.width : nullptr) {
+  if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr) {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dresidual[i]));
+    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dsum[i]));
   } else {
 #pragma omp simd
     for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i));

@@ -5,7 +5,7 @@
 
 #include "attention_kernels.h"
 #include "dropout.cuh"
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -7,7 +7,7 @@
 #include "../philox.h"
 #include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 namespace gptkernels::cuda {
 

@@ -10,7 +10,7 @@
 // block, as long as the sums stay small enough. So later blocks need no maximum.
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -7,12 +7,12 @@
 #include <utility>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 #include "encoder_forward.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
 #include "encoder_sums.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -48,7 +48,7 @@ void launch_backward(const EncoderBackward<T, Token>& p, const EncoderWorkspace<
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
   if (p.batch * p.length == 0 || p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.out, p.wte, p.wpe))
+  if (can_vectorize<T>(p.width, p.out, p.wte, p.wpe))
     launch_forward<T, Token, kPack<T>>(p, stream);
   else
     launch_forward<T, Token, 1>(p, stream);
@@ -76,7 +76,7 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (n > kEncoderMostRows || p.positions > kEncoderMostRows || p.vocabulary > kEncoderMostWords ||
       p.width > kEncoderMostColumns)
     return cudaErrorInvalidValue;
-  const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
+  const bool packed = can_vectorize<T>(p.width, p.dwte, p.dwpe, p.dout);
   constexpr int kVec = kPack<T>;
   const int64_t slab_count = packed ? slabs<kVec, kLanes<kVec>>(p.width) : slabs<1, kLanes<1>>(p.width);
   const EncoderWorkspace<T> w = carve<T>(p.workspace, p.batch, p.length, p.vocabulary, p.width, slab_count);

@@ -8,10 +8,10 @@
 #include <cstdint>
 
 #include "../encoder.h"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "encoder_slab.cuh"
 #include "encoder_token.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 

@@ -32,9 +32,9 @@
 #include <type_traits>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
 #include "counting_sort.cuh"
 #include "encoder_token.cuh"
-#include "launch.cuh"
 
 namespace gptkernels::cuda {
 

@@ -8,8 +8,8 @@
 
 #include <cstdint>
 
-#include "launch.cuh"
-#include "packed.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 
 namespace gptkernels::cuda {
 

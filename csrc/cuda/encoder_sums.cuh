@@ -19,11 +19,11 @@
 #include <type_traits>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 

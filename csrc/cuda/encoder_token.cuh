@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "assert.cuh"
+#include "common/assert.cuh"
 
 namespace gptkernels::cuda {
 

@@ -1,5 +1,5 @@
 #include "../linear_cross_entropy.h"
-#include "reduce.cuh"
+#include "common/reduce.cuh"
 
 // Each kernel is one block: N is the number of rows, 4 to 8 bytes each, beside three matrix products over them.
 

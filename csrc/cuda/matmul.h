@@ -1,4 +1,4 @@
-// Matrix products by cuBLAS and cuBLASLt on row-major matrices, and what is fused to them. Host code may include it.
+// Products of row-major matrices by cuBLAS and cuBLASLt, with fused bias and GELU. Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -37,10 +37,10 @@ struct Matmul {
   bool accumulate = false;              // add the product to what is there (beta = 1)
 };
 
-// How a product is done. What cuBLASLt's heuristic answers for a shape is asked once a process and remembered.
+// How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process.
 struct MatmulPlan {
   bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
-  bool own_gelu;  // GELU and its gradient are left to our kernels
+  bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };

@@ -1,6 +1,6 @@
-// One launch over many tensors. Their pointers and sizes travel as the kernel's argument, so nothing is copied to the
-// device and a captured graph holds them. Every tensor is cut in chunks of one size, a block takes a chunk, and finds
-// its tensor by a binary search that costs a few reads of constant memory.
+// One launch over many tensors. Their pointers and sizes are part of the kernel's argument, so nothing is copied to the
+// device first, and a captured graph contains them. Every tensor is divided into chunks of equal size; a block works on
+// one chunk and finds its tensor by a binary search in constant memory.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,16 @@
 
 namespace gptkernels::cuda {
 
-// The most that a list and what goes with it may take. 32764 bytes are possible (since CUDA 12.1 and driver 530; 4096
-// before), but the host writes all of them at every launch: 9 KB cost no more than 4 on an H200, 16 KB 2 us more, 32
-// KB 4.
+// The size limit of a kernel's arguments that contain a list. CUDA allows 32764 bytes (from CUDA 12.1 and driver 530
+// on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer (docs/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // the chunks of the tensors before; behind the last tensor, of all
-  int32_t last_chunk_size[kCapacity];  // elements; the chunks before it are full
+  int32_t first_chunk[kCapacity + 1];  // the number of chunks of all tensors before this one; last, of all tensors
+  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all others have kSize
   void* pointers[kCapacity][kPointers];
 };
 
@@ -29,7 +28,7 @@ struct Chunk {
   int size;
 };
 
-// The chunk that this block works on: kSize elements, or what is left of its tensor.
+// This block's chunk: kSize elements, fewer at the end of a tensor.
 template <int kSize, typename List>
 __device__ Chunk this_chunk(const List& list) {
   const int block = static_cast<int>(blockIdx.x);
@@ -45,8 +44,8 @@ __device__ Chunk this_chunk(const List& list) {
   return {tensor, int64_t(block - list.first_chunk[tensor]) * kSize, last ? list.last_chunk_size[tensor] : kSize};
 }
 
-// Calls launch(list, blocks) for as many of the tensors at a time as a list holds, cut in chunks of kSize elements.
-// Tensors of no elements are left out; set(pointers, i) stores the pointers of tensor i.
+// Divides the tensors into chunks of kSize elements and calls launch(list, blocks) for each full list and for the rest.
+// Empty tensors are skipped. set(pointers, i) stores the pointers of tensor i.
 template <typename List, int kSize, typename Set, typename Launch>
 void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
   List list;

@@ -1,11 +1,12 @@
-// 16-byte memory accesses: Packed<T, N> is N neighbouring elements that move in one instruction; and what is to be done
-// where a row does not begin or end with one.
+// Vectorized memory accesses of 16 bytes. Packed<T, N> (a pack) is N neighbouring elements that one instruction loads
+// or stores. load_within and store_within are for the first and last pack of a row that does not start or end at a
+// multiple of 16 bytes.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "device.h"
+#include "../device.h"
 
 namespace gptkernels::cuda {
 
@@ -14,12 +15,12 @@ struct alignas(sizeof(T) * N) Packed {
   T v[N];
 };
 
-// Elements in 16 bytes: 8 of bfloat16, 4 of float32, 2 of float64.
+// Elements of a 16-byte pack: 8 of bfloat16, 4 of float32, 2 of float64.
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// What many Ts are summed in. Sums of float32 would else be most of its results' error; a bfloat16 or float16 result is
-// rounded to far less.
+// The dtype of a sum over many elements of T. A float32 result would owe most of its error to a float32 sum, so it
+// takes float64; a bfloat16 or float16 result is rounded far more coarsely than a float32 sum.
 template <typename T>
 using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -33,8 +34,8 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// N elements as accumulators, and back. A bfloat16 is the upper half of a float32: one instruction each way, where two
-// at a time are taken from their word.
+// Converts a pack to accumulators (float32; float64 for float64), and back. A bfloat16 is the upper half of a float32,
+// so each of the two in a 32-bit word takes one instruction (a shift or a mask).
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
@@ -50,7 +51,7 @@ __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   }
 }
 
-// sum += the pack's elements.
+// Adds the pack's elements to `sum`, one by one.
 template <typename T, int N>
 __device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) {
   accumulate_t<T> values[N];
@@ -79,8 +80,8 @@ __device__ Packed<T, N> load(const T* p) {
   return *reinterpret_cast<const Packed<T, N>*>(p);
 }
 
-// To global memory. 16 bytes go out by an intrinsic: a struct's members are stores of their own until the compiler
-// finds that they are neighbours, and in unrolled loops it does not.
+// Stores to global memory. The intrinsic guarantees one 16-byte store; assigning the struct may compile to a store for
+// each member, which the compiler does not always merge in unrolled loops.
 template <int N, typename T>
 __device__ void store(T* p, const Packed<T, N>& value) {
   if constexpr (sizeof(value) == sizeof(uint4))
@@ -89,7 +90,7 @@ __device__ void store(T* p, const Packed<T, N>& value) {
     *reinterpret_cast<Packed<T, N>*>(p) = value;
 }
 
-// N neighbouring elements as accumulators.
+// Loads N neighbouring elements as accumulators.
 template <int N, typename T>
 __device__ void load_wide(accumulate_t<T> (&out)[N], const T* p) {
   widen(out, load<N>(p));
@@ -100,25 +101,27 @@ __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
   store<N>(p, narrow<T>(values));
 }
 
-// Whether rows of `width` elements that start at these pointers can all be moved 16 bytes at a time. Null is aligned.
+// Whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time. A null pointer counts as aligned.
 template <typename T, typename... Pointers>
-bool packs(int64_t width, const Pointers*... pointers) {
+bool can_vectorize(int64_t width, const Pointers*... pointers) {
   return width % kPack<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Whether rows of all these arrays begin at the same place of a 16-byte pack.
+// Whether all these pointers have the same offset from a multiple of 16 bytes.
 template <typename First, typename... Pointers>
-bool in_step(const First* first, const Pointers*... pointers) {
+bool same_misalignment(const First* first, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
 }
 
-// How many elements before a row the 16-byte pack begins in which the row begins.
+// The number of elements between the last multiple of sizeof(Pack) bytes and `row`: the elements of the row before that
+// share a pack with the first ones of this row.
 template <typename Pack, typename T>
 __device__ int elements_before(const T* row) {
   return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
 }
 
-// Stores what of a pack lies within its row: all at once where it may, else element by element.
+// Stores the part of a pack that lies within its row: 16 bytes at once if all of it does and it is aligned, else
+// element by element.
 template <int kVec, typename Column, typename T>
 __device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
   const bool whole = column >= 0 && column + kVec <= width;
@@ -128,7 +131,7 @@ __device__ void store_within(T* row, Column column, Column width, const Packed<T
     if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
 }
 
-// Loads what of a pack at a multiple of 16 bytes lies within its row; the rest is 0.
+// Loads the part of an aligned pack that lies within its row; the other elements become 0.
 template <int kVec, typename Column, typename T>
 __device__ Packed<T, kVec> load_within(const T* row, Column column, Column width) {
   if (column >= 0 && column + kVec <= width) return load<kVec>(row + column);

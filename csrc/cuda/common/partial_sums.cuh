@@ -1,5 +1,5 @@
-// The second stage of every sum over the rows of a large matrix: the blocks of the first have each left a row of
-// partial sums, and these are added in order.
+// The second stage of a sum over the rows of a large matrix. Each block of the first stage wrote one row of partial
+// sums; this kernel adds these rows in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// partials (count, width) are added over count. The first `split` columns go to `first`, the others to `second`; where
-// one of these is null its sums are dropped.
+// Adds partials (count, width) over count. The first `split` columns of the result go to `first`, the others to
+// `second`; either may be null, and is then not written.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -22,8 +22,9 @@ struct PartialSums {
   int64_t split;
 };
 
-// A block takes kWarp columns; each of its kSumRows warps every kSumRows-th row, then one of them adds the warps' sums.
-// There is one row of partials a block of the first stage, so a thread has a handful of loads, all under way at once.
+// A block takes kWarp columns. Each of its kSumRows warps adds every kSumRows-th row; the warps' sums are then added
+// through shared memory. There are at most a few hundred rows, so a thread has a handful of loads, all in flight at
+// once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>
@@ -38,7 +39,7 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  // Turned about: a warp adds one column's kSumRows sums.
+  // Transposed: each warp adds the kSumRows sums of one column.
   const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;

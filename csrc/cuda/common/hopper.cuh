@@ -1,12 +1,13 @@
-// What sm_90 added to shared memory: copies that one thread starts for many, barriers that count the bytes of such
-// copies, and the shared memory of the other blocks of a cluster. Names and meanings are those of PTX.
+// Wrappers of PTX instructions that sm_90 introduced: bulk asynchronous copies, barriers in shared memory that count
+// the bytes of such copies (mbarrier), and access to the shared memory of the other blocks of a cluster. The names are
+// PTX's.
 #pragma once
 
 #include <cstdint>
 
 namespace gptkernels::cuda {
 
-// Whether this translation is for a device that has all this. Host code sees 0.
+// 1 in device code compiled for sm_90 or later; 0 in host code.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define GPTKERNELS_HOPPER 1
 #else
@@ -19,23 +20,23 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// A phase of this barrier ends when its one arrival has come, and the bytes which that has announced.
+// Initialises a barrier with one expected arrival. A phase completes after that arrival and the bytes it announced.
 __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialised barriers known to copies and to the cluster.
+// Makes initialised barriers visible to asynchronous copies and to the cluster.
 __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// The one arrival.
+// Arrives, and announces the bytes that the phase still has to wait for.
 __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
 
-// Waits for the end of a phase; phases have the parities 0, 1, 0, ...
+// Waits until the phase of this parity has completed; the phases' parities are 0, 1, 0, ...
 __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   asm volatile(
       "{\n"
@@ -48,7 +49,8 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Global to shared memory, both at multiples of 16 bytes, which the barrier counts as they arrive.
+// Copies from global to shared memory, asynchronously. Addresses and size are multiples of 16 bytes; the barrier counts
+// the bytes as they arrive.
 __device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    shared_address(shared)),
@@ -68,7 +70,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// Every thread of the cluster waits for every other, between which it may do something else.
+// The two halves of a barrier over all threads of the cluster; independent work may stand between them.
 __device__ inline void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
@@ -82,15 +84,15 @@ __device__ inline void cluster_barrier() {
   cluster_wait();
 }
 
-// The same place in the shared memory of block `rank` of the cluster.
+// The address of the same variable in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes there, which the barrier at the same place there counts as it arrives. Clusters of
-// one block cannot.
+// Writes a value of 4, 8 or 16 bytes to that address, asynchronously; the same block's copy of `barrier` counts the
+// bytes as they arrive. Not available in clusters of one block.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

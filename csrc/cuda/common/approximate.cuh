@@ -1,9 +1,9 @@
-// Exponentials and reciprocals as exact as what becomes of them needs. T is the dtype that the result is rounded to:
-// what 16 bits cannot show is not computed, since a kernel on bfloat16 has some 30 instructions an element before it is
-// slower than the memory.
+// Exponentials and reciprocals that are as accurate as the dtype T of the final result needs. A kernel on bfloat16 can
+// issue about 30 instructions per element before it is slower than the memory, so 16-bit results take the hardware's
+// approximations, whose error disappears in the rounding to 16 bits.
 #pragma once
 
-#include "device.h"
+#include "../device.h"
 
 namespace gptkernels::cuda {
 
@@ -12,14 +12,14 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// 2^x, one instruction; to 2^-22, and 0 below 2^-126.
+// 2^x in one instruction: relative error up to 2^-22; results below 2^-126 become 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 / x for x >= 1, one instruction; to 2^-23.
+// 1 / x for x >= 1 in one instruction: relative error up to 2^-23.
 __device__ inline float reciprocal_approximately(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

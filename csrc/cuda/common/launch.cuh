@@ -1,11 +1,12 @@
-// Launch shapes that several kernels share.
+// Grid sizes, device limits and launch attributes.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
-#include "device.h"
+#include "../device.h"
 
 namespace gptkernels::cuda {
 
@@ -13,8 +14,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// What ask(device) answers for the current device, which must not be 0: asked for once a device. Every lambda is a type
-// of its own, and so has its own memory here.
+// Calls ask(device) once for each device and caches the answer, which must not be 0. Every lambda has a type of its
+// own, so every call site has a cache of its own.
 template <typename Ask>
 int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
@@ -38,8 +39,8 @@ inline int multiprocessors() {
   });
 }
 
-// Whether the code of a kernel that the current device runs is that for sm_90 and later (a device may run older code,
-// translated anew): what __CUDA_ARCH__ >= 900 adds to it is there.
+// Whether the current device runs this kernel's code for sm_90 or later, so that what the kernel has under
+// `__CUDA_ARCH__ >= 900` is present. (A new device may run PTX of an older architecture.)
 template <auto kKernel>
 bool built_for_hopper() {
   return once_a_device([](int) {
@@ -49,13 +50,13 @@ bool built_for_hopper() {
          }) >= 90;
 }
 
-// A grid for `blocks` units of work in a grid-stride loop.
+// The grid size for a grid-stride loop over `blocks` units of work.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMaxGrid = 0x7FFFFFFF;
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// The blocks of kThreads threads of this kernel that a multiprocessor of the current device holds at once.
+// How many blocks of kThreads threads of this kernel are resident on an SM of the current device.
 template <auto kKernel, int kThreads>
 int blocks_per_multiprocessor() {
   return once_a_device([](int) {
@@ -65,8 +66,8 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// For __launch_bounds__: registers for two blocks of kThreads on a multiprocessor, for one where it does not hold so
-// many threads (from sm_86 to sm_89, and from sm_110 on).
+// The second argument of __launch_bounds__: two resident blocks of kThreads per SM, or one where an SM has too few
+// threads for two (sm_86 to sm_89, and sm_110 and later).
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -75,14 +76,21 @@ constexpr int kMultiprocessorThreads = 2048;
 template <int kThreads>
 constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 
-// A number as a type, so that what is called with it can size register arrays.
 template <int N>
-struct Items {
-  static constexpr int value = N;
-};
+using Constant = std::integral_constant<int, N>;
 
-// The dynamic shared memory that a block of this kernel may ask for on the current device, beside what the kernel
-// declares itself. The first call on a device raises the kernel's own limit to that, from CUDA's 48 KB.
+// Calls fn(Constant<value>()), for a value of kMin..kMax: inside fn its `.value` is a compile-time constant and can be
+// a template argument.
+template <int kMin, int kMax, typename Fn>
+void with_constant(int value, const Fn& fn) {
+  if constexpr (kMax > kMin)
+    if (value != kMax) return with_constant<kMin, kMax - 1>(value, fn);
+  fn(Constant<kMax>{});
+}
+
+// The most dynamic shared memory that a block of this kernel can have on the current device, in bytes: the device's
+// limit less the kernel's static shared memory. The first call on a device raises the kernel's limit to this value (the
+// default is 48 KB).
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -96,7 +104,7 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
-// For cudaLaunchKernelEx. The attribute, if there is one, must live as long.
+// The configuration for cudaLaunchKernelEx. It points to the attribute (or null), which must outlive it.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
                                         cudaLaunchAttribute* attribute) {
   cudaLaunchConfig_t config = {};
@@ -117,12 +125,11 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   return cluster;
 }
 
-// ---- kernels that follow each other ---------------------------------------------------------------------------------
+// ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// From sm_90 on a kernel may be set up while the one ahead of it in the stream still runs (in a graph's capture since
-// CUDA 12.3), which saves the microsecond or two between them. It says by wait_for_previous_kernel() from where on it
-// needs what that one wrote; the one ahead may say by let_next_kernel_start() that there is no need to wait for its
-// end.
+// From sm_90 on, a kernel can be launched while the previous kernel of its stream still runs, which hides the 1 to 2 us
+// between them (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it reads
+// what the previous one wrote. The previous kernel may call let_next_kernel_start() to start it before its own end.
 
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {

@@ -1,16 +1,17 @@
-// What a softmax needs to know of a row, in one pass over it.
+// The maximum of a row and the sum of its exponentials, in one pass (online softmax).
 #pragma once
 
 #include <limits>
 
 #include "approximate.cuh"
 #include "reduce.cuh"
+#include "teams.cuh"
 
 namespace gptkernels::cuda {
 
-// The maximum, and the sum of exp(x - maximum); the sum is rescaled whenever the maximum grows. The maximum starts at
-// the lowest finite number, not at -inf, so that nothing but -inf so far gives a sum of 0 and no number that is none.
-// It passes over NaNs, which then are in the sum.
+// The maximum, and the sum of exp(x - maximum), which is rescaled whenever the maximum grows. The maximum starts at the
+// lowest finite number, not at -inf: as long as all x are -inf, the sum is 0 and not NaN. The maximum ignores NaNs;
+// they show in the sum.
 template <typename T>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
@@ -29,7 +30,7 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Raises the maximum to a number that is not in the sum.
+  // Raises the maximum to at least x, without adding x to the sum.
   __device__ void include_max(A x) { merge({x, 0}); }
 
   __device__ void merge(const SoftmaxSum& other) {
@@ -38,10 +39,18 @@ struct SoftmaxSum {
     max = largest;
   }
 
+  // The combination over a warp, given to every lane.
   __device__ void warp_reduce() {
     const A largest = cuda::warp_reduce<FiniteMax>(max);
     total = cuda::warp_reduce<Sum>(total * exp_for<T>(max - largest));
     max = largest;
+  }
+
+  // The combination over a block, given to every thread.
+  __device__ void block_reduce() {
+    __syncthreads();  // until then, threads may still read the values of the previous call
+    warp_reduce();
+    BlockMeeting<SoftmaxSum>()(*this, [](SoftmaxSum& of_lane) { of_lane.warp_reduce(); });
   }
 };
 
