@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import ops
+from gptkernels.ops import ops
 
 __all__ = [
     "causal_attention",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import ops
+from gptkernels.ops import ops
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
