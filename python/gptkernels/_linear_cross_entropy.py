@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gptkernels.ops._register import ops
+from gptkernels.ops import ops
 
 
 def linear_cross_entropy(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels._linear_cross_entropy import check_reduction, linear_cross_entropy
-from gptkernels.ops._register import ops
+from gptkernels.ops import ops
 from gptkernels.ops.attention import unpack
 
 __all__ = [

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptkernels.ops import adamw
-from gptkernels.ops._register import below_autograd, ops
+from gptkernels.ops import adamw, ops
+from gptkernels.ops._register import below_autograd
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 

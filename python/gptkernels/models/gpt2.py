@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
-from gptkernels.ops._register import ops
+from gptkernels.ops import ops
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters

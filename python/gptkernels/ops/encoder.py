@@ -2,7 +2,9 @@
 
 import torch
 
-from gptkernels.ops._register import autograd, below_autograd, fake, ops
+from gptkernels.ops._forward import linear_in
+from gptkernels.ops._register import autograd, below_autograd, fake, ops, vmap
+from gptkernels.ops._vmap import batches, leading, loop, offset_tokens, rows
 
 
 def _fake(tokens, wte, wpe, vocab_size=-1):
@@ -88,11 +90,31 @@ class EmbeddingBackward(torch.autograd.Function):
         return ops.embedding(tokens, ddweight), None, None
 
 
+def encoder_tangent(inputs, tangents, outputs):
+    """The look-up itself: it is linear in both weights together."""
+    tokens, *weights = inputs
+    return ops.encoder(
+        tokens, *(torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:], strict=True))
+    )
+
+
+def embedding_backward_vmap(op, size, in_dims, args):
+    """One sum over a vocabulary for each index, all in one call."""
+    dout, tokens, vocab_size = args
+    dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
+    dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)
+    return dweights.view(size, vocab_size, -1), 0
+
+
 fake("encoder", _fake)
 fake("encoder_backward", _fake_backward)
 fake("embedding", _fake_embedding)
 fake("embedding_backward", _fake_embedding_backward)
-autograd("encoder", Encoder)
-autograd("encoder_backward", EncoderBackward)
-autograd("embedding", Embedding)
-autograd("embedding_backward", EmbeddingBackward)
+autograd("encoder", Encoder, jvp=encoder_tangent)
+autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
+autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
+autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
+vmap("encoder", batches(0))
+vmap("encoder_backward", loop)
+vmap("embedding", rows(0, least=0))
+vmap("embedding_backward", embedding_backward_vmap)

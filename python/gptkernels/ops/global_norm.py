@@ -2,7 +2,9 @@
 
 import torch
 
-from gptkernels.ops._register import _registrations, below_autograd, fake, ops
+from gptkernels.ops import _forward
+from gptkernels.ops._register import _registrations, below_autograd, fake, ops, recorder, vmap
+from gptkernels.ops._vmap import loop
 
 
 def _fake(tensors):
@@ -30,10 +32,24 @@ class GlobalNorm(torch.autograd.Function):
         )
 
 
+def tangent(tensors, tangents, outputs):
+    """sum(x * dx) / norm, in torch ops; 0 where all x are 0."""
+    (norm,) = outputs
+    wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
+    pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
+    total = sum((x * dx).sum() for x, dx in pairs).to(norm.dtype)
+    return torch.where(norm == 0, 0.0, total / norm)
+
+
+_record, _record_forward = recorder(GlobalNorm), recorder(_forward.with_jvp(GlobalNorm, tangent))
+
+
 def _autograd(tensors):
+    if _forward.active() and _forward.any_tangent(tensors):
+        return _record_forward(*tensors)
     if not torch.is_grad_enabled():
         return below_autograd(ops.global_norm, tensors)
-    return GlobalNorm.apply(*tensors)
+    return _record(*tensors)
 
 
 def _without_kernel(tensors):
@@ -45,4 +61,5 @@ def _without_kernel(tensors):
 
 fake("global_norm", _fake)
 _registrations.impl("global_norm", _autograd, "Autograd")
+vmap("global_norm", loop)
 _registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

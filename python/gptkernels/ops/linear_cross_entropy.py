@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptkernels.ops._forward import by_formula
 from gptkernels.ops._register import (
     accumulate_dtype,
     autocast,
@@ -20,7 +21,9 @@ from gptkernels.ops._register import (
     flops,
     ops,
     present,
+    vmap,
 )
+from gptkernels.ops._vmap import loop
 from gptkernels.ops.linear import linear_flops
 
 
@@ -71,6 +74,14 @@ class LinearCrossEntropy(torch.autograd.Function):
             return *scaled, *(None,) * 5
         gradients = ops.linear_cross_entropy_backward.default(dloss, x, weight, targets, *ctx.options, mask)
         return *present(gradients, mask), *(None,) * 5
+
+
+def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size) -> Tensor:
+    """The loss in torch ops, with all the logits."""
+    vocab_size = weight.shape[0] if vocab_size == -1 else vocab_size
+    logits = F.linear(x, weight[:vocab_size]).to(accumulate_dtype(x.dtype)).reshape(-1, vocab_size)
+    loss = F.cross_entropy(logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
+    return loss.view(targets.shape) if reduction == "none" else loss
 
 
 def backward_formula(
@@ -143,6 +154,11 @@ def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
 
 
+def _refuse(*_):
+    """No tangents: as ``LinearCrossEntropyWithGradients.backward``."""
+    LinearCrossEntropyWithGradients.backward(None)
+
+
 def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
     """The logits once more, and as much for each gradient."""
     return with_gradients_flops(x_shape, weight_shape, *args)
@@ -151,9 +167,11 @@ def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
 fake("linear_cross_entropy", _fake)
 fake("linear_cross_entropy_with_gradients", _fake_with_gradients)
 fake("linear_cross_entropy_backward", _fake_backward)
-autograd("linear_cross_entropy", LinearCrossEntropy)
-autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients)
-autograd("linear_cross_entropy_backward", LinearCrossEntropyBackward)
+autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
+autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
+autograd("linear_cross_entropy_backward", LinearCrossEntropyBackward, jvp=by_formula(backward_formula))
+for _name in ("linear_cross_entropy", "linear_cross_entropy_with_gradients", "linear_cross_entropy_backward"):
+    vmap(_name, loop)
 autocast("linear_cross_entropy", cuda="lower", cpu="lower")
 flops("linear_cross_entropy", forward_flops)
 flops("linear_cross_entropy_with_gradients", with_gradients_flops)
