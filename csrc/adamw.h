@@ -60,7 +60,7 @@ struct AdamwFactors {
   A gradient;  // clips and unscales; negative to climb
   A decay;     // 1 - lr * weight_decay
   A beta1;
-  A weight1;   // 1 - beta1
+  A weight1;  // 1 - beta1
   A beta2;
   A weight2;     // 1 - beta2
   A correction;  // 1 / sqrt(1 - beta2^t)

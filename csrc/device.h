@@ -10,3 +10,7 @@
 #include "cpu/device.h"
 #define GPTKERNELS_DEVICE cpu
 #endif
+
+// The floating dtypes of every op, in the types of device.h: GPTKERNELS_FOR_FLOATING(M) is M(double) M(float) ... At
+// the end of a kernel's file M instantiates its launchers.
+#define GPTKERNELS_FOR_FLOATING(M) M(double) M(float) M(bfloat16) M(float16)

@@ -41,8 +41,8 @@ def assert_as_exact_as_torch(ours, torchs, exact, name="out", torch_error=0.0):
     """The FlashAttention rule: our error is at most twice torch's own, plus one rounding of the output.
 
     The formula alone says what is special. Where it gives NaN or an infinity, ours is the same. Where its finite value
-    overflows the dtype, ours is infinite; within the allowed error of that boundary ours may lie on either side. Torch's
-    answer is only the yardstick for the size of errors, and elements where it is not finite say nothing about that.
+    overflows the dtype, ours is infinite; within the allowed error of that boundary ours may lie on either side.
+    Torch's answer is only the yardstick for the size of errors, and elements where it is not finite do not count.
 
     Args:
         ours: our kernel's result.

@@ -15,8 +15,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// The first token that is outside the vocabulary, as a sentence. One thread reads the tokens: they are C times fewer
-// than what follows, and the first is the first whatever the number of threads.
+// An error that names the first token outside the vocabulary, if there is one. This runs on one thread: the rest of the
+// work is C times larger, and the token that is named must not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -52,13 +52,13 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1), in runs of rows that are summed by themselves: a sum's rounding error grows with
-// the length of a run and with the number of runs, not with their product.
+// out = row(0) + ... + row(count - 1). Runs of kRun rows are summed separately and the runs' sums are added: the
+// rounding error then grows with the length of a run plus the number of runs, not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
   using A = accumulate_t<T>;
   constexpr int64_t kRun = 32;
-  constexpr int64_t kTile = 256;  // columns: both sums stay in the L1 cache
+  constexpr int64_t kTile = 256;  // columns at a time, so that both sums stay in the L1 cache
   for (int64_t column = 0; column < width; column += kTile) {
     const int64_t columns = std::min(kTile, width - column);
     A total[kTile] = {};
@@ -77,8 +77,8 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
   }
 }
 
-// The positions in order of their tokens, by a counting sort: those of token v are order[starts[v] .. starts[v + 1]),
-// ascending, so that a row's sum has one order whatever thread adds it.
+// All positions, sorted by token with a stable counting sort. The positions of token v are
+// order[starts[v] .. starts[v + 1]), in ascending order, which fixes the order of each row's sum.
 struct Sorted {
   int64_t* starts;  // (V + 2); the last is scratch
   int64_t* order;   // (B * T)
@@ -92,7 +92,7 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;  // which moves every start to its place
+  for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;  // starts[v + 1] ends as the end of v
   return {starts, order};
 }
 
@@ -131,8 +131,9 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens are neighbours in most vocabularies, so the work is shared out by positions: a token belongs to
-  // the thread whose share its first position is in. Rows of no token are zeroed apart.
+  // Frequent tokens have neighbouring numbers in most vocabularies, so ranges of tokens would be unequal amounts of
+  // work. Threads are given ranges of sorted positions instead, and sum the tokens whose first position is in their
+  // range. Rows of tokens that do not occur are set to zero in a loop of their own.
   parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
     for (int64_t v = begin; v < end; ++v)
       if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
@@ -158,13 +159,9 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   template Status encoder_forward<T, Token>(const EncoderForward<T, Token>&, Stream);        \
   template int64_t encoder_backward_workspace<T, Token>(int64_t, int64_t, int64_t, int64_t); \
   template Status encoder_backward<T, Token>(const EncoderBackward<T, Token>&, Stream);
-GPTKERNELS_INSTANTIATE(double, int32_t)
-GPTKERNELS_INSTANTIATE(float, int32_t)
-GPTKERNELS_INSTANTIATE(bfloat16, int32_t)
-GPTKERNELS_INSTANTIATE(float16, int32_t)
-GPTKERNELS_INSTANTIATE(double, int64_t)
-GPTKERNELS_INSTANTIATE(float, int64_t)
-GPTKERNELS_INSTANTIATE(bfloat16, int64_t)
-GPTKERNELS_INSTANTIATE(float16, int64_t)
+#define GPTKERNELS_INSTANTIATE_TOKENS(T) \
+  GPTKERNELS_INSTANTIATE(T, int32_t)     \
+  GPTKERNELS_INSTANTIATE(T, int64_t)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE_TOKENS)
 
 }  // namespace gptkernels::cpu

@@ -1,6 +1,7 @@
 """Random choices that have names, so that a failing call can be repeated, and repeated with one choice replaced.
 
-Every choice takes its randomness from (seed, index, name) alone: replacing or removing one leaves all others as they are.
+Every choice takes its randomness from (seed, index, name) alone: replacing or removing one leaves all others as they
+are.
 """
 
 import math
@@ -67,17 +68,21 @@ class Draw:
     def rows(self, name="x", most_dims=4):
         """The dimensions before the last: mostly one or two, some of size 0 or 1."""
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
-        return tuple(self.size(f"{name}.rows{i}", 80 if self.most_elements < 2**20 else 3000) for i in range(dims))
+        sizes = []
+        for i in range(dims):
+            most = self.most_elements // 16 // max(math.prod(sizes), 1)
+            sizes.append(self.size(f"{name}.rows{i}", min(max(most, 2), 3000)))
+        return tuple(sizes)
 
     def width(self, name="width", rows=(), least=1):
         """Of the last dimension: the more the fewer rows there are."""
-        most = max(self.most_elements // max(math.prod(rows), 1), 300, least)
+        most = max(self.most_elements // max(math.prod(rows), 1), 16, least)
         return self.size(name, min(most, 60_000), least)
 
     def generator(self, name):
         return torch.Generator().manual_seed(self.random(f"{name} (values)").getrandbits(60))
 
-    def tensor(self, name, shape, dtype, scale=1.0, special="all", huge=None):
+    def tensor(self, name, shape, dtype, scale=1.0, special="all", huge=None, denormal=True):
         """A floating tensor in some layout.
 
         Args:
@@ -87,8 +92,11 @@ class Draw:
             scale: of ordinary values.
             special: "all" for infinities and NaN, "nan" for NaN alone, "none".
             huge: the largest number that the formula takes in this dtype; None for no such values.
+            denormal: whether all values may be denormal.
         """
-        kinds = {"normal": 60, "zeros": 2, "constant": 4, "whole": 6, "wide": 8, "denormal": 3}
+        kinds = {"normal": 60, "zeros": 2, "constant": 4, "whole": 6, "wide": 8}
+        if denormal:
+            kinds["denormal"] = 3
         if special != "none":
             kinds["special"] = 8
         if huge is not None:

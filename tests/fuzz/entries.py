@@ -104,7 +104,7 @@ def softmax(draw):
 def causal_softmax(draw):
     dtype = draw.dtype()
     lead = draw.rows("lead", 3)
-    tokens = draw.size("tokens", max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 40))
+    tokens = draw.size("tokens", max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 4))
     scale = draw.choose("scale", (1.0, 0.125, -0.5, 0.0, 3.0))
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
     below = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).tril()
@@ -131,7 +131,8 @@ def norm_arguments(draw, inputs):
     dims = draw.choose("normalised dims", (1, 2), (9, 1))
     normalised = tuple(draw.size(f"normalised{i}", 12, 1) for i in range(dims - 1))
     normalised += (draw.width("width", (*rows, *normalised)),)
-    args = {name: draw.tensor(name, (*rows, *normalised), dtype, huge=1e14) for name in inputs}
+    huge = min(1e14, torch.finfo(dtype).max / 4)  # two of which do not overflow
+    args = {name: draw.tensor(name, (*rows, *normalised), dtype, huge=huge) for name in inputs}
     for name in ("weight", "bias"):
         here = draw.chance(f"has {name}", 0.75)
         args[name] = draw.tensor(name, normalised, dtype, special="nan") if here else None
@@ -231,7 +232,7 @@ def linear(draw):
     dtype = draw.dtype()
     rows = draw.rows()
     inner = draw.width("inner", rows)
-    width = draw.size("width", max(draw.most_elements // max(inner, math.prod(rows)), 60), 1)
+    width = draw.size("width", max(draw.most_elements // max(inner, math.prod(rows)), 16), 1)
     args = {
         "x": draw.tensor("x", (*rows, inner), dtype),
         "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5),
@@ -302,6 +303,7 @@ def packed_attention(draw, name, kernel):
         formula,
         {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none")},
         any_threads=False,
+        nan_gradients=scale != 0,  # a matrix product times 0 is 0 for a BLAS, whatever the factors
     )
 
 
@@ -424,11 +426,14 @@ def linear_cross_entropy(draw):
     dtype = draw.dtype()
     rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
     inner = draw.size("inner", 100, 1)
+    chunk_size = draw.choose("chunk_size", (None, 1, 2, 7, 64))
+    if chunk_size is not None:
+        chunk_size = max(chunk_size, math.prod(rows) // 30)
     options = {
         "vocab_size": vocab_size,
         "ignore_index": ignore_index,
         "reduction": draw.choose("reduction", ("mean", "sum", "none")),
-        "chunk_size": draw.choose("chunk_size", (None, 1, 2, 7, 64)),
+        "chunk_size": chunk_size,
     }
 
     def formula(x, weight, targets):
@@ -441,8 +446,9 @@ def linear_cross_entropy(draw):
         formula,
         formula,
         {
-            "x": draw.tensor("x", (*rows, inner), dtype, special="nan"),
-            "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none"),
+            # No denormals: the gradient is rounded to the dtype before the backward scales it.
+            "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
+            "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False),
             "targets": targets,
         },
         any_threads=False,
