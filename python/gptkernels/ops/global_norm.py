@@ -28,7 +28,7 @@ class GlobalNorm(torch.autograd.Function):
 
         def gradient(t):
             dtype = torch.promote_types(t.dtype, torch.float32)
-            return (t / divisor.to(dtype) * dnorm.to(dtype)).to(t.dtype)
+            return (t.to(dtype) / divisor.to(dtype) * dnorm.to(dtype)).to(t.dtype)
 
         return tuple(gradient(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=True))
 
