@@ -60,7 +60,8 @@ template <typename A>
 struct AdamwFactors {
   A gradient;  // clips and unscales; negative to climb
   A decay;     // 1 - lr * weight_decay
-  A weight1;   // 1 - beta1
+  A beta1;
+  A weight1;  // 1 - beta1
   A beta2;
   A weight2;     // 1 - beta2
   A correction;  // 1 / sqrt(1 - beta2^t)
@@ -88,6 +89,7 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
   const double clip = numbers.grad_norm ? clip_coefficient(*numbers.grad_norm, o.max_grad_norm) : 1;
   return {.gradient = A((o.maximize ? -clip : clip) / scale),
           .decay = A(1 - lr * o.weight_decay),
+          .beta1 = A(o.beta1),
           .weight1 = A(1 - o.beta1),
           .beta2 = A(o.beta2),
           .weight2 = A(1 - o.beta2),
@@ -101,7 +103,8 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  exp_avg += f.weight1 * (g - exp_avg);
+  // From the nearer end, as torch.lerp: with beta1 = 0 the average is g, whatever it was.
+  exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;
   param = param * f.decay - Arithmetic::quotient(f.step_size * exp_avg, denominator);

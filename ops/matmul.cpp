@@ -55,9 +55,11 @@ Tensor strided(const Matrix& m) {
 }
 
 // torch's own BLAS, called below the dispatcher, so that no autocast or autograd of the caller's thread has a say.
-// Where beta is 0, what is in out is not read.
+// Where beta is 0, what is in out is not read. An alpha of 0 makes out zero, as every BLAS does; oneDNN, which torch
+// calls for 16-bit matrices, would leave it unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = strided(a), y = strided(b);
+  if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
   if (out.batches == 1) {
     if (alpha == 1 && beta == 0) return aoti_torch_cpu_mm_out(o.get(), x.get(), y.get());
     return aoti_torch_cpu_addmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);

@@ -343,6 +343,15 @@ def test_found_inf_changes_nothing(device):
     assert not torch.equal(lists.params[0], before[0])
 
 
+@all_dtypes
+def test_without_beta1_the_average_is_the_gradient(dtype, device):
+    """To the bit, also after a gradient that was much larger."""
+    params, gradients = make([(127,)], dtype, device, steps=2)
+    gradients[0][0] *= 1000
+    lists = run(params, gradients, beta1=0.0)
+    assert torch.equal(lists.exp_avgs[0], gradients[1][0])
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @all_dtypes
 def test_what_is_not_finite_stays_in_its_place(value, dtype, device):

@@ -158,7 +158,7 @@ def test_infinities_and_nan_stay_in_their_row(value, dtype, device):
 def test_extremes(dtype, device):
     tiny = torch.finfo(dtype).smallest_normal / 4
     for scale in (tiny, torch.finfo(dtype).max ** 0.45):
-        x, residual = ((torch.randn(5, 127) * scale).to(dtype).to(device) for _ in range(2))
+        x, residual = ((torch.randn(5, 127, dtype=torch.float64) * scale).to(dtype).to(device) for _ in range(2))
         doubles = double(x), double(residual)
         for a, b, c in zip(
             ours(x, residual, None, None),

@@ -171,13 +171,9 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   template Status encoder_forward<T, Token>(const EncoderForward<T, Token>&, Stream);        \
   template int64_t encoder_backward_workspace<T, Token>(int64_t, int64_t, int64_t, int64_t); \
   template Status encoder_backward<T, Token>(const EncoderBackward<T, Token>&, Stream);
-GPTKERNELS_INSTANTIATE(double, int32_t)
-GPTKERNELS_INSTANTIATE(float, int32_t)
-GPTKERNELS_INSTANTIATE(bfloat16, int32_t)
-GPTKERNELS_INSTANTIATE(float16, int32_t)
-GPTKERNELS_INSTANTIATE(double, int64_t)
-GPTKERNELS_INSTANTIATE(float, int64_t)
-GPTKERNELS_INSTANTIATE(bfloat16, int64_t)
-GPTKERNELS_INSTANTIATE(float16, int64_t)
+#define GPTKERNELS_INSTANTIATE_TOKENS(T) \
+  GPTKERNELS_INSTANTIATE(T, int32_t)     \
+  GPTKERNELS_INSTANTIATE(T, int64_t)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE_TOKENS)
 
 }  // namespace gptkernels::cpu

@@ -25,11 +25,14 @@ class GlobalNorm(torch.autograd.Function):
     def backward(ctx, dnorm):
         """dx = dnorm * x / norm, in torch ops; 0 where all x are 0, which is the subgradient torch takes."""
         norm, *tensors = ctx.saved_tensors
-        factor = torch.where(norm == 0, 0.0, dnorm / norm)
-        return tuple(
-            (t * factor.to(torch.promote_types(t.dtype, torch.float32))).to(t.dtype) if needed else None
-            for t, needed in zip(tensors, ctx.needs_input_grad, strict=True)
-        )
+        # x / norm is at most 1; dnorm / norm would overflow where the norm is denormal.
+        divisor = torch.where(norm == 0, 1.0, norm)
+
+        def gradient(t):
+            dtype = torch.promote_types(t.dtype, torch.float32)
+            return (t.to(dtype) / divisor.to(dtype) * dnorm.to(dtype)).to(t.dtype)
+
+        return tuple(gradient(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=True))
 
 
 def tangent(tensors, tangents, outputs):
