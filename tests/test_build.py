@@ -168,6 +168,17 @@ def test_csrc_has_no_torch(tmp_path):
     assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
 
 
+@needs_sources
+def test_instruction_sets_agree(tmp_path):
+    """Attention's kernels for processors other than this one, where this one can run them."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    program = tmp_path / "instruction_sets"
+    source = ROOT / "tests/instruction_sets.cpp"
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    subprocess.run([compiler, *options, source, "-o", program], check=True)
+    assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
+
+
 def configure(tmp_path, *options):
     """CMake's configuration in an environment without nvcc."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")

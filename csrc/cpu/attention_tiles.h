@@ -242,8 +242,10 @@ struct alignas(64) ForwardScratch {
   A decay[kTile];
 };
 
+// Not inlined, so that its scratch is on the stack once.
 template <int kSize, typename T>
-void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query) {
+[[gnu::noinline]] void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
+                                     int64_t query) {
   using A = accumulate_t<T>;
   using V = Vector<A>;
   const AttentionSizes& s = p.sizes;
@@ -384,8 +386,8 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
 
 // One tile of queries of head h against all its keys: writes dquery, adds to dkey and dvalue (Tk, size up to 16).
 template <int kSize, typename T>
-void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
-                    accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
+[[gnu::noinline]] void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
+                                      int64_t query, accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
   using A = accumulate_t<T>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
