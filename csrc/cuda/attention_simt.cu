@@ -251,7 +251,7 @@ struct RowStatistics {
 template <typename A>
 __device__ A logsumexp_correction(A sum, A logsumexp) {
   constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);
-  return fabs(sum - 1) <= 8 * kEpsilon * max(A(1), fabs(logsumexp)) ? 1 / sum : A(1);
+  return isfinite(logsumexp) && fabs(sum - 1) <= 8 * kEpsilon * max(A(1), fabs(logsumexp)) ? 1 / sum : A(1);
 }
 
 // delta for each row: a warp each.
