@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "attention_kernels.h"
-#include "dropout.cuh"
 #include "common/launch.cuh"
+#include "dropout.cuh"
 
 namespace gptkernels::cuda {
 

@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "attention_kernels.h"
-#include "dropout.cuh"
 #include "common/launch.cuh"
+#include "dropout.cuh"
 
 namespace gptkernels::cuda {
 namespace {

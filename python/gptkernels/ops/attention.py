@@ -262,13 +262,15 @@ def _packed_options(scale: float | None, dropout_p: float, seed: Tensor | None, 
 def packed_backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, options: Options) -> Tensor:
     """Dqkv (B, T, 3C) in torch ops."""
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), options)
+    query, key, value = unpack(qkv, num_heads)
+    gradients = backward_formula(dout, None, query, key, value, options)
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
 def _packed_tangents(qkv, num_heads, *options):
     """Out in torch ops; the packed op's logsumexp has no derivative."""
-    out, _ = forward_formula(*unpack(qkv, num_heads), _packed_options(*options))
+    query, key, value = unpack(qkv, num_heads)
+    out, _ = forward_formula(query, key, value, _packed_options(*options))
     return out.transpose(1, 2).flatten(2), None
 
 
