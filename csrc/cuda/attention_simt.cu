@@ -41,7 +41,7 @@ __device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& si
   first = 0;
   end = sizes.keys;
   if (mask.causal) end = min(end, max(row + rows + mask.query_offset, int64_t{0}));
-  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]) / kSimtTile * kSimtTile);
+  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]));
   if (mask.key_end) end = min(end, static_cast<int64_t>(mask.key_end[b]));
 }
 
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       {
         A scores[4][4] = {};
         add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         store_scores(weights, scores);
       }
 #pragma unroll
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) out[i][c] *= rescale;
       }
-      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, s.keys - start,
+      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, end - start,
                                      s.head_size, staged);
       __syncthreads();
     }
@@ -326,9 +326,9 @@ __global__ void __launch_bounds__(kSimtThreads)
       {
         A scores[4][4] = {}, dweights[4][4] = {};
         add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         add_products<T>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         store_scores(weights, scores);
         store_scores(gradients, dweights);
       }
@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(kSimtThreads)
           sum[i] += weight_and_gradient<T>(p, dropout, rows.delta, nullptr, b, h, head, row + 4 * ty + i, start + j,
                                            weights[at], gradients[at]);
         }
-      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, s.keys - start,
+      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, end - start,
                                      s.head_size, staged);
       __syncthreads();
     }
