@@ -43,7 +43,17 @@ def mlp_backward(dout, x, fc, fc_bias, proj):
 
 
 def attention_backward(dout, qkv):
-    return ops.attention_backward(dout, qkv, ops.attention(qkv, 2)[1], 2)
+    return ops.attention_backward(dout, qkv, *ops.attention(qkv, 2), 2)
+
+
+def probabilities_backward(dout, qkv):
+    return ops.attention_probabilities_backward(dout, qkv, ops.attention_probabilities(qkv, 2)[1], 2)
+
+
+def sdpa_backward(dout, dlogsumexp, query, key, value):
+    found = ops.scaled_dot_product_attention(query, key, value, is_causal=True)
+    dlogsumexp = dlogsumexp.to(found[1].dtype)
+    return ops.scaled_dot_product_attention_backward(dout, dlogsumexp, query, key, value, *found, is_causal=True)
 
 
 def on(device):
@@ -80,6 +90,16 @@ CASES = {
     "mlp_backward": (mlp_backward, [(2, 3), (2, 2), (4, 2), (4,), (3, 4)]),
     "attention": (lambda qkv: ops.attention(qkv, 2)[0], [(2, 3, 12)]),
     "attention_backward": (attention_backward, [(2, 3, 4), (2, 3, 12)]),
+    "attention_probabilities": (lambda qkv: ops.attention_probabilities(qkv, 2)[0], [(2, 3, 12)]),
+    "attention_probabilities_backward": (probabilities_backward, [(2, 3, 4), (2, 3, 12)]),
+    "scaled_dot_product_attention": (
+        lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+    ),
+    "scaled_dot_product_attention_backward": (
+        sdpa_backward,
+        [(2, 2, 3, 4), (2, 2, 3), (2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+    ),
     "encoder": (lambda wte, wpe: ops.encoder(on(wte.device), wte, wpe), [(4, 3), (5, 3)]),
     "encoder_backward": (lambda g: ops.encoder_backward(g, on(g.device), 4, 5), [(2, 3, 3)]),
     "embedding": (lambda weight: ops.embedding(on(weight.device), weight), [(4, 3)]),

