@@ -1,5 +1,6 @@
 // Which of attention's kernels serves a call.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention_kernels.h"
 #include "dropout.cuh"
@@ -25,6 +26,8 @@ template <typename T>
 Status attention_forward(const AttentionForward<T>& p, Stream stream) {
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_serves(p)) return attention_forward_sm90(p, stream);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_mma_serves(p)) return attention_forward_mma(p, stream);
   return attention_forward_simt(p, stream);
 }
 
