@@ -19,6 +19,8 @@ template <typename T>
 int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_serves(p)) return attention_backward_sm90_workspace(p.sizes);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace(p.sizes);
   return attention_backward_simt_workspace<T>(p.sizes);
 }
 
@@ -35,6 +37,8 @@ template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_serves(p)) return attention_backward_sm90(p, stream);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_backward_mma_serves(p)) return attention_backward_mma(p, stream);
   return attention_backward_simt(p, stream);
 }
 

@@ -260,6 +260,16 @@ __device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2]
       }
 }
 
+template <int kM, int kN>
+__device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+}
+
 // What a boolean or additive mask does to scores in units of log2. `row` and `column` are those of the first of a
 // warp's scores; the strides are the mask's for them.
 template <typename T, int kM, int kN>

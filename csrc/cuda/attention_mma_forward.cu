@@ -101,12 +101,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS>::kThreads)
     float scores[kM][kN][4];
     multiply_transposed<T, HS, kM, kN>(scores, query, key_tile);
     if constexpr (kGeneral) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) scores[m][n][e] *= scale_log2;
+      scale_scores(scores, scale_log2);
       if (p.mask.allowed || p.mask.bias)
         add_mask<T>(scores, p.mask, b * p.mask.batch + h * p.mask.head, row + warp_row, queries, p.mask.query, start,
                     keys, p.mask.key);
