@@ -10,6 +10,8 @@ namespace gptkernels::cuda {
 
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p) {
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_split_serves(p)) return attention_forward_split_workspace(p);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_serves(p)) return attention_forward_sm90_workspace();
   return 0;
@@ -26,6 +28,8 @@ int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
 
 template <typename T>
 Status attention_forward(const AttentionForward<T>& p, Stream stream) {
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_split_serves(p)) return attention_forward_split(p, stream);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_serves(p)) return attention_forward_sm90(p, stream);
   if constexpr (!std::is_same_v<T, double>)

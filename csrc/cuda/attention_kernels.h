@@ -36,4 +36,12 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
+// The same for few queries, with the keys of a head split among blocks.
+template <typename T>
+bool attention_forward_split_serves(const AttentionForward<T>& p);
+template <typename T>
+int64_t attention_forward_split_workspace(const AttentionForward<T>& p);
+template <typename T>
+Status attention_forward_split(const AttentionForward<T>& p, Stream stream);
+
 }  // namespace gptkernels::cuda

@@ -57,6 +57,11 @@ __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int 
   }
 }
 
+__device__ inline float4 round_to_tf32(const float4& x) {
+  return {__uint_as_float(round_to_tf32(x.x)), __uint_as_float(round_to_tf32(x.y)), __uint_as_float(round_to_tf32(x.z)),
+          __uint_as_float(round_to_tf32(x.w))};
+}
+
 // Rounds to TF32 what copy_rows has copied: each thread what it copied itself, so that it only need have waited for
 // that.
 template <typename T, int HS, int kRows, int kThreads>
@@ -68,9 +73,7 @@ __device__ void round_rows(uint8_t* shared) {
 #pragma unroll
     for (int r = 0; r < kRows; r += kStep) {
       float4& own = *reinterpret_cast<float4*>(shared + Rows::at(first + r, chunk));
-      const float4 x = own;
-      own = {__uint_as_float(round_to_tf32(x.x)), __uint_as_float(round_to_tf32(x.y)),
-             __uint_as_float(round_to_tf32(x.z)), __uint_as_float(round_to_tf32(x.w))};
+      own = round_to_tf32(own);
     }
   }
 }
@@ -270,7 +273,17 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
       for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
 }
 
-// What a boolean or additive mask does to scores in units of log2. `row` and `column` are those of the first of a
+// What element `at` of a boolean or additive mask does to a score in units of log2.
+template <typename T>
+__device__ void add_mask(float& score, const AttentionMask<T>& mask, int64_t at) {
+  if (mask.allowed) {
+    if (!mask.allowed[at]) score = -INFINITY;
+  } else {
+    score = fmaf(static_cast<float>(mask.bias[at]), kLog2E, score);
+  }
+}
+
+// The same to a warp's scores. `row` and `column` are those of the first of a
 // warp's scores; the strides are the mask's for them.
 template <typename T, int kM, int kN>
 __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
@@ -287,14 +300,7 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           const int j = column + 8 * n + lane % 4 * 2 + c;
-          float& score = scores[m][n][2 * r + c];
-          if (i >= rows || j >= columns) continue;
-          const int64_t at = at_row + j * column_stride;
-          if (mask.allowed) {
-            if (!mask.allowed[at]) score = -INFINITY;
-          } else {
-            score = fmaf(static_cast<float>(mask.bias[at]), kLog2E, score);
-          }
+          if (i < rows && j < columns) add_mask(scores[m][n][2 * r + c], mask, at_row + j * column_stride);
         }
     }
 }
