@@ -1,5 +1,6 @@
 // Which of attention's kernels serves a call.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention_kernels.h"
 #include "common/launch.cuh"
@@ -9,6 +10,8 @@ namespace gptkernels::cuda {
 
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p) {
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_split_serves(p)) return attention_forward_split_workspace(p);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_serves(p)) return attention_forward_sm90_workspace();
   return 0;
@@ -18,13 +21,19 @@ template <typename T>
 int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_serves(p)) return attention_backward_sm90_workspace(p.sizes);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace(p.sizes);
   return attention_backward_simt_workspace<T>(p.sizes);
 }
 
 template <typename T>
 Status attention_forward(const AttentionForward<T>& p, Stream stream) {
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_split_serves(p)) return attention_forward_split(p, stream);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_serves(p)) return attention_forward_sm90(p, stream);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_forward_mma_serves(p)) return attention_forward_mma(p, stream);
   return attention_forward_simt(p, stream);
 }
 
@@ -32,6 +41,8 @@ template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_serves(p)) return attention_backward_sm90(p, stream);
+  if constexpr (!std::is_same_v<T, double>)
+    if (attention_backward_mma_serves(p)) return attention_backward_mma(p, stream);
   return attention_backward_simt(p, stream);
 }
 

@@ -1,0 +1,401 @@
+// What the attention kernels by mma.sync share: tiles in shared memory, the two kinds of product, which columns of a
+// tile's scores count, masks and dropout.
+//
+// A warp has kM times 16 rows of a tile of scores, all of its columns, and the same rows of what is summed: forward and
+// dq have queries as rows and keys as columns, dk and dv keys as rows and queries as columns. So the scores,
+// exponentials taken, are the A operand of the second product where they are, in registers, and no warp waits for
+// another's sums.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
+#include "../attention.h"
+#include "../philox.h"
+#include "approximate.cuh"
+#include "common/mma.cuh"
+#include "dropout.cuh"
+#include "launch.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr float kLn2 = 0.6931471805599453f;
+
+// ---- tiles in shared memory -----------------------------------------------------------------------------------------
+
+// Rows of HS elements, those beyond the head size 0. 16-byte chunks are permuted in their rows, so that the same chunk
+// of eight rows has eight places in the banks.
+template <typename T, int HS>
+struct MmaRows {
+  static constexpr int kBytes = HS * sizeof(T);
+  static constexpr int kChunks = kBytes / 16;
+  static constexpr int kSteps = kBytes / 32;  // of a product over HS
+  static constexpr int kTiles = HS / 8;       // of accumulators over HS
+  static constexpr int kSpread = kBytes >= 128 ? 8 : kChunks;
+
+  __device__ static uint32_t swizzle(int row) { return row / (8 / kSpread) % kSpread; }
+  __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
+};
+
+// Starts the copy of kRows rows, of which `rows` are there, to shared memory.
+template <typename T, int HS, int kRows, int kThreads>
+__device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int rows, int head_size) {
+  using Rows = MmaRows<T, HS>;
+  constexpr int kStep = kThreads / Rows::kChunks;
+  static_assert(kThreads % Rows::kChunks == 0 && kRows % kStep == 0);
+  const int chunk = threadIdx.x % Rows::kChunks, first = threadIdx.x / Rows::kChunks;
+  const bool column = chunk * kPack<T> < head_size;
+  const T* from = global + first * stride + chunk * kPack<T>;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+    const bool inside = column && first + r < rows;
+    copy_async_16(shared + Rows::at(first + r, chunk), inside ? from : global, inside);
+    from += kStep * stride;
+  }
+}
+
+__device__ inline float4 round_to_tf32(const float4& x) {
+  return {__uint_as_float(round_to_tf32(x.x)), __uint_as_float(round_to_tf32(x.y)), __uint_as_float(round_to_tf32(x.z)),
+          __uint_as_float(round_to_tf32(x.w))};
+}
+
+// Rounds to TF32 what copy_rows has copied: each thread what it copied itself, so that it only need have waited for
+// that.
+template <typename T, int HS, int kRows, int kThreads>
+__device__ void round_rows(uint8_t* shared) {
+  if constexpr (std::is_same_v<T, float>) {
+    using Rows = MmaRows<T, HS>;
+    constexpr int kStep = kThreads / Rows::kChunks;
+    const int chunk = threadIdx.x % Rows::kChunks, first = threadIdx.x / Rows::kChunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+      float4& own = *reinterpret_cast<float4*>(shared + Rows::at(first + r, chunk));
+      own = round_to_tf32(own);
+    }
+  }
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// Step `step` of 16 rows from `row` on, as A.
+template <typename T, int HS>
+__device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
+}
+
+// The same of the 16 rows from `row` on, as B whose columns they are: words 0 and 1 for the first 8, 2 and 3 for the
+// others.
+template <typename T, int HS>
+__device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(b, shared + MmaRows<T, HS>::at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+}
+
+// As many rows as a step has, from `row` on, as B whose rows they are, and of that 16 columns from `column` on. TF32's
+// step of 8 rows has them in the order 0, 2, 4, 6, 1, 3, 5, 7, in which the accumulators' columns become A.
+template <typename T, int HS>
+__device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
+  using Rows = MmaRows<T, HS>;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_matrices_transposed(b, shared + Rows::at(row + lane % 16, column / 8 + lane / 16));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      b[i] = load_word(shared + Rows::at(row + lane % 4 * 2 + i % 2, column / 4 + i / 2 * 2 + lane / 16) +
+                       lane / 4 % 4 * 4);
+  }
+}
+
+// The accumulator tiles from `d` on, one or two, as A of a product with load_b_rows.
+template <typename T>
+__device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
+  if constexpr (std::is_same_v<T, float>) {
+    a[0] = round_to_tf32(d[0][0]);
+    a[1] = round_to_tf32(d[0][2]);
+    a[2] = round_to_tf32(d[0][1]);
+    a[3] = round_to_tf32(d[0][3]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Packed<T, 2> pair = narrow<T, 2>({d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]});
+      a[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+}
+
+// A warp's rows of a tile as A: kept in registers, or loaded when they are used.
+template <typename T, int HS, int kM, bool kKeep>
+struct RowOperand {
+  static constexpr int kSteps = MmaRows<T, HS>::kSteps;
+  uint32_t kept[kKeep ? kM : 1][kKeep ? kSteps : 1][4];
+  uint32_t shared;
+  int row;
+
+  // Of rows that are there.
+  __device__ RowOperand(uint32_t tile, int first_row) : shared(tile), row(first_row) {
+    if constexpr (kKeep)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_a<T, HS>(kept[m][step], shared, row + 16 * m, step);
+  }
+  __device__ void get(uint32_t (&a)[4], int m, int step) const {
+    if constexpr (kKeep) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = kept[m][step][i];
+    } else {
+      load_a<T, HS>(a, shared, row + 16 * m, step);
+    }
+  }
+};
+
+// d = rows times the 8 * kN rows of a tile, transposed.
+template <typename T, int HS, int kM, int kN, bool kKeep>
+__device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] = 0;
+#pragma unroll
+  for (int step = 0; step < MmaRows<T, HS>::kSteps; ++step) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) rows.get(a[m], m, step);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_b<T, HS>(b, tile, 8 * n, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(d[m][n], a[m], b[0], b[1]);
+        mma<T>(d[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on.
+template <typename T, int HS, int kM, int kN, int kOut>
+__device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
+  constexpr int kTilesAStep = sizeof(T) == 2 ? 2 : 1;
+#pragma unroll
+  for (int n = 0; n < kN; n += kTilesAStep) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) to_a<T>(a[m], &weights[m][n]);
+#pragma unroll
+    for (int o = 0; o < kOut; o += 2) {
+      uint32_t b[4];
+      load_b_rows<T, HS>(b, tile, 8 * n, column + 8 * o);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(sums[m][o], a[m], b[0], b[1]);
+        mma<T>(sums[m][o + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// A warp's sums, each row times its factor, to global memory by way of the warp's own rows of `tile`, which nobody
+// reads any more: as 16-byte chunks. `rows` are there from the tile's row `first_row` on, which `global` points to.
+template <typename T, int HS, int kM, int kOut>
+__device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
+                           int column, T* global, int64_t stride, int rows, int head_size) {
+  using Rows = MmaRows<T, HS>;
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int o = 0; o < kOut; ++o)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int byte = (column + 8 * o + lane % 4 * 2) * static_cast<int>(sizeof(T));
+        const float f = factor[m][r];
+        *reinterpret_cast<Packed<T, 2>*>(tile + Rows::at(first_row + 16 * m + 8 * r + lane / 4, byte / 16) +
+                                         byte % 16) = narrow<T, 2>({sums[m][o][2 * r] * f, sums[m][o][2 * r + 1] * f});
+      }
+  __syncwarp();
+  constexpr int kChunks = 8 * kOut / kPack<T>;
+#pragma unroll 4
+  for (int i = lane; i < 16 * kM * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = column / kPack<T> + i % kChunks;
+    if (row < rows && chunk * kPack<T> < head_size)
+      *reinterpret_cast<uint4*>(global + row * stride + chunk * kPack<T>) =
+          *reinterpret_cast<const uint4*>(tile + Rows::at(first_row + row, chunk));
+  }
+}
+
+// ---- which columns count --------------------------------------------------------------------------------------------
+
+// Of the keys [begin, end) of a sequence.
+struct KeyBounds {
+  int begin;
+  int end;
+
+  template <typename T>
+  __device__ KeyBounds(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b)
+      : begin(0), end(static_cast<int>(s.keys)) {
+    if (mask.key_begin) begin = max(begin, mask.key_begin[b]);
+    if (mask.key_end) end = min(end, mask.key_end[b]);
+  }
+};
+
+// Scores of columns outside [low, high) of their row become -inf. `first` is the tile's first column.
+template <int kM, int kN>
+__device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2], const int (&high)[kM][2], int first) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = first + 8 * n + lane % 4 * 2 + e % 2;
+        if (column < low[m][e / 2] || column >= high[m][e / 2]) scores[m][n][e] = -INFINITY;
+      }
+}
+
+template <int kM, int kN>
+__device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+}
+
+// What element `at` of a boolean or additive mask does to a score in units of log2.
+template <typename T>
+__device__ void add_mask(float& score, const AttentionMask<T>& mask, int64_t at) {
+  if (mask.allowed) {
+    if (!mask.allowed[at]) score = -INFINITY;
+  } else {
+    score = fmaf(static_cast<float>(mask.bias[at]), kLog2E, score);
+  }
+}
+
+// The same to a warp's scores. `row` and `column` are those of the first of a
+// warp's scores; the strides are the mask's for them.
+template <typename T, int kM, int kN>
+__device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
+                         int64_t row_stride, int column, int columns, int64_t column_stride) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + 16 * m + 8 * r + lane / 4;
+      const int64_t at_row = base + i * row_stride;
+#pragma unroll
+      for (int n = 0; n < kN; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const int j = column + 8 * n + lane % 4 * 2 + c;
+          if (i < rows && j < columns) add_mask(scores[m][n][2 * r + c], mask, at_row + j * column_stride);
+        }
+    }
+}
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
+
+// Calls drop(m, n, e) for every dropped element of a warp's tile of scores, rows queries and columns keys. Two
+// neighbouring accumulator tiles are one group of philox.h's.
+template <int kM, int kN, typename Drop>
+__device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      const PhiloxWords words = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
+                                              (query + 16 * m) / 2 + lane / 4, (key + 8 * n) / 4 + lane % 4);
+#pragma unroll
+      for (int slot = 0; slot < 8; ++slot)
+        if (dropout_bits(words, slot) < dropout.threshold) drop(m, n + slot / 2 % 2, slot / 4 * 2 + slot % 2);
+    }
+}
+
+// The same where rows are keys and columns queries. Two lanes whose keys are neighbours need the same two groups: each
+// draws one.
+template <int kM, int kN, typename Drop>
+__device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane / 4 % 2;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
+                                            (query + 8 * n) / 2 + lane % 4 * 2 + odd, (key + 16 * m) / 4 + lane / 8);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+        const uint32_t other = __shfl_xor_sync(~0u, own.word[w], 4);
+        const uint32_t words[2] = {odd ? other : own.word[w], odd ? own.word[w] : other};
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if ((words[c] >> (odd ? 16 : 0) & 0xFFFFu) < dropout.threshold) drop(m, n + w / 2, w % 2 * 2 + c);
+      }
+    }
+}
+
+// ---- what these kernels serve ---------------------------------------------------------------------------------------
+
+// Heads whose rows begin at multiples of 16 bytes.
+template <typename T>
+bool suits_chunks(const HeadsView<T>& t) {
+  constexpr int kElements = kPack<std::remove_const_t<T>>;
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.batch % kElements == 0 && t.head % kElements == 0 &&
+         t.token % kElements == 0;
+}
+
+// Whether the code of a kernel that the current device runs has mma.sync of these dtypes in it.
+template <auto kKernel>
+bool built_for_mma() {
+  return once_a_device([](int) {
+           cudaFuncAttributes attributes = {};
+           cudaFuncGetAttributes(&attributes, kKernel);
+           return attributes.ptxVersion;
+         }) >= 80;
+}
+
+// The head sizes for which kernels are compiled. TF32 beyond 128 has too few rows in shared memory to gain anything.
+template <typename T>
+constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
+
+// Head sizes of whole chunks, numbers of queries and keys that 32 bits index, and float32 where it may be rounded.
+template <typename T, typename Params>
+bool mma_serves(const Params& p) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  const AttentionSizes& s = p.sizes;
+  return (sizeof(T) == 2 || p.tf32) && s.head_size % 8 == 0 && s.head_size <= kMmaLargestHead<T> &&
+         std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
+         suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
+}
+
+// Nothing but causality, and scores whose order is that of the products.
+template <typename T, typename Params>
+bool is_plain(const Params& p) {
+  return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
+         !p.mask.bias;
+}
+
+// fn.template operator()<HS, kGeneral>(). The plain form is compiled for 64 and 128, which models have.
+template <typename T, typename Fn>
+Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
+  if (head_size <= 32) return fn.template operator()<32, true>();
+  if (head_size <= 64) return plain ? fn.template operator()<64, false>() : fn.template operator()<64, true>();
+  if constexpr (kMmaLargestHead<T> > 128)
+    if (head_size > 128) return fn.template operator()<256, true>();
+  return plain ? fn.template operator()<128, false>() : fn.template operator()<128, true>();
+}
+
+}  // namespace gptkernels::cuda
