@@ -314,7 +314,7 @@ class FlashAttention(torch.autograd.Function):
         return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
 
 
-# Of a query that sees one key the probability is 1, and torch's is exactly that: its logsumexp is that key's score. Ours
+# Of a query that sees one key the probability is 1, and torch's is just that: its logsumexp is that key's score. Ours
 # is rounded once more, which for scores of 50 is 10 units in the last place of float32, and none of 16 bits.
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 
