@@ -115,10 +115,8 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
-    a[0] = round_to_tf32(d[0][0]);
-    a[1] = round_to_tf32(d[0][2]);
-    a[2] = round_to_tf32(d[0][1]);
-    a[3] = round_to_tf32(d[0][3]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(d[0][i / 2 + i % 2 * 2]);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -273,9 +271,17 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
       for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
 }
 
+// What a warp's scores are multiplied with where their exponential is taken: they are in units of log2 if this is 1, as
+// masks, and maxima under a scale that is not positive, want them.
+template <bool kGeneral, typename T>
+__device__ float score_factor(const AttentionMask<T>& mask, double scale) {
+  const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
+  return scaled ? 1 : static_cast<float>(scale * 1.4426950408889634);
+}
+
 // What element `at` of a boolean or additive mask does to a score in units of log2.
 template <typename T>
-__device__ void add_mask(float& score, const AttentionMask<T>& mask, int64_t at) {
+__device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int64_t at) {
   if (mask.allowed) {
     if (!mask.allowed[at]) score = -INFINITY;
   } else {
@@ -283,26 +289,58 @@ __device__ void add_mask(float& score, const AttentionMask<T>& mask, int64_t at)
   }
 }
 
-// The same to a warp's scores. `row` and `column` are those of the first of a
-// warp's scores; the strides are the mask's for them.
-template <typename T, int kM, int kN>
-__device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
-                         int64_t row_stride, int column, int columns, int64_t column_stride) {
+// apply(m, n, e, element) for every element of a mask under a warp's scores. `row` and `column` are those of the first
+// score, `mask` points to element (0, 0) of the head; beyond the last row and column other elements take their places,
+// for scores that count for nothing. kPairs: two neighbouring columns are one aligned load.
+template <bool kPairs, int kM, int kN, typename M, typename Apply>
+__device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
+                         int64_t column_stride, const Apply& apply) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = row + 16 * m + 8 * r + lane / 4;
-      const int64_t at_row = base + i * row_stride;
+      const M* own = mask + min(row + 16 * m + 8 * r + lane / 4, rows - 1) * row_stride;
 #pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int j = column + 8 * n + lane % 4 * 2 + c;
-          if (i < rows && j < columns) add_mask(scores[m][n][2 * r + c], mask, at_row + j * column_stride);
+      for (int n = 0; n < kN; ++n) {
+        const int j = column + 8 * n + lane % 4 * 2;
+        if constexpr (kPairs) {
+          const Packed<M, 2> pair = load<2>(own + min(j, columns - 2));
+          apply(m, n, 2 * r, pair.v[0]);
+          apply(m, n, 2 * r + 1, pair.v[1]);
+        } else {
+          apply(m, n, 2 * r, own[min(j, columns - 1) * column_stride]);
+          apply(m, n, 2 * r + 1, own[min(j + 1, columns - 1) * column_stride]);
         }
+      }
     }
+}
+
+template <int kM, int kN, typename M, typename Apply>
+__device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
+                         int64_t column_stride, const Apply& apply) {
+  const bool pairs = column_stride == 1 && reinterpret_cast<uintptr_t>(mask) % (2 * sizeof(M)) == 0 &&
+                     row_stride % 2 == 0 && columns % 2 == 0;
+  if (pairs)
+    for_mask<true, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
+  else
+    for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
+}
+
+// What the mask at `base`, of one head, does to a warp's scores in units of log2.
+template <typename T, int kM, int kN>
+__device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
+                         int64_t row_stride, int column, int columns, int64_t column_stride) {
+  if (mask.allowed)
+    for_mask<kM, kN>(mask.allowed + base, row, rows, row_stride, column, columns, column_stride,
+                     [&](int m, int n, int e, bool allowed) {
+                       if (!allowed) scores[m][n][e] = -INFINITY;
+                     });
+  else
+    for_mask<kM, kN>(mask.bias + base, row, rows, row_stride, column, columns, column_stride,
+                     [&](int m, int n, int e, T bias) {
+                       scores[m][n][e] = fmaf(static_cast<float>(bias), kLog2E, scores[m][n][e]);
+                     });
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------

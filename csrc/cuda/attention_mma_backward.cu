@@ -112,8 +112,9 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const RowOperand<T, HS, kM, Shape::kKeepRows> dout(dout_tile, warp_row);
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
-  const float factor = kGeneral ? 1.f : scale_log2;
+  const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
+  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
   float dquery[kM][HS / 8][4] = {};
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
@@ -126,7 +127,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
 
     float weights[kM][kN][4], gradients[kM][kN][4];
     multiply_transposed<T, HS, kM, kN>(weights, query, key_tile);
-    if constexpr (kGeneral) {
+    if (kGeneral && factor == 1) {
       scale_scores(weights, scale_log2);
       if (p.mask.allowed || p.mask.bias)
         add_mask<T>(weights, p.mask, b * p.mask.batch + h * p.mask.head, row + warp_row, queries, p.mask.query, start,
@@ -143,16 +144,15 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
 
     multiply_transposed<T, HS, kM, kN>(gradients, dout, key_tile + Shape::kStageBytes);
     if constexpr (kGeneral)
-      if (dropout.drops()) {
-        scale_scores(gradients, dropout.keep_scale);
+      if (dropout.drops())
         for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { gradients[m][n][e] = 0; });
-      }
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kN; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) gradients[m][n][e] = weights[m][n][e] * (gradients[m][n][e] - delta[m][e / 2]);
+        for (int e = 0; e < 4; ++e)
+          gradients[m][n][e] = weights[m][n][e] * fmaf(gradients[m][n][e], keep_scale, -delta[m][e / 2]);
     add_product<T, HS>(dquery, gradients, key_tile, 0);
   }
 
@@ -209,7 +209,16 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const KeyBounds bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
-  const int blocks = any && first < queries ? (queries - first + kQueries - 1) / kQueries : 0;
+  // Where the walk over the queries of the heads that share a key head is.
+  struct Place {
+    int64_t head;
+    int start;
+  };
+  const int64_t last_head = any && first < queries ? (key_head + 1) * group : 0;
+  const auto next = [&](const Place& place) {
+    const bool on = place.start + kQueries < queries;
+    return Place{on ? place.head : place.head + 1, on ? place.start + kQueries : first};
+  };
   int low[kM][2], high[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -223,9 +232,8 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const int wide_begin = p.mask.causal ? row + warp_row - offset : 0;
   const int narrow_begin = all_keys ? (p.mask.causal ? wide_begin + 16 * kM - 1 : 0) : INT_MAX;
 
-  const auto copy_stage = [&](int step, int stage) {
-    const int64_t h = key_head * group + step / blocks;
-    const int start = first + step % blocks * kQueries;
+  const auto copy_stage = [&](const Place& place, int stage) {
+    const auto [h, start] = place;
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
     copy_rows<T, HS, kQueries, kThreads>(to, rows_of(p.query, b, h, start), p.query.token, queries - start, head_size);
     copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, rows_of(p.dout, b, h, start), p.dout.token,
@@ -242,8 +250,8 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
                                            head_size);
   copy_rows<T, HS, Shape::kRows, kThreads>(value_tile, rows_of(p.value, b, key_head, row), p.value.token, keys - row,
                                            head_size);
-  const int steps = group * blocks;
-  if (steps > 0) copy_stage(0, 0);
+  Place place = {key_head * group, first};
+  if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
   round_rows<T, HS, 2 * Shape::kRows, kThreads>(shared_bytes);  // keys and values are neighbours
   __syncthreads();
@@ -251,16 +259,17 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const RowOperand<T, HS, kM, Shape::kKeepRows> value(value_tile, warp_row);
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
-  const float factor = kGeneral ? 1.f : scale_log2;
+  const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
+  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
   float dkey[kM][kColumns / 8][4] = {}, dvalue[kM][kColumns / 8][4] = {};
   int stage = 0;
-  for (int step = 0; step < steps; ++step, stage ^= 1) {
+  for (; place.head < last_head; place = next(place), stage ^= 1) {
     copy_async_wait();
     round_rows<T, HS, 2 * kQueries, kThreads>(shared_bytes + 2 * Shape::kTileBytes + stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage has arrived, and all are done with the other one
-    if (step + 1 < steps) copy_stage(step + 1, stage ^ 1);
-    const int start = first + step % blocks * kQueries;
+    if (const Place ahead = next(place); ahead.head < last_head) copy_stage(ahead, stage ^ 1);
+    const auto [h, start] = place;
     if (start + kQueries <= wide_begin) continue;
     const uint32_t query_tile = stages + stage * 2 * Shape::kStageBytes;
     const float* logsumexp =
@@ -269,8 +278,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
 
     float weights[kM][kN][4], gradients[kM][kN][4];
     multiply_transposed<T, HS, kM, kN>(weights, key, query_tile);
-    const int64_t h = key_head * group + step / blocks;
-    if constexpr (kGeneral) {
+    if (kGeneral && factor == 1) {
       scale_scores(weights, scale_log2);
       if (p.mask.allowed || p.mask.bias)
         add_mask<T>(weights, p.mask, b * p.mask.batch + h * p.mask.head, row + warp_row, keys, p.mask.key, start,
@@ -295,7 +303,6 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
     multiply_transposed<T, HS, kM, kN>(gradients, value, query_tile + Shape::kStageBytes);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        scale_scores(gradients, dropout.keep_scale);
         // A dropped weight is negative from here on: dS needs its value.
         for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
           gradients[m][n][e] = 0;
@@ -313,7 +320,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
           for (int r = 0; r < 2; ++r) {
             float& weight = weights[m][n][2 * r + c];
             float& gradient = gradients[m][n][2 * r + c];
-            gradient = (kGeneral ? fabsf(weight) : weight) * (gradient - own);
+            gradient = (kGeneral ? fabsf(weight) : weight) * fmaf(gradient, keep_scale, -own);
             if (kGeneral && weight < 0) weight = 0;
           }
       }
@@ -328,7 +335,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       key_scale[m][r] = static_cast<float>(p.scale);
-      value_scale[m][r] = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
+      value_scale[m][r] = keep_scale;
     }
   const int rows = keys - row - warp_row;
   store_rows<T, HS>(shared_bytes, warp_row, dkey, key_scale, warp_column, rows_of(p.dkey, b, key_head, row + warp_row),

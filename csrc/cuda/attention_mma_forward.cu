@@ -7,11 +7,13 @@ namespace gptkernels::cuda {
 namespace {
 
 // 4 warps of kM times 16 queries, kKeys keys at a time in two stages: shared memory within the 99 KB of sm_86 and 89.
-template <typename T, int HS>
+// Two times 16 queries halve what is loaded of keys and values from shared memory; masks and dropout need the
+// registers.
+template <typename T, int HS, bool kGeneral>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
-  static constexpr int kM = kBytes <= 128 || (sizeof(T) == 4 && kBytes <= 256) ? 2 : 1;
+  static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;
   static constexpr bool kKeepQuery = kBytes <= (sizeof(T) == 2 ? 256 : 128);
@@ -25,9 +27,9 @@ __device__ float quad_max(float x) {
 }
 
 template <typename T, int HS, bool kGeneral>
-__global__ void __launch_bounds__(ForwardShape<T, HS>::kThreads)
+__global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
     attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p) {
-  using Shape = ForwardShape<T, HS>;
+  using Shape = ForwardShape<T, HS, kGeneral>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kOut = HS / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -81,9 +83,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS>::kThreads)
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepQuery> query(query_tile, warp_row);
 
-  // Scores are in units of `factor`: those of the general form are scaled and masked before their maximum is taken.
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
-  const float factor = kGeneral ? 1.f : scale_log2;
+  const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   float out[kM][kOut][4] = {}, maximum[kM][2], sum[kM][2] = {};
 #pragma unroll
@@ -100,7 +101,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS>::kThreads)
 
     float scores[kM][kN][4];
     multiply_transposed<T, HS, kM, kN>(scores, query, key_tile);
-    if constexpr (kGeneral) {
+    if (kGeneral && factor == 1) {
       scale_scores(scores, scale_log2);
       if (p.mask.allowed || p.mask.bias)
         add_mask<T>(scores, p.mask, b * p.mask.batch + h * p.mask.head, row + warp_row, queries, p.mask.query, start,
@@ -164,7 +165,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS>::kThreads)
 
 template <typename T, int HS, bool kGeneral>
 Status launch(const AttentionForward<T>& p, Stream stream) {
-  using Shape = ForwardShape<T, HS>;
+  using Shape = ForwardShape<T, HS, kGeneral>;
   constexpr auto kKernel = attention_forward_mma_kernel<T, HS, kGeneral>;
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
   const int64_t tiles = ceil_div(p.sizes.queries, Shape::kRows) * p.sizes.batches * p.sizes.heads;

@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int j = start + 8 * n + lane % 4 * 2 + e % 2;
-          if (inside[e / 2] && j < keys) add_mask(scores[0][n][e], p.mask, mask_row[e / 2] + j * p.mask.key);
+          if (inside[e / 2] && j < keys) add_mask_element(scores[0][n][e], p.mask, mask_row[e / 2] + j * p.mask.key);
         }
     }
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
