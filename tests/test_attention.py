@@ -137,7 +137,7 @@ def check_packed(qkv, dout, num_heads, scale=None):
 
     assert_as_exact_with_gradients(
         lambda x: packed(x, num_heads, scale),
-        merged(torchs),
+        lambda x: merged(torchs)(x.clone()),  # torch's kernels on CUDA fail on misaligned memory
         merged(lambda *t, **o: formula(*t, **o)[0]),
         (qkv,),
         dout,
@@ -575,7 +575,9 @@ def test_dropout_matches_its_mask(p, dtype, device):
             dout,
             ("dquery", "dkey", "dvalue"),
         )
-        assert torch.equal(ours(q, k, v, **options, dropout=(p, seed, offset))[1], ours(q, k, v, **options)[1])
+        # Not the same bits on CUDA, where other kernels may serve a call without dropout.
+        dropped, plain = ours(q, k, v, **options, dropout=(p, seed, offset))[1], ours(q, k, v, **options)[1]
+        torch.testing.assert_close(dropped, plain, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
 
 
 @all_dtypes
@@ -855,14 +857,14 @@ def test_functional_gives_the_rest_to_torch(monkeypatch, device):
     """What no kernel serves, with torch's own result; and never an option of ours with it."""
     calls, real = spied(monkeypatch)
     f, d = torch.float32, device
-    grad_mask = randn(9, 11, dtype=f, device=d).requires_grad_()
+    grad_mask = randn(16, 24, dtype=f, device=d).requires_grad_()
     cases = [
         ((2, 3, 9, 8), (2, 3, 11, 8), (2, 3, 11, 5), {}, "head sizes"),
         ((2, 3, 9, 300), (2, 3, 11, 300), (2, 3, 11, 300), {}, "300 is not from 1 to 256"),
         ((2, 3, 9, 8), (1, 3, 11, 8), (1, 3, 11, 8), {}, "differ"),
         ((2, 3, 9, 8), (2, 1, 11, 8), (2, 1, 11, 8), {}, "differ"),
         ((9, 8), (11, 8), (11, 8), {}, "dimensions"),
-        ((2, 3, 9, 8), (2, 3, 11, 8), (2, 3, 11, 8), {"attn_mask": grad_mask}, "requires grad"),
+        ((2, 3, 16, 8), (2, 3, 24, 8), (2, 3, 24, 8), {"attn_mask": grad_mask}, "requires grad"),
     ]
     for q_shape, k_shape, v_shape, options, reason in cases:
         q, k, v = (randn(*s, dtype=f, device=d) for s in (q_shape, k_shape, v_shape))

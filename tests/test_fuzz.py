@@ -61,7 +61,7 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
         repeated = capfd.readouterr().out
     finally:
         torch.set_num_threads(threads)
-    for simple in ("dtype = torch.float32", "x.layout = contiguous", "x.dims = 0"):
+    for simple in ("dtype = torch.float32", "x.layout = contiguous"):
         assert simple in repeated
     assert repeated.rstrip().endswith(printed.split("\n\n")[0].rstrip().splitlines()[-1])
 

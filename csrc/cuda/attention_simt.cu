@@ -97,7 +97,8 @@ __device__ void add_products(accumulate_t<T> (&scores)[4][4], const T* x, int64_
 }
 
 // sums (64 x HS) += weights (64 x 64, in shared memory) times rows of x. A thread has rows 4 * ty + i and columns
-// tx + 16 * c.
+// tx + 16 * c. The terms of a stage are summed by themselves: the rounding error of a sum over thousands of rows then
+// grows with the number of stages.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights, const T* x,
                                   int64_t x_stride, int64_t x_rows, int head_size, accumulate_t<T>* shared) {
@@ -112,6 +113,7 @@ __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const ac
       shared[i] = column < head_size && row < x_rows ? static_cast<A>(x[row * x_stride + column]) : A(0);
     }
     __syncthreads();
+    A part[4][kColumns] = {};
 #pragma unroll 4
     for (int k = 0; k < Shape::kRowsAtATime; ++k) {
       A w[4];
@@ -121,9 +123,13 @@ __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const ac
       for (int c = 0; c < kColumns; ++c) {
         const A value = shared[k * kWidth + tx + 16 * c];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sums[i][c] += w[i] * value;
+        for (int i = 0; i < 4; ++i) part[i][c] += w[i] * value;
       }
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) sums[i][c] += part[i][c];
   }
 }
 
