@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
-  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
+  const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
   float dquery[kM][HS / 8][4] = {};
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
-  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
+  const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
   float dkey[kM][kColumns / 8][4] = {}, dvalue[kM][kColumns / 8][4] = {};
   int stage = 0;
   for (; place.head < last_head; place = next(place), stage ^= 1) {

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
       const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
       if (lane % 4 == 0 && at < queries)
         p.logsumexp[head * queries + at] = total == 0 ? -INFINITY : fmaf(maximum[m][r] * factor, kLn2, logf(total));
-      sum[m][r] = total == 0 ? 0 : (kGeneral ? dropout.keep_scale : 1.f) / total;
+      sum[m][r] = total == 0 ? 0 : (kGeneral ? static_cast<float>(dropout.keep_scale) : 1) / total;
     }
   store_rows<T, HS>(shared_bytes, warp_row, out, sum, 0,
                     p.out.data + b * p.out.batch + h * p.out.head + (row + warp_row) * p.out.token, p.out.token,
