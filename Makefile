@@ -1,6 +1,8 @@
 # make train   a GPT-2 learns on this machine, from nothing but Python >= 3.10, make and a C++20 compiler
 # make test    every test           make bench   ours beside everybody else's kernels
 # make lint    what CI demands      make format  mends what can be mended      make wheel   a wheel in dist/
+# make fuzz    calls of every op and damaged files, drawn at random
+# make test-capabilities   the ops' tests with each instruction set       make test-torches   all tests with each torch
 #
 # Everything is set up in .venv, with pinned versions. TORCH=installed uses the Python and the torch at hand instead (and
 # installs nothing but this package). GPTKERNELS_CUDA=1 demands the CUDA library, 0 forbids it; by default it is built
@@ -19,16 +21,47 @@ else
   PY := .venv/bin/python
   STAMPS := .venv
 endif
-SOURCES := $(wildcard csrc/*.h csrc/*/* ops/* cmake/*) CMakeLists.txt setup.py pyproject.toml
+PY_FROM_TESTS = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
+WORKERS = $(if $(filter cuda,$(DEVICE)),4,2)
+SOURCES := $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/* cmake/*) CMakeLists.txt setup.py pyproject.toml
 BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 
-.PHONY: train test bench lint format wheel sanitize clean
+.PHONY: train test test-capabilities test-torches fuzz bench lint format wheel sanitize clean
 
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
 
 test: $(BUILT) $(STAMPS)/test-tools
-	$(PY) -m pytest -n $(if $(filter cuda,$(DEVICE)),4,2) --dist loadgroup --device $(DEVICE) $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
+
+# With torch's CPU kernels and with ours for each instruction set that this processor has: all pairs. ARGS=--same runs
+# fewer; other arguments are pytest's, in place of the ops' tests.
+test-capabilities: $(BUILT) $(STAMPS)/test-tools
+	$(PY) tests/capabilities.py $(ARGS)
+
+# One and the same library under several releases of torch, each in an environment of its own. A release that is not here
+# yet is downloaded, with gigabytes of CUDA libraries unless pip is told of an index of CPU builds (PIP_INDEX_URL).
+TORCHES ?= 2.10.0 2.13.0 2.15.0
+python_with = $(if $(filter $(TORCH),$(1)),$(PY),build/torches/$(1)/bin/python)
+
+test-torches: $(BUILT) $(STAMPS)/test-tools $(foreach t,$(filter-out $(TORCH),$(TORCHES)),build/torches/$(t)/ready)
+	@mkdir -p build/torches; status=0; \
+	$(foreach t,$(TORCHES),PYTHONPATH=$(CURDIR)/python $(call python_with,$(t)) -m pytest -o addopts= --tb=short -n $(WORKERS) \
+	  --dist loadgroup --device $(DEVICE) $(ARGS) > build/torches/$(t).log 2>&1 || status=1; \
+	echo "torch $(t): $$(tail -n 1 build/torches/$(t).log)";) exit $$status
+
+build/torches/%/ready: requirements/run.txt requirements/test.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet torch==$* -r requirements/run.txt -r requirements/test.txt
+	touch $@
+
+# The same calls for the same SEED; each kind of failure prints the command that repeats it.
+CALLS ?= 100000
+SEED ?= 1
+JOBS ?= $(if $(filter cuda,$(DEVICE)),8,2)
+fuzz: $(BUILT) $(STAMPS)/test-tools
+	cd tests && $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE)
+	test ! -e tests/fuzz/files.py || (cd tests && $(PY_FROM_TESTS) -m fuzz.files --calls $(CALLS) --seed $(SEED))
 
 bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)
@@ -60,7 +93,7 @@ wheel: $(STAMPS)/tools
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*/* ops/*.h ops/*.cpp tests/*.cpp)
+CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h examples/*/*.cuh)
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 // Softmax of scaled attention scores under the causal mask: row t of each (T, T) matrix over its columns 0..t, and
-// exact zeros above the diagonal. What the input holds there plays no part.
+// exact zeros above the diagonal. The input's values there are ignored.
 #pragma once
 
 #include "device.h"

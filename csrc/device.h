@@ -1,6 +1,5 @@
-// The device this translation unit is compiled for. An op's header declares its launchers once, in namespace
-// `gptkernels::GPTKERNELS_DEVICE`, in terms of that device's number types, Stream and Status: so the two devices
-// cannot come to differ in what they are called with.
+// The device that this translation unit is compiled for. An op's header declares its launchers once for both devices,
+// in namespace `gptkernels::GPTKERNELS_DEVICE`, with that device's number types, Stream and Status.
 #pragma once
 
 #ifdef GPTKERNELS_CUDA
@@ -10,3 +9,10 @@
 #include "cpu/device.h"
 #define GPTKERNELS_DEVICE cpu
 #endif
+
+// MACRO(T) for every floating dtype that the ops take: the explicit instantiations of a launcher.
+#define GPTKERNELS_FOR_FLOATING(MACRO) \
+  MACRO(double)                        \
+  MACRO(float)                         \
+  MACRO(bfloat16)                      \
+  MACRO(float16)

@@ -1,7 +1,8 @@
 // Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]; without wpe, a plain embedding.
 //
-// A token outside the vocabulary is never used as an index. The CPU's launchers answer with an error before they write;
-// on CUDA, where the host does not see the tokens, a device-side assertion says it and ends the kernel.
+// A token outside the vocabulary is never used as an index. The CPU launchers check all tokens before they write and
+// return an error. On CUDA the host does not read the tokens: the kernel prints the error and fails a device-side
+// assertion.
 #pragma once
 
 #include "device.h"
@@ -12,18 +13,18 @@ template <typename T, typename Token>
 struct EncoderForward {
   T* out;               // (B, T, C)
   const Token* tokens;  // (B, T)
-  const T* wte;         // (V, C)
-  const T* wpe;         // (P, C), P >= T; or null: no positions
+  const T* wte;         // (Vp, C), Vp >= V
+  const T* wpe;         // (P, C), P >= T; null for no positions
   int64_t batch;        // B
   int64_t length;       // T
-  int64_t vocabulary;   // V
+  int64_t vocabulary;   // V: tokens must be below it
   int64_t width;        // C
 };
 
 template <typename T, typename Token>
 struct EncoderBackward {
-  T* dwte;              // (V, C)
-  T* dwpe;              // (P, C) or null: not wanted
+  T* dwte;              // (V, C), padding included
+  T* dwpe;              // (P, C), P >= T; null if not wanted
   const T* dout;        // (B, T, C)
   const Token* tokens;  // (B, T)
   void* workspace;      // encoder_backward_workspace<T, Token>(...) bytes
@@ -37,8 +38,8 @@ struct EncoderBackward {
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The most that a backward takes. CUDA's counts rows and their columns in 32 bits, and keeps sqrt(V) counters a warp in
-// shared memory.
+// The largest sizes that the backward supports. The CUDA kernels index rows and columns with 32 bits, and each warp of
+// the sort keeps sqrt(V) counters in shared memory.
 #ifdef GPTKERNELS_CUDA
 constexpr int64_t kEncoderMostRows = int64_t(1) << 30;  // B * T, and P
 constexpr int64_t kEncoderMostWords = int64_t(1) << 24;
@@ -49,7 +50,7 @@ constexpr int64_t kEncoderMostWords = INT64_MAX;
 constexpr int64_t kEncoderMostColumns = INT64_MAX;
 #endif
 
-// The bytes of scratch that a backward needs: the positions sorted by token and, on CUDA, partial sums of rows.
+// The scratch memory of the backward in bytes: the positions sorted by token and, on CUDA, partial sums of rows.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

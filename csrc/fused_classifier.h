@@ -1,9 +1,9 @@
-// Softmax, cross-entropy and its gradient in one go. With p = softmax(logits) over the first V columns of a row,
+// Softmax, cross-entropy and its gradient in one pass. With p = softmax(logits) over the first V columns of a row,
 //   losses = -log p[target],   dlogits = (p - onehot(target)) * dlosses;
-// both are 0 on a row whose target is ignore_index, and dlogits is 0 in the padded columns V..Vp, which take no part.
+// both are 0 on a row whose target is ignore_index, and dlogits is 0 in the padded columns V..Vp, which are ignored.
 //
-// A target outside the vocabulary is never used as an index. The CPU's launcher answers with an error before it writes;
-// on CUDA, where the host does not see the targets, a device-side assertion says it and ends the kernel.
+// A target outside the vocabulary is never used as an index. The CPU's launcher returns an error before it writes
+// anything; on CUDA, where the host does not see the targets, a device-side assertion ends the kernel.
 #pragma once
 
 #include "device.h"
@@ -23,10 +23,11 @@ struct FusedClassifierForward {
   int64_t width;       // Vp
   int64_t vocab_size;  // V, from 1 to Vp
   int64_t ignore_index;
+  int64_t first_row = 0;  // the number of row 0 in an error, where these are some of a longer list
 };
 
-// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 also where dlosses is infinite or NaN, as
-// torch's does on ignored rows when the mean over no rows at all is taken.
+// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN. torch
+// does the same on ignored rows: the mean over rows that are all ignored has an infinite gradient.
 template <typename T>
 struct FusedClassifierBackward {
   T* scaled;                       // (N, Vp)

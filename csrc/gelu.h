@@ -1,5 +1,5 @@
-// GELU, x times the normal distribution function of x, or its tanh approximation; over dense data of any shape. An
-// output may be one of the inputs.
+// GELU, x times the normal distribution function of x, or its tanh approximation, over dense data of any shape. An
+// output may overwrite an input.
 #pragma once
 
 #include "device.h"

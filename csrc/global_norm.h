@@ -1,8 +1,8 @@
 // The Euclidean norm of all elements of a list of tensors, sqrt(sum of x^2), in two stages: a partial sum for each
 // chunk of a tensor, then the partial sums in order.
 //
-// Squares and sums are float64: no float32 value overflows, however large the list, and no digit of the result is lost.
-// A float64 element above 1e154 does overflow, to infinity.
+// Squares and sums are float64: no float32 value overflows, however long the list, and the float32 result has all its
+// digits. The square of a float64 element above 1e154 is infinite.
 #pragma once
 
 #include "device.h"
@@ -11,7 +11,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 
 template <typename T>
 struct GlobalNormSquares {
-  double* partials;         // of all the tensors, one after the other: global_norm_partials(size) of each
+  double* partials;         // of all tensors, one after another: global_norm_partials(size) for each
   const T* const* tensors;  // host array of `count` pointers
   const int64_t* sizes;     // host array
   int64_t count;

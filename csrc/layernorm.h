@@ -1,5 +1,5 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps). With
-// a residual it normalises sum = x + residual, rounded to T, which is written too: the step between two blocks of a
+// a residual it normalises sum = x + residual, rounded to T, and writes the sum too: the step between two blocks of a
 // transformer in one pass.
 #pragma once
 
@@ -28,7 +28,7 @@ struct LayernormBackward {
   T* dweight;                   // (C) or null: not wanted
   T* dbias;                     // (C) or null: not wanted
   const T* dout;                // (N, C)
-  const T* dresidual;           // (N, C) or null: added to dx (the gradient that passes by the norm)
+  const T* dsum;                // (N, C) or null: the gradient of the sum by other paths, added to dx
   const T* x;                   // (N, C)
   const T* weight;              // (C) or null: ones
   const accumulate_t<T>* mean;  // (N)
@@ -41,7 +41,7 @@ struct LayernormBackward {
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
 
-// The bytes of scratch that a backward needs: partial sums of dweight and dbias over groups of rows.
+// The size of the backward's workspace in bytes: partial sums of dweight and dbias over groups of rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 

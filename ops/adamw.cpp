@@ -21,16 +21,16 @@ struct Facts {
   int32_t dtype;  // by LibTorch's numbers
   int32_t device_type;
   int32_t device;
-  bool dense;
+  bool contiguous;
   int64_t dim;
   const int64_t* sizes;
 
-  explicit Facts(const Tensor& t) {
+  explicit Facts(const Tensor& t) : handle_(t.get()) {
     int64_t* shape;
     check_shim(aoti_torch_get_dtype(t.get(), &dtype));
     check_shim(aoti_torch_get_device_type(t.get(), &device_type));
     check_shim(aoti_torch_get_device_index(t.get(), &device));
-    check_shim(aoti_torch_is_contiguous(t.get(), &dense));
+    check_shim(aoti_torch_is_contiguous(t.get(), &contiguous));
     check_shim(aoti_torch_get_dim(t.get(), &dim));
     check_shim(aoti_torch_get_sizes(t.get(), &shape));
     sizes = shape;
@@ -42,6 +42,37 @@ struct Facts {
   bool has_one_element() const {
     return std::all_of(sizes, sizes + dim, [](int64_t size) { return size == 1; });
   }
+  const int64_t* strides() const {
+    int64_t* found;
+    check_shim(aoti_torch_get_strides(handle_, &found));
+    return found;
+  }
+  // Of tensors of one shape: whether elements at the same index are at the same place in memory.
+  bool has_layout_of(const Facts& other) const {
+    if (contiguous && other.contiguous) return true;
+    const int64_t *mine = strides(), *others = other.strides();
+    for (int64_t i = 0; i < dim; ++i)
+      if (sizes[i] != 1 && mine[i] != others[i]) return false;
+    return true;
+  }
+  // Whether the elements fill their memory without gaps, in any order of the dimensions: channels_last, a transpose.
+  bool is_dense() const {
+    if (contiguous) return true;
+    const int64_t* stride = strides();
+    std::vector<int64_t> order;
+    for (int64_t i = 0; i < dim; ++i)
+      if (sizes[i] != 1) order.push_back(i);
+    std::sort(order.begin(), order.end(), [&](int64_t i, int64_t j) { return stride[i] < stride[j]; });
+    int64_t expected = 1;
+    for (int64_t i : order) {
+      if (stride[i] != expected) return false;
+      expected *= sizes[i];
+    }
+    return true;
+  }
+
+ private:
+  AtenTensorHandle handle_;
 };
 
 void check_length(const char* name, const Tensors& list, const Tensors& params) {
@@ -61,11 +92,17 @@ void check_beside(const char* name, size_t i, const Tensor& t, const Facts& fact
     fail(op, name, '[', i, "] must have shape ", describe(shape_of(param)), ", got ", describe(shape_of(t)));
 }
 
-void check_dense(const char* name, size_t i, const Tensor& t, const Facts& facts) {
-  if (facts.dense) return;
+std::string describe_layout(const Tensor& t) {
   const auto strides = t.strides();
-  fail(op, name, '[', i, "] is written in place and must be contiguous, got shape ", describe(shape_of(t)),
-       " with strides ", describe(Shape(strides.begin(), strides.end())));
+  return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
+}
+
+// A tensor that is written together with its parameter, element by element in the order of their memory.
+void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
+                  const Facts& wanted) {
+  if (!facts.has_layout_of(wanted))
+    fail(op, name, '[', i, "] must have the strides of params[", i, "], which has ", describe_layout(param), ", got ",
+         describe_layout(t));
 }
 
 void check_number(const char* name, const OptionalTensor& t, const Tensor& param) {
@@ -87,7 +124,8 @@ void check_param(size_t i, const Tensor& param, const Facts& facts, const Tensor
     fail(op, "params[", i, "] must be float64, float32, bfloat16 or float16, got ", describe(param.scalar_type()));
   if (!facts.is_beside(wanted))
     fail(op, "params[", i, "] is on ", describe_device(param), " but params[0] is on ", describe_device(first));
-  check_dense("params", i, param, facts);
+  if (!facts.is_dense())
+    fail(op, "params[", i, "] is written in place and must fill its memory without gaps, got ", describe_layout(param));
 }
 
 void check_master(size_t i, const Tensor& master, const Tensor& param, const Facts& wanted) {
@@ -98,7 +136,7 @@ void check_master(size_t i, const Tensor& master, const Tensor& param, const Fac
   if (facts.dtype != aoti_torch_dtype_float32())
     fail(op, "master_params[", i, "] must be float32, got ", describe(master.scalar_type()));
   check_beside("master_params", i, master, facts, param, wanted);
-  check_dense("master_params", i, master, facts);
+  check_layout("master_params", i, master, facts, param, wanted);
 }
 
 void check_option(const char* name, double value, bool good, const char* wanted) {
@@ -129,7 +167,19 @@ struct Group {
   std::vector<size_t> members;    // by their places in the lists
 };
 
-// Checks the tensors and sorts them into groups. A gradient that is not contiguous is replaced by a copy.
+// The gradient in its parameter's layout.
+Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
+  const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(grad.scalar_type()));
+  AtenTensorHandle handle;
+  check_shim(aoti_torch_empty_strided(param.dim, param.sizes, param.strides(), dtype, param.device_type, param.device,
+                                      &handle));
+  Tensor copy(handle);
+  torch::stable::copy_(copy, grad);
+  return copy;
+}
+
+// Checks the tensors and sorts them into groups. A gradient of another layout than its parameter's is replaced by a
+// copy.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];
@@ -141,14 +191,14 @@ std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
     check_beside("grads", i, grads[i], grad, param, facts);
     check_beside("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
     check_beside("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
-    check_dense("exp_avgs", i, lists.exp_avgs[i], exp_avg);
-    check_dense("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq);
+    check_layout("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
+    check_layout("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
     if (exp_avg_sq.dtype != exp_avg.dtype)
       fail(op, "exp_avg_sqs[", i, "] must have the dtype of exp_avgs[", i, "] (",
            describe(lists.exp_avgs[i].scalar_type()), "), got ", describe(lists.exp_avg_sqs[i].scalar_type()));
     check_step(i, lists.steps[i], first, first_facts);
     if (lists.masters) check_master(i, (*lists.masters)[i], param, facts);
-    if (!grad.dense) grads[i] = dense(grads[i]);
+    if (!grad.has_layout_of(facts)) grads[i] = copy_in_layout(grads[i], facts);
 
     const std::array<int32_t, 3> dtypes = {facts.dtype, grad.dtype, exp_avg.dtype};
     auto group = std::find_if(groups.rbegin(), groups.rend(), [&](const Group& g) { return g.dtypes == dtypes; });

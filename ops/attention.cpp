@@ -165,16 +165,6 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-Tensor allocate_strided(const Shape& shape, const Shape& strides, const Tensor& like) {
-  const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(like.scalar_type()));
-  int32_t device_type;
-  check_shim(aoti_torch_get_device_type(like.get(), &device_type));
-  AtenTensorHandle handle;
-  check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), shim_dtype,
-                                      device_type, like.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
 // A (B, heads, T, HS) tensor whose dimensions lie in memory in this order, HS innermost.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
@@ -183,7 +173,7 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
     strides[order[i]] = stride;
     stride *= std::max<int64_t>(shape[order[i]], 1);
   }
-  return allocate_strided(shape, strides, like);
+  return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
 // (B, T, heads, HS) in memory: a model's reshape to (B, T, C) is then free.

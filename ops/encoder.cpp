@@ -5,14 +5,14 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// How the embeddings lie in memory: (batch, length) tokens, with or without positions.
+// The shape that the kernels see: (batch, length) tokens. Without positions there is one sequence.
 struct Tokens {
   int64_t batch;
   int64_t length;
 };
 
 Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor& wte, const OptionalTensor& wpe,
-               const Shape& out_shape) {
+               int64_t vocabulary, const Shape& out_shape) {
   const Launcher launcher(op, wte);
   const Tensor tokens_dense = dense(tokens);
   const Tensor wte_dense = dense(wte);
@@ -26,7 +26,7 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
                                                 .wpe = pointer<T>(wpe_dense),
                                                 .batch = shape.batch,
                                                 .length = shape.length,
-                                                .vocabulary = wte.size(0),
+                                                .vocabulary = vocabulary,
                                                 .width = wte.size(1)},
                                                launcher.stream()));
     });
@@ -34,7 +34,7 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
   return out;
 }
 
-// Fills dwte and, where there are positions, dwpe.
+// Writes dwte and, if there are positions, dwpe.
 void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, Tensor& dwte,
               const OptionalTensor& dwpe) {
   const Launcher launcher(op, dout);
@@ -90,6 +90,15 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
   check_tokens(op, tokens, "dout", dout);
 }
 
+// V, given the rows Vp of the table. Those from V on are padding, which no token may name.
+int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
+  const int64_t rows = table.size(0);
+  if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
+    fail(op, "vocab_size must be from 1 to ", rows, " (the rows of ", name, "), or -1 for all of them, got ",
+         vocab_size);
+  return vocab_size == -1 ? rows : vocab_size;
+}
+
 Shape with_width(const Tensor& tokens, int64_t width) {
   Shape shape = shape_of(tokens);
   shape.push_back(width);
@@ -98,7 +107,7 @@ Shape with_width(const Tensor& tokens, int64_t width) {
 
 // ---- tokens and positions -------------------------------------------------------------------------------------------
 
-Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe) {
+Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe, int64_t vocab_size) {
   constexpr const char* op = "encoder";
   check_matrix(op, "wte", wte);
   check_matrix(op, "wpe", wpe);
@@ -107,7 +116,8 @@ Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe) {
   check_shape(op, "wpe", wpe, {wpe.size(0), wte.size(1)});
   check_tokens(op, tokens, "wte", wte);
   check_length(op, tokens, wpe.size(0));
-  return forward(op, {tokens.size(0), tokens.size(1)}, tokens, wte, wpe, with_width(tokens, wte.size(1)));
+  const int64_t vocabulary = check_vocabulary(op, vocab_size, "wte", wte);
+  return forward(op, {tokens.size(0), tokens.size(1)}, tokens, wte, wpe, vocabulary, with_width(tokens, wte.size(1)));
 }
 
 std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size,
@@ -125,12 +135,13 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
 
 // ---- tokens alone, in any shape -------------------------------------------------------------------------------------
 
-Tensor embedding_op(const Tensor& tokens, const Tensor& weight) {
+Tensor embedding_op(const Tensor& tokens, const Tensor& weight, int64_t vocab_size) {
   constexpr const char* op = "embedding";
   check_matrix(op, "weight", weight);
   check_floating(op, "weight", weight);
   check_tokens(op, tokens, "weight", weight);
-  return forward(op, {1, tokens.numel()}, tokens, weight, std::nullopt, with_width(tokens, weight.size(1)));
+  const int64_t vocabulary = check_vocabulary(op, vocab_size, "weight", weight);
+  return forward(op, {1, tokens.numel()}, tokens, weight, std::nullopt, vocabulary, with_width(tokens, weight.size(1)));
 }
 
 Tensor embedding_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size) {

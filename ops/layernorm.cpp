@@ -5,14 +5,14 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor> layernorm_op(const Tensor& x, const OptionalTensor& weight,
                                                 const OptionalTensor& bias, double eps) {
-  const auto [out, sum, mean, rstd] = norm("layernorm", x, {}, weight, bias, eps);
+  const auto [out, sum, mean, rstd] = run_layernorm("layernorm", x, {}, weight, bias, eps);
   return {out, mean, rstd};
 }
 
 std::tuple<Tensor, Tensor, Tensor> layernorm_backward_op(const Tensor& dout, const Tensor& x,
                                                          const OptionalTensor& weight, const Tensor& mean,
                                                          const Tensor& rstd, const std::vector<bool>& output_mask) {
-  return norm_backward("layernorm_backward", dout, {}, "x", x, weight, mean, rstd, output_mask);
+  return run_layernorm_backward("layernorm_backward", dout, {}, "x", x, weight, mean, rstd, output_mask);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What layernorm and residual_layernorm have in common: one is the other with a residual.
+// layernorm and residual_layernorm, which is the same with a residual: checks, allocation, launch.
 #pragma once
 
 #include "../csrc/layernorm.h"
@@ -6,16 +6,16 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-struct Norm {
+struct LayernormOutputs {
   Tensor out;
-  OptionalTensor sum;  // with a residual
+  OptionalTensor sum;  // only with a residual
   Tensor mean;
   Tensor rstd;
 };
 
-// The norm of x, or of x + residual.
-inline Norm norm(const char* op, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                 const OptionalTensor& bias, double eps) {
+// Layernorm of x, or of x + residual.
+inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
+                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
   check_like(op, "residual", residual, "x", x);
@@ -30,15 +30,15 @@ inline Norm norm(const char* op, const Tensor& x, const OptionalTensor& residual
   const OptionalTensor residual_dense = dense(residual);
   const OptionalTensor weight_dense = dense(weight);
   const OptionalTensor bias_dense = dense(bias);
-  Norm made = {.out = allocate(shape_of(x), x),
-               .sum = residual ? OptionalTensor(allocate(shape_of(x), x)) : std::nullopt,
-               .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
-               .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
+  LayernormOutputs outputs = {.out = allocate(shape_of(x), x),
+                              .sum = residual ? OptionalTensor(allocate(shape_of(x), x)) : std::nullopt,
+                              .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
+                              .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
   dispatch_floating(x, [&]<typename T>() {
-    launcher.check(layernorm_forward<T>({.out = pointer<T>(made.out),
-                                         .mean = pointer<accumulate_t<T>>(made.mean),
-                                         .rstd = pointer<accumulate_t<T>>(made.rstd),
-                                         .sum = pointer<T>(made.sum),
+    launcher.check(layernorm_forward<T>({.out = pointer<T>(outputs.out),
+                                         .mean = pointer<accumulate_t<T>>(outputs.mean),
+                                         .rstd = pointer<accumulate_t<T>>(outputs.rstd),
+                                         .sum = pointer<T>(outputs.sum),
                                          .x = pointer<T>(x_dense),
                                          .residual = pointer<T>(residual_dense),
                                          .weight = pointer<T>(weight_dense),
@@ -48,15 +48,16 @@ inline Norm norm(const char* op, const Tensor& x, const OptionalTensor& residual
                                          .eps = eps},
                                         launcher.stream()));
   });
-  return made;
+  return outputs;
 }
 
-// dx, dweight and dbias of the norm of `x`, which an error calls by its name; dx gets dsum too, the gradient of a sum
-// that passed by the norm.
-inline std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
-                                                        const char* name, const Tensor& x, const OptionalTensor& weight,
-                                                        const Tensor& mean, const Tensor& rstd,
-                                                        const std::vector<bool>& output_mask) {
+// dx, dweight and dbias. `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by
+// other paths than the norm, is added to dx.
+inline std::tuple<Tensor, Tensor, Tensor> run_layernorm_backward(const char* op, const Tensor& dout,
+                                                                 const OptionalTensor& dsum, const char* name,
+                                                                 const Tensor& x, const OptionalTensor& weight,
+                                                                 const Tensor& mean, const Tensor& rstd,
+                                                                 const std::vector<bool>& output_mask) {
   check_dim_at_least(op, name, x, 1);
   check_floating(op, name, x);
   check_like(op, "dout", dout, name, x);
@@ -90,7 +91,7 @@ inline std::tuple<Tensor, Tensor, Tensor> norm_backward(const char* op, const Te
                                           .dweight = pointer<T>(dweight),
                                           .dbias = pointer<T>(dbias),
                                           .dout = pointer<T>(dout_dense),
-                                          .dresidual = pointer<T>(dsum_dense),
+                                          .dsum = pointer<T>(dsum_dense),
                                           .x = pointer<T>(x_dense),
                                           .weight = pointer<T>(weight_dense),
                                           .mean = pointer<accumulate_t<T>>(mean_dense),

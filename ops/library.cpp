@@ -7,12 +7,13 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gptkernels, m) {
-  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe) -> Tensor");
+  // wte (Vp, C): tokens from vocab_size (V) to Vp are refused. -1: all rows are the vocabulary.
+  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1) -> Tensor");
   m.def(
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
       "-> (Tensor dwte, Tensor dwpe)");
 
-  m.def("embedding(Tensor tokens, Tensor weight) -> Tensor");
+  m.def("embedding(Tensor tokens, Tensor weight, SymInt vocab_size=-1) -> Tensor");
   m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size) -> Tensor");
 
   m.def(
@@ -88,6 +89,19 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fused_classifier_(Tensor(a!) logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> Tensor");
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
+
+  // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
+  // lets the op choose. _with_gradients is for 'mean' and 'sum'.
+  m.def(
+      "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
+      "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
+  m.def(
+      "linear_cross_entropy_with_gradients(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+      "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) "
+      "-> (Tensor loss, Tensor dx, Tensor dweight)");
+  m.def(
+      "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+      "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "

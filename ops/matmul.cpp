@@ -7,6 +7,8 @@
 #include "../csrc/cuda/matmul.h"
 #else
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include "../csrc/cpu/matmul.h"
 #endif
 
 namespace gptkernels::GPTKERNELS_DEVICE {
@@ -53,15 +55,30 @@ Tensor strided(const Matrix& m) {
 }
 
 // torch's own BLAS, called below the dispatcher, so that no autocast or autograd of the caller's thread has a say.
-// Where beta is 0, what is in out is not read.
-AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha) {
+// Where beta is 0, what is in out is not read. An alpha of 0 makes out zero, as every BLAS does; oneDNN, which torch
+// calls for 16-bit matrices, would leave it unwritten.
+AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = strided(a), y = strided(b);
+  if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
   if (out.batches == 1) {
-    if (alpha == 1) return aoti_torch_cpu_mm_out(o.get(), x.get(), y.get());
-    return aoti_torch_cpu_addmm_out(o.get(), o.get(), x.get(), y.get(), 0, alpha);
+    if (alpha == 1 && beta == 0) return aoti_torch_cpu_mm_out(o.get(), x.get(), y.get());
+    return aoti_torch_cpu_addmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
   }
-  if (alpha == 1) return aoti_torch_cpu_bmm_out(o.get(), x.get(), y.get());
-  return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), 0, alpha);
+  if (alpha == 1 && beta == 0) return aoti_torch_cpu_bmm_out(o.get(), x.get(), y.get());
+  return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
+}
+
+// A float32 out of 16-bit operands: the product in their dtype, then the sum in float32.
+void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
+                  bool accumulate) {
+  const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));
+  check_shim(product(narrow, a, b, alpha, 0));
+  dispatch_floating(narrow.tensor, [&]<typename T>() {
+    float* to = pointer<float>(out.tensor);
+    const T* from = pointer<T>(narrow.tensor);
+    const int64_t size = narrow.tensor.numel();
+    accumulate ? add_widened(to, from, size, launcher.stream()) : widen(to, from, size, launcher.stream());
+  });
 }
 
 AOTITorchError product_plus_bias(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& bias) {
@@ -101,8 +118,9 @@ bool tf32_allowed() {
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   const cublasHandle_t handle = cublas();
-  dispatch_floating(out.tensor, [&]<typename T>() {
-    const Matmul<T> p = {.out = start<T>(out),
+  const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
+  dispatch_floating(a.tensor, [&]<typename T>() {
+    const Matmul<T> p = {.out = wide ? nullptr : start<T>(out),
                          .a = start<T>(a),
                          .b = start<T>(b),
                          .rows = out.rows,
@@ -120,7 +138,9 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .alpha = epilogue.alpha,
                          .bias = pointer<T>(epilogue.bias),
                          .pre_gelu = pointer<T>(epilogue.pre_gelu),
-                         .dgelu_at = pointer<T>(epilogue.dgelu_at)};
+                         .dgelu_at = pointer<T>(epilogue.dgelu_at),
+                         .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
+                         .accumulate = epilogue.accumulate};
     const MatmulPlan plan = matmul_plan(p, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
@@ -137,8 +157,11 @@ bool tf32_allowed() {
 }
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  if (out.tensor.scalar_type() != a.tensor.scalar_type())
+    return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
   const Matrix first = epilogue.pre_gelu ? matrix(*epilogue.pre_gelu) : out;
-  check_shim(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias) : product(first, a, b, epilogue.alpha));
+  check_shim(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias)
+                           : product(first, a, b, epilogue.alpha, epilogue.accumulate));
   if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
   if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
 }

@@ -42,12 +42,15 @@ struct Epilogue {
   OptionalTensor bias = {};      // (columns): added to every row
   OptionalTensor pre_gelu = {};  // (rows, columns): takes the product, and out becomes GELU of it
   OptionalTensor dgelu_at = {};  // (rows, columns): the product is multiplied by the derivative of GELU there
+  bool accumulate = false;       // add the product to what is in out; without any of the above
 };
 
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
-// out = alpha * a @ b, and the epilogue.
+// out = alpha * a @ b, and the epilogue. A float32 out of bfloat16 or float16 operands, which has no bias or GELU and
+// is dense, takes the sums as they are: on CUDA unrounded, on the CPU rounded to the operands' dtype once a call, since
+// torch's BLAS has no such product there.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 

@@ -161,14 +161,8 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// A dense tensor of this shape on the device of `like`; straight to the allocator, without the dispatcher.
-inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like) {
-  Shape strides(shape.size());
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0;) {
-    strides[i] = stride;
-    stride *= shape[i] > 0 ? shape[i] : 1;
-  }
+// A tensor on the device of `like`; straight to the allocator, without the dispatcher.
+inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarType dtype, const Tensor& like) {
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;
   check_shim(aoti_torch_get_device_type(like.get(), &device_type));
@@ -176,6 +170,17 @@ inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like)
   check_shim(aoti_torch_empty_strided(static_cast<int64_t>(shape.size()), shape.data(), strides.data(), shim_dtype,
                                       device_type, like.get_device_index(), &handle));
   return Tensor(handle);
+}
+
+// A dense one.
+inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like) {
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    strides[i] = stride;
+    stride *= shape[i] > 0 ? shape[i] : 1;
+  }
+  return allocate_strided(shape, strides, dtype, like);
 }
 
 inline Tensor allocate(const Shape& shape, const Tensor& like) {

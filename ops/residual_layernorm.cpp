@@ -6,16 +6,16 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_op(const Tensor& x, const Tensor& residual,
                                                                  const OptionalTensor& weight,
                                                                  const OptionalTensor& bias, double eps) {
-  const auto [out, sum, mean, rstd] = norm("residual_layernorm", x, residual, weight, bias, eps);
+  const auto [out, sum, mean, rstd] = run_layernorm("residual_layernorm", x, residual, weight, bias, eps);
   return {out, *sum, mean, rstd};
 }
 
-// dx is the gradient of x and of residual alike.
+// dx is the gradient of both x and residual.
 std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& dout, const OptionalTensor& dsum,
                                                                   const Tensor& sum, const OptionalTensor& weight,
                                                                   const Tensor& mean, const Tensor& rstd,
                                                                   const std::vector<bool>& output_mask) {
-  return norm_backward("residual_layernorm_backward", dout, dsum, "sum", sum, weight, mean, rstd, output_mask);
+  return run_layernorm_backward("residual_layernorm_backward", dout, dsum, "sum", sum, weight, mean, rstd, output_mask);
 }
 
 }  // namespace

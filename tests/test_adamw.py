@@ -211,6 +211,40 @@ def test_gradients_in_any_layout(view, dtype, device):
     assert torch.equal(run(params, views).params[0], run(params, plain).params[0])
 
 
+LAYOUTS = {
+    "transposed": ((6, 40), lambda t: as_view(t, "transposed")),
+    "channels_last": ((4, 3, 5, 7), lambda t: t.contiguous(memory_format=torch.channels_last)),
+    "channels_last_3d": ((2, 3, 2, 5, 7), lambda t: t.contiguous(memory_format=torch.channels_last_3d)),
+    "ones anywhere": ((5, 1, 6), lambda t: as_view(t, "transposed").as_strided((5, 1, 6), (1, 77, 5))),
+}
+
+
+@pytest.mark.parametrize("grads_in", ["the same layout", "rows", "a view with gaps"])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parameters_in_any_dense_layout(layout, masters, grads_in, device):
+    """To the bit as in rows: the order of the elements changes nothing."""
+    shape, change = LAYOUTS[layout]
+    params, gradients = make([shape, (3,)], torch.bfloat16, device, steps=3)
+    params[0] = change(params[0])
+    plain = Lists([p.contiguous() for p in params], masters=masters)
+    lists = Lists([p.clone() for p in params], masters=masters)
+    assert lists.exp_avgs[0].stride(-1) == params[0].stride(-1) != plain.params[0].stride(-1)
+    changes = {
+        "the same layout": change,
+        "rows": torch.Tensor.contiguous,
+        "a view with gaps": lambda t: as_view(t, "sliced"),
+    }
+    for grads in gradients:
+        grads[0] = changes[grads_in](grads[0])
+        before = grads[0].clone()
+        plain.step([g.contiguous() for g in grads])
+        lists.step(grads)
+        assert torch.equal(grads[0], before)
+    for a, b in zip(lists.all(), plain.all(), strict=True):
+        assert torch.equal(a, b)
+
+
 @all_dtypes
 def test_misaligned(dtype, device):
     params, gradients = make([(1000,)], dtype, device, steps=2)
@@ -307,6 +341,15 @@ def test_found_inf_changes_nothing(device):
         assert torch.equal(a, b)
     lists.step(gradients[1], found_inf=torch.tensor(0.0, device=device))
     assert not torch.equal(lists.params[0], before[0])
+
+
+@all_dtypes
+def test_without_beta1_the_average_is_the_gradient(dtype, device):
+    """To the bit, also after a gradient that was much larger."""
+    params, gradients = make([(127,)], dtype, device, steps=2)
+    gradients[0][0] *= 1000
+    lists = run(params, gradients, beta1=0.0)
+    assert torch.equal(lists.exp_avgs[0], gradients[1][0])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -452,12 +495,16 @@ def test_bad_lists(device):
         step(0, "masters", masters=True)
     with raises("adamw_", r"params\[1\] must be float64", "int64"):
         step(1, "params", torch.Tensor.long)
-    with raises("adamw_", r"params\[1\].*must be contiguous", r"\(4, 3\) with strides \(1, 4\)"):
-        step(1, "params", torch.Tensor.t)
+    with raises("adamw_", r"params\[1\].*must fill its memory without gaps", r"\(3, 2\) with strides \(4, 2\)"):
+        step(1, "params", lambda t: t[:, ::2])
+    with raises("adamw_", r"params\[1\].*must fill its memory without gaps", r"\(3, 4\) with strides \(0, 1\)"):
+        step(1, "params", lambda t: as_view(t, "expanded"))
     with raises("adamw_", r"exp_avgs\[1\] must have shape \(3, 4\)", r"\(4, 3\)"):
         step(1, "exp_avgs", torch.Tensor.t)
-    with raises("adamw_", r"exp_avgs\[0\].*must be contiguous"):
-        step(0, "exp_avgs", lambda t: as_view(t, "transposed"))
+    for name in ("exp_avgs", "exp_avg_sqs", "masters"):
+        argument = name.replace("masters", "master_params")
+        with raises("adamw_", rf"{argument}\[0\] must have the strides of params\[0\]", r"strides \(1, \d+\)"):
+            step(0, name, lambda t: as_view(t, "transposed"), masters=name == "masters")
     with raises("adamw_", r"grads\[1\] must have shape \(3, 4\)", r"\(2, 4\)"):
         step(1, "grads", lambda t: t[:2])
     with raises("adamw_", r"grads\[1\] must be bfloat16 as params\[1\] or float32", "float64"):

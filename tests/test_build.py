@@ -42,8 +42,8 @@ def test_info():
     assert found["cuda"] == "in use" or found["cuda"].startswith("not in use: ")
 
 
-def run_python(code):
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def run_python(code, **environment):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment}
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environment, check=False
     )
@@ -81,16 +81,80 @@ def test_missing_cuda_library_is_said(library, reason):
     assert reason in error
 
 
+CAPABILITIES = ["default", "avx2", "avx512"]
+
+
+@pytest.mark.parametrize("wish", CAPABILITIES)
+def test_cpu_capability_can_be_chosen(wish):
+    """Up to the processor's. What it lacks is an error, never another copy of the kernels."""
+    done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
+    if done.returncode == 0:
+        assert done.stdout.strip() == wish
+    else:
+        assert wish != "default"
+        assert f"ImportError: gptkernels: GPTKERNELS_CPU_CAPABILITY asks for {wish}, but this processor" in done.stderr
+
+
+def test_unknown_cpu_capability():
+    done = run_python("import gptkernels", GPTKERNELS_CPU_CAPABILITY="sse9")
+    assert "ImportError: gptkernels: GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got sse9" in done.stderr
+
+
+def test_every_cpu_capability_gives_the_same_bits():
+    """The order of additions and the roundings of a product are fixed in the source, not by the instruction set."""
+    code = """
+        import hashlib, torch, gptkernels
+        torch.manual_seed(0)
+        ops = torch.ops.gptkernels
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x, dout = torch.randn(2, 37, 801).to(dtype)
+            weight, bias = torch.randn(2, 801).to(dtype)
+            out, mean, rstd = ops.layernorm(x, weight, bias)
+            losses, dlogits = ops.fused_classifier(x, torch.arange(37))
+            found = [out, *ops.layernorm_backward(dout, x, weight, mean, rstd, [True] * 3), ops.softmax(x)]
+            found += [losses, dlogits, ops.gelu(x), ops.gelu(x, approximate="none"), ops.gelu_backward(dout, x)]
+            found += [ops.gelu_backward(dout, x, approximate="none"), ops.global_norm([x])]
+            for t in found:
+                print(hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+    """
+    done = [run_python(code, GPTKERNELS_CPU_CAPABILITY=wish) for wish in CAPABILITIES]
+    found = [d.stdout for d in done if "this processor has only" not in d.stderr]
+    assert found[0].count("\n") == 36, done[0].stderr
+    assert set(found) == {found[0]}
+
+
+CPU_SOURCES = sorted((ROOT / "csrc" / "cpu").glob("*.cpp"))
+# -fsyntax-only instantiates the templates but generates no code.
+WITHOUT_TORCH = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "-fsyntax-only"]
+
+
+@needs_sources
+@pytest.mark.parametrize("source", CPU_SOURCES, ids=lambda p: p.name)
+def test_every_cpu_kernel_compiles_without_torch(source):
+    done = subprocess.run(
+        [compiler(), *WITHOUT_TORCH, source], capture_output=True, text=True, env=without_include_paths(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def compiler():
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def without_include_paths():
+    """The environment, without what adds folders to a compiler's search."""
+    return {k: v for k, v in os.environ.items() if k not in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH")}
+
+
 @needs_sources
 def test_csrc_has_no_torch(tmp_path):
-    """Every CPU kernel compiles without torch's headers, and a program of its own calls one."""
+    """No source below csrc includes torch, and a program of its own calls a kernel."""
     sources = sorted((ROOT / "csrc").rglob("*.*"))
     assert [p.name for p in sources if re.search(r"#include.*(torch|ATen|c10)", p.read_text())] == []
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
     program = tmp_path / "standalone"
     subprocess.run(
         [
-            compiler,
+            compiler(),
             "-std=c++20",
             "-O1",
             "-pthread",
@@ -101,6 +165,17 @@ def test_csrc_has_no_torch(tmp_path):
         ],
         check=True,
     )
+    assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
+
+
+@needs_sources
+def test_instruction_sets_agree(tmp_path):
+    """Attention's kernels for processors other than this one, where this one can run them."""
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    program = tmp_path / "instruction_sets"
+    source = ROOT / "tests/instruction_sets.cpp"
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    subprocess.run([compiler, *options, source, "-o", program], check=True)
     assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
 
 

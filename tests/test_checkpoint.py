@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
+import random
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -14,9 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from gptkernels import _files, checkpoint
+from gptkernels._safetensors import write_safetensors
+from gptkernels.models import GPT2, GPT2Config
 
 CONFIG = {"block_size": 6, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8, "bias": True}
 WTE, LM_HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -163,6 +169,18 @@ def test_bin_all_fields_huge(tmp_path):
     refused(path, "truncated")
 
 
+@pytest.mark.parametrize(("dtype", "version"), [(torch.bfloat16, 5), (torch.float32, 3), (torch.float16, 3)])
+def test_a_bin_has_the_dtype_of_the_model(tmp_path, dtype, version):
+    path = tmp_path / "model.bin"
+    model = GPT2(GPT2Config(**CONFIG), dtype=dtype)
+    model.save_checkpoint(path)
+    assert np.fromfile(path, "<i4", 2).tolist() == [20240326, version]
+    saved = checkpoint.load_model(path)[1]
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16 if version == 5 else torch.float32}
+    for name, tensor in model.state_dict().items():
+        assert saved[name].equal(tensor[: len(saved[name])].to(saved[name].dtype))
+
+
 def test_what_a_bin_cannot_hold(tmp_path):
     path = tmp_path / "model.bin"
     config = {**CONFIG, "bias": False}
@@ -250,7 +268,7 @@ def test_safetensors_are_plain(tmp_path):
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG)
     assert load_file(path).keys() == checkpoint.parameter_shapes(CONFIG).keys()
-    with checkpoint.safe_open(path, "pt") as file:
+    with safe_open(path, "pt") as file:
         assert json.loads(file.metadata()["config"]) == CONFIG
 
 
@@ -273,27 +291,93 @@ def test_safetensors_truncated(tmp_path):
     ("metadata", "word"),
     [
         (None, "kind"),
-        ({"kind": "gptkernels.other", "version": "1"}, "kind"),
-        ({"kind": "gptkernels.model", "version": "2"}, "version"),
-        ({"kind": "gptkernels.model", "version": "1"}, "config"),
-        ({"kind": "gptkernels.model", "version": "1", "config": "{"}, "config"),
-        ({"kind": "gptkernels.model", "version": "1", "config": "[" * 100_000}, "config"),
-        ({"kind": "gptkernels.model", "version": "1", "config": "[]"}, "config"),
-        ({"kind": "gptkernels.model", "version": "1", "config": "{}"}, "block_size"),
-        (
-            {
-                "kind": "gptkernels.model",
-                "version": "1",
-                "config": json.dumps({**CONFIG, "n_layer": 2**31 - 1}),
-            },
-            "n_layer",
-        ),
+        ({"kind": "gptkernels.other", "version": "2"}, "kind"),
+        ({"kind": "gptkernels.model", "version": "1"}, "version"),
+        ({"kind": "gptkernels.model", "version": "2"}, "was left out"),
+        ({"kind": "gptkernels.model", "version": "2", "checksum": "00000000"}, "was 00000000"),
     ],
 )
-def test_safetensors_hostile_metadata(tmp_path, metadata, word):
+def test_safetensors_of_other_programs(tmp_path, metadata, word):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1)}, path, metadata)
     refused(path, word)
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "config"),
+        ({"config": "{"}, "config"),
+        ({"config": "[" * 100_000}, "config"),
+        ({"config": "[]"}, "config"),
+        ({"config": "{}"}, "block_size"),
+        ({"config": json.dumps({**CONFIG, "n_layer": 2**31 - 1})}, "n_layer"),
+        ({"config": json.dumps({**CONFIG, "bias": 0})}, "bias is 0"),
+        ({"config": json.dumps({**CONFIG, "block_size": True})}, "block_size is True"),
+    ],
+)
+def test_safetensors_hostile_metadata(tmp_path, fields, word):
+    """The checksums are right."""
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, {"x": torch.ones(1)}, "model", fields)
+    refused(path, word)
+
+
+def test_safetensors_of_integers(tmp_path):
+    path = tmp_path / "model.safetensors"
+    state = {name: tensor.to(torch.int32) for name, tensor in make_state().items() if name != LM_HEAD}
+    write_safetensors(path, state, "model", {"config": json.dumps(CONFIG)})
+    refused(path, "is of torch.int32, must be of a floating-point dtype")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_flipped_bits_are_refused(tmp_path, seed):
+    """Wherever they are: in the sizes, names and metadata of the header, and in every tensor."""
+    path = tmp_path / "model.safetensors"
+    checkpoint.save_model(path, make_state(), CONFIG, torch.bfloat16)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    randomness = random.Random(seed)
+    bits = [*range(16 * seed, 16 * seed + 16), *(randomness.randrange(8 * header) for _ in range(100))]
+    bits += [randomness.randrange(8 * header, 8 * len(whole)) for _ in range(100)]
+    for bit in bits:
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            checkpoint.load_model(path)
+    path.write_bytes(whole)
+    assert_same(checkpoint.load_model(path)[1], {name: t.bfloat16() for name, t in make_state().items()})
+
+
+def test_a_damaged_tensor_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save_model(path, make_state(), CONFIG)
+    raw = bytearray(path.read_bytes())
+    with safe_open(path, "np") as file:
+        last = make_state()["transformer.h.1.mlp.c_proj.bias"].numpy().tobytes()
+        assert file.get_tensor("transformer.h.1.mlp.c_proj.bias").tobytes() == last
+    raw[raw.rindex(last)] ^= 1
+    path.write_bytes(raw)
+    refused(path, "transformer.h.1.mlp.c_proj.bias is damaged: its checksum is")
+
+
+def test_tensors_of_every_dtype_are_aligned_and_come_back(tmp_path):
+    path = tmp_path / "state.safetensors"
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    model = {str(dtype): torch.ones(3, dtype=dtype) for dtype in (*dtypes, *checkpoint._DTYPES)}
+    checkpoint.save_training_state(path, config={}, model=model, optimizer={}, trainer={})
+    assert_equal(checkpoint.load_training_state(path).model, model)
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    assert size % 8 == 0
+    for name, entry in json.loads(raw[8 : 8 + size]).items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            assert begin % ((end - begin) // max(1, math.prod(entry["shape"]))) == 0
+    model = {"x": torch.ones(1, dtype=torch.complex64)}
+    with pytest.raises(ValueError, match=r"model/x has dtype torch\.complex64, which cannot be saved"):
+        checkpoint.save_training_state(path, config={}, model=model, optimizer={}, trainer={})
 
 
 # Hugging Face
@@ -469,8 +553,7 @@ def test_model_of_a_training_state(tmp_path):
 )
 def test_hostile_training_state(tmp_path, tree):
     path = tmp_path / "state.safetensors"
-    metadata = {"kind": "gptkernels.training", "version": "1", "config": "{}", "model": tree}
-    save_file({"x": torch.ones(1)}, path, metadata)
+    write_safetensors(path, {"x": torch.ones(1)}, "training", {"config": "{}", "model": tree})
     refused(path, "model in the metadata", load=checkpoint.load_training_state)
 
 
@@ -486,6 +569,64 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
         checkpoint.save_model(path, make_state(seed=1), CONFIG)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
+
+
+@pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
+def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
+    """Wherever in the file the disk is full; the limit of a file's size stands for the disk's."""
+    path = tmp_path / name
+    checkpoint.save_model(path, make_state(), CONFIG)
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 1, 8, 1000, 1024, 5000, len(before) // 2, len(before) - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match=re.escape(f"File too large: '{path}'") + "$"):
+                checkpoint.save_model(path, make_state(seed=1), CONFIG)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert path.read_bytes() == before
+        assert [file.name for file in tmp_path.iterdir()] == [name]
+
+
+@both
+def test_permissions_follow_the_umask(tmp_path, suffix):
+    path = tmp_path / f"model{suffix}"
+    before = os.umask(0o026)
+    try:
+        checkpoint.save_model(path, make_state(), CONFIG)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@both
+@pytest.mark.parametrize("kind", ["link", "dangling link", "fifo", "folder"])
+def test_only_a_regular_file_is_replaced(tmp_path, suffix, kind):
+    path, target = tmp_path / f"model{suffix}", tmp_path / "target"
+    if "link" in kind:
+        path.symlink_to(target)
+    if kind == "link":
+        target.write_text("precious")
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "folder":
+        path.mkdir()
+    before = path.lstat()
+    with pytest.raises(ValueError, match="which is not replaced"):
+        checkpoint.save_model(path, make_state(), CONFIG)
+    assert path.lstat() == before
+    assert kind != "link" or target.read_text() == "precious"
+    if kind in ("fifo", "folder"):
+        refused(path, "must be a regular file")
+
+
+def test_a_planted_temporary_file_is_not_written_through(tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / f".model.bin.{os.getpid()}.tmp").symlink_to(tmp_path / "precious")
+    checkpoint.save_model(tmp_path / "model.bin", make_state(), CONFIG)
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "model.bin").is_symlink()
 
 
 KILLED = """

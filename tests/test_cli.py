@@ -1,13 +1,17 @@
 """The command line: its flags, and the answers that bad input gets."""
 
 import dataclasses
+import io
 import re
 import subprocess
 import sys
+import time
 
 import pytest
+import torch
 
 import gptkernels
+from gptkernels import cli, foreign_flags
 from gptkernels.checkpoint import save_training_state
 from gptkernels.cli import main
 from gptkernels.data import TokenFile, load_tokenizer, write_tokens
@@ -92,12 +96,23 @@ def test_no_steps_is_a_run(run_train, tmp_path):
         (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
         (["--init-from", "nothing.bin"], "nothing.bin"),
         (["--steps", "1", "--epochs", "1"], "--steps and --epochs exclude each other"),
+        (["--channels", "2000000000"], "this machine has"),
+        (["--layers", "1000000000"], "--layers 1000000000 and --channels 16 are"),
+        (["--seed", str(2**62)], f"--seed is {2**62}, must be at most {2**62 - 1}"),
+        (["-g", str(10**20)], f"--sample-length is {10**20}, must be at most"),
+        (["-i", ""], "--data is empty"),
+        (["--output", ""], "--output is empty"),
+        (["--init-from", "."], "checkpoint.safetensors"),
+        (["--init-from", "/dev/zero"], "/dev/zero is a character device, must be a regular file"),
+        (["--resume", ""], "--resume is empty"),
         (["--resume"], "no run with a checkpoint in runs/"),
         (["--resume", "elsewhere"], "elsewhere holds no checkpoint.safetensors"),
     ],
 )
 def test_bad_input_gets_a_sentence(run_train, flags, message, capsys):
+    started = time.process_time()
     assert run_train(*flags) == 2
+    assert time.process_time() - started < 1
     captured = capsys.readouterr().err
     assert captured.startswith("gptkernels train: error: ")
     assert message in captured
@@ -139,6 +154,128 @@ def test_prepare_writes_token_files_that_train_takes(tmp_path, capsys, device):
 def test_prepare_with_a_missing_file_gets_a_sentence(tmp_path, capsys):
     assert main(["prepare", str(tmp_path / "no.txt"), "--output", str(tmp_path / "x")]) == 2
     assert "gptkernels prepare: error: no such file" in capsys.readouterr().err
+
+
+def test_prepare_with_characters_and_train_on_them(tmp_path, device, capsys):
+    (tmp_path / "text.txt").write_text("zwei mal drei macht fünf\n" * 100)
+    prefix = str(tmp_path / "chars")
+    assert main(["prepare", str(tmp_path / "text.txt"), "-o", prefix, "--tokenizer", "char"]) == 0
+    assert "a vocabulary of 17" in capsys.readouterr().out
+    run = str(tmp_path / "run")
+    assert main(["train", "-i", prefix, *SMALL, "--output", run, "--device", str(device)]) == 0
+    assert main(["generate", run, "--max-new-tokens", "4", "--device", str(device)]) == 0
+    other = ["--output", str(tmp_path / "other"), "--init-from", run, "--device", str(device)]
+    assert main(["train", "-i", prefix, *SMALL, *other]) == 0
+
+
+def test_prepare_of_text_with_nul_bytes_says_so(tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"a\0b" * 100)
+    assert main(["prepare", str(tmp_path / "binary"), "-o", str(tmp_path / "x")]) == 0
+    assert "the text has NUL bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "answer"),
+    [
+        ("train", ["--block-size", "64"], "did you mean nanoGPT's --block-size? It is --sequence-length here"),
+        ("train", ["--block_size=64"], "did you mean nanoGPT's --block_size? It is --sequence-length here"),
+        ("train", ["-b", "3", "--max_iters=10"], "It is --steps here"),
+        ("train", ["--input_bin", "x"], "did you mean llm.c's --input_bin? It is --data here"),
+        ("train", ["-lg", "4"], "did you mean llm.c's -lg? There is none here"),
+        ("train", ["-x", "4"], "did you mean llm.c's -x? It is --steps here"),
+        ("train", ["--batch_size=3"], "did you mean --batch-size instead of --batch_size?"),
+        ("train", ["--leanring-rate", "3"], "no flag --leanring-rate: did you mean --learning-rate?"),
+        ("generate", ["x", "--start=hello"], "It is --prompt here"),
+        ("prepare", ["x", "--val_fraction=0.1"], "did you mean --val-fraction instead"),
+        ("train", ["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_flags_of_other_programs_are_answered(command, flags, answer, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, *flags])
+    assert stop.value.code == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_no_flag_of_ours_is_taken_for_another_programs(capsys):
+    """And whatever a foreign flag is said to be exists."""
+    _, commands = cli._parser()
+    flags = {name: commands[name]._option_string_actions for name in commands}
+    for command, table in (("train", foreign_flags._TRAIN), ("generate", foreign_flags._GENERATE)):
+        for names in table.values():
+            assert not set(names) & set(flags[command])
+            assert set(names.values()) <= {None, "CHECKPOINT", *flags[command]}
+    for command in commands:
+        given = [part for name in flags[command] for part in (name, "1")]
+        assert foreign_flags.explain_flag(command, given, flags[command]) is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_no_memory_gets_a_sentence(error, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, "_info", fail)
+    assert main(["info"]) == 2
+    assert "gptkernels info: error: out of memory. A smaller --batch-size" in capsys.readouterr().err
+
+
+def test_other_faults_keep_their_traceback(monkeypatch):
+    def fail():
+        raise RuntimeError("a fault of this program")
+
+    monkeypatch.setattr(cli, "_info", fail)
+    with pytest.raises(RuntimeError, match="a fault of this program"):
+        main(["info"])
+
+
+class Unwritable(io.StringIO):
+    """A stdout that takes nothing."""
+
+    def __init__(self, error):
+        super().__init__()
+        self._error = error
+
+    def write(self, text):
+        raise self._error
+
+
+def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Unwritable(BrokenPipeError()))
+    assert main(["info"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_gets_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
+    assert main(["info"]) == 3
+    assert "gptkernels info: error: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
+def test_training_goes_on_when_it_cannot_print(run_train, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(sys, "stdout", Unwritable(error))
+    assert run_train("-s", "1") == 0
+    assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 3
+    assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
+
+
+def test_training_goes_on_in_an_ascii_locale(run_train, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run_train("-s", "1", "-g", "64", "--output", "é") == 0
+    assert b"in \\xe9" in raw.getvalue()
+    assert b"\\ufffd" in raw.getvalue()  # of an untrained model's sample
+
+
+def test_closed_streams(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["info"]) == 0
+    assert main(["prepare", "nothing", "-o", "x"]) == 2
 
 
 def test_info_prints_what_info_returns(capsys):

@@ -3,10 +3,13 @@
 It allocates nothing by itself, waits for nothing, and takes no number from the host that a replay would have to know.
 """
 
+import copy
+
 import pytest
 import torch
 
-import gptkernels  # noqa: F401
+from gptkernels import nn
+from gptkernels.models import GPT2, GPT2Config
 
 ops = torch.ops.gptkernels
 
@@ -51,4 +54,40 @@ def test_replays_what_was_captured(device):
             graph.replay()
             expected = call()
             for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (captured, expected)), strict=True):
+                assert torch.equal(a, b), name
+
+
+def graphed_modules(device):
+    """Each module by name, with an input."""
+
+    def make(module):
+        return module.to(device, torch.bfloat16)
+
+    x = torch.randn(2, 64, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tokens = torch.randint(512, (2, 64), device=device)
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=500, block_size=64)
+    yield "LayerNorm", make(nn.LayerNorm(128)), x
+    yield "GELU", make(nn.GELU()), x
+    yield "Softmax", make(nn.Softmax(-1)), x
+    yield "Linear", make(nn.Linear(128, 256)), x
+    yield "MLP", make(nn.MLP(128)), x
+    yield "CausalSelfAttention", make(nn.CausalSelfAttention(128, 2)), x
+    yield "Embedding", make(nn.Embedding(512, 128)), tokens
+    yield "Transformer", make(GPT2(config).transformer), tokens.clamp(max=499)
+
+
+def test_make_graphed_callables(device):
+    """Forward and backward of a module as two graphs give eager's results, for other inputs than they were made of."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    for name, module, x in graphed_modules(device):
+        graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x,))
+        for _ in range(2):
+            x = x.detach().flip(0).contiguous().requires_grad_(x.requires_grad)
+            results = []
+            for m in (graphed, module):
+                out = m(x)
+                inputs = [*([x] if x.requires_grad else []), *m.parameters()]
+                results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
+            for a, b in zip(*results, strict=True):
                 assert torch.equal(a, b), name

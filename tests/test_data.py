@@ -1,6 +1,9 @@
 """Token files, the loader, the corpus and `prepare`."""
 
+import itertools
+import os
 import re
+import socket
 import struct
 import tracemalloc
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 from gptkernels.data import (
     DataLoader,
     TokenFile,
+    load_tokenizer,
     prepare,
     prepare_standard_library,
     tokenizer_for_prefix,
@@ -210,6 +214,16 @@ def test_permute_mixes(n):
     assert abs(np.corrcoef(images[1:], images[:-1])[0, 1]) < 0.06
 
 
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_few_windows_come_in_every_order(n):
+    draws = 100 * len(list(itertools.permutations(range(n))))
+    counts = dict.fromkeys(itertools.permutations(range(n)), 0)
+    for seed in range(draws):
+        counts[tuple(permute(np.arange(n), n, (seed, 0)).tolist())] += 1
+    deviation = np.array(list(counts.values())) - 100
+    assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared, six sigma
+
+
 def test_batches(token_file):
     loader = DataLoader(token_file(100), 2, 5, 256, shuffle=False)
     assert (loader.num_windows, loader.batches_per_epoch, loader.epoch) == (19, 9, 0)
@@ -287,12 +301,15 @@ def test_seeds_differ(token_file):
         ({"position": 2**63}, "position is"),
         ({"position": 1.5}, "position is 1.5"),
         ({"seed": None}, "seed is None"),
+        ({"shuffle": "no"}, "shuffle is 'no', must be True or False"),
     ],
 )
 def test_foreign_states(token_file, change, message):
     loader = DataLoader(token_file(1000), 3, 7, 256)
     with pytest.raises(ValueError, match=message):
         loader.load_state_dict({**loader.state_dict(), **change})
+    with pytest.raises(ValueError, match="it is a list, must be a mapping"):
+        loader.load_state_dict([])
     with pytest.raises(ValueError, match="position, seed"):
         loader.load_state_dict({name: 1 for name in ("shuffle", "sequence_length", "num_tokens")})
 
@@ -427,6 +444,19 @@ def test_split(tmp_path_factory, texts, fraction):
     assert b"".join(b"".join(document.chunks()) for document in train + val) == b"".join(texts)
 
 
+def test_split_keeps_characters_whole(tmp_path):
+    """A line that is longer than anyone looks for its end is cut between two characters."""
+    path = tmp_path / "text"
+    for character in ("ä", "中", "\N{PILE OF POO}"):
+        raw = character.encode() * 30_000
+        path.write_bytes(raw)
+        for fraction in (0.5, 0.33, 0.101, 1e-9):
+            (train,), (val,) = split([Document.whole(path)], fraction)
+            for part in (train, val):
+                assert set("".join(part.text())) == {character}
+            assert b"".join([*train.chunks(), *val.chunks()]) == raw
+
+
 def test_split_at_a_line(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"0123456\n" * 100)
@@ -509,6 +539,170 @@ def test_prepare_bpe(tmp_path):
     assert tokenizer_for_prefix(prefix).vocab_size == 256
 
 
+def test_prepare_characters(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("это 中 text\n" * 50 + "\N{PILE OF POO}")
+    prefix = tmp_path / "data"
+    summary = prepare([text], prefix, "char")
+    assert (summary["vocab_size"], summary["eot"]) == (len(set(text.read_text())), None)
+    tokenizer = tokenizer_for_prefix(prefix)
+    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
+    assert tokenizer.decode(tokens) == text.read_text()
+    assert len(tokens) == len(text.read_text())
+
+
+def test_nul_bytes_stay_what_they_are(tmp_path):
+    """NUL is the byte tokenizer's end-of-text token, but not for data that holds it."""
+    text = tmp_path / "binary"
+    text.write_bytes(b"a\0b\n" * 100)
+    summary = prepare([text], tmp_path / "data")
+    assert (summary["vocab_size"], summary["eot"]) == (256, None)
+    assert tokenizer_for_prefix(tmp_path / "data").eot is None
+    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
+    assert bytes(tokens.tolist()) == text.read_bytes()
+
+
+def test_prepare_never_overwrites_its_input(tmp_path):
+    source = tmp_path / "x_train.bin"
+    write_tokens(source, [range(1, 1000)])
+    before = source.read_bytes()
+    (tmp_path / "link.txt").symlink_to(source)
+    for name in ("x_train.bin", "link.txt"):
+        with pytest.raises(ValueError, match=r"is an input, and would be overwritten as .*x_train\.bin"):
+            prepare([tmp_path / name], tmp_path / "x")
+    assert source.read_bytes() == before
+
+
+def test_prepare_overwrites_only_what_it_wrote(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 20)
+    for suffix, content in (
+        ("train.bin", b"my notes"),
+        ("val.bin", struct.pack("<256i", 20240328, *[0] * 255)),
+        ("tokenizer.bin", struct.pack("<256i", MAGIC, *[0] * 255)),
+        ("tokenizer.json", b'{"mine": 1}'),
+        ("tokenizer.json", b"[" * 100_000),
+    ):
+        path = tmp_path / f"x_{suffix}"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="exists, and prepare did not write it"):
+            prepare([tmp_path / "text.txt"], tmp_path / "x")
+        assert path.read_bytes() == content
+        path.unlink()
+    (tmp_path / "x_val.bin").mkdir()
+    with pytest.raises(ValueError, match=r"x_val\.bin is a folder, must be a regular file"):
+        prepare([tmp_path / "text.txt"], tmp_path / "x")
+
+
+def test_prepare_fails_without_a_trace(tmp_path):
+    """A character that the tokenizer lacks, at the very end: what was there before is there still."""
+    (tmp_path / "text.txt").write_text("abc\n" * 100)
+    first = prepare([tmp_path / "text.txt"], tmp_path / "x", "char")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    (tmp_path / "other.txt").write_text("abc\n" * 100 + "Z")
+    tokenizer = first["tokenizer"]
+    with pytest.raises(ValueError, match="vocabulary of 4 characters has no 'Z'"):
+        prepare([tmp_path / "other.txt"], tmp_path / "x", tokenizer)
+    (tmp_path / "other.txt").unlink()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
+
+
+def test_prepare_of_the_folder_that_holds_its_output(tmp_path):
+    (tmp_path / "text.txt").write_text("some text of a folder\n" * 20)
+    first = prepare([tmp_path], tmp_path / "x", "bpe", vocab_size=300)
+    tokens = Path(first["train"]).read_bytes()
+    again = prepare([tmp_path], tmp_path / "x", "bpe", vocab_size=300)
+    assert Path(again["train"]).read_bytes() == tokens
+    other = prepare([tmp_path], tmp_path / "y", "bpe", vocab_size=300)
+    assert Path(other["train"]).read_bytes() == tokens
+
+
+def test_prepare_writes_through_a_link(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 20)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "x_train.bin").symlink_to(tmp_path / "disk" / "tokens.bin")
+    prepare([tmp_path / "text.txt"], tmp_path / "x")
+    assert (tmp_path / "x_train.bin").is_symlink()
+    assert len(TokenFile(tmp_path / "disk" / "tokens.bin")) > 100
+
+
+def test_a_stale_tokenizer_is_not_preferred(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 20)
+    prepare([tmp_path / "text.txt"], tmp_path / "x")
+    stale = (tmp_path / "x_tokenizer.bin").read_bytes()
+    prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", vocab_size=270)
+    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # as a killed run leaves it
+    os.utime(tmp_path / "x_tokenizer.bin", (1, 1))
+    assert tokenizer_for_prefix(tmp_path / "x").vocab_size > 256
+
+
+def test_a_file_given_twice_is_taken_once(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to("a.txt")
+    os.link(tmp_path / "a.txt", tmp_path / "c.txt")
+    (tmp_path / "d.txt").write_text("text")
+    given = [tmp_path / "a.txt", tmp_path, tmp_path / "b.txt", f"{tmp_path}/../{tmp_path.name}/a.txt"]
+    assert [document.path.name for document in find_documents(given)] == ["a.txt", "d.txt"]
+
+
+@pytest.fixture
+def odd_files(tmp_path):
+    """A FIFO, a socket, a dangling link, a loop of links and a link to its own folder."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    os.mkfifo(folder / "fifo")
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(folder / "socket"))  # a whole path may be too long
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "loop").symlink_to("pool")
+    (folder / "pool").symlink_to("loop")
+    (folder / "self").symlink_to(".")
+    return folder
+
+
+def test_odd_files_are_skipped_or_refused(odd_files):
+    with pytest.raises(ValueError, match="no text in"):
+        find_documents(odd_files)
+    (odd_files / "text.txt").write_text("text")
+    assert [document.path.name for document in find_documents(odd_files)] == ["text.txt"]
+    for name, message in (
+        ("fifo", "is a FIFO, must be a regular file"),
+        ("socket", "is a socket, must be a regular file"),
+        ("dangling", "no such file or folder"),
+        ("loop", "no such file or folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_documents([odd_files / name])
+        with pytest.raises((ValueError, OSError), match=name):
+            TokenFile(odd_files / name)
+        with pytest.raises((ValueError, OSError), match=name):
+            load_tokenizer(odd_files / name)
+    with pytest.raises(ValueError, match="is a character device"):
+        find_documents(["/dev/zero"])
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
+    with pytest.raises(PermissionError, match="closed"):
+        find_documents(tmp_path)
+
+
+def test_prepare_tells_how_far_it_is(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 20)
+    calls = []
+    prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", progress=lambda *call: calls.append(call))
+    last = {what: (done, total) for what, done, total in calls}
+    assert last == {"reading for byte pairs": (190, 190), "encoding train": (190, 190), "encoding val": (10, 10)}
+
+
 def test_prepare_with_the_tokenizer_of_other_data(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the text of the day\n" * 20)
@@ -530,6 +724,9 @@ def test_what_prepare_refuses(tmp_path):
         ({"vocab_size": 100}, "vocab_size is for tokenizer 'bpe'"),
         ({"tokenizer": "other"}, "no tokenizer 'other'"),
         ({"val_fraction": 1.0}, "val_fraction is 1.0"),
+        ({"out_prefix": ""}, "output prefix is empty"),
+        ({"files": [""]}, "name of a file is empty"),
+        ({"tokenizer": ""}, "name of the tokenizer is empty"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare(**{"files": [text], "out_prefix": prefix, **arguments})

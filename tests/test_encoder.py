@@ -1,6 +1,10 @@
+import itertools
+import random
+import re
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -46,8 +50,9 @@ def check(tokens, wte, wpe, dout):
     """Forward and both gradients against float64 and beside torch, with positions and without."""
     functions = (partial(f, tokens) for f in (ops.encoder, torchs, torchs))
     dwte, _ = assert_as_exact_with_gradients(*functions, (wte, wpe), dout, ("dwte", "dwpe"))
-    assert torch.equal(ops.embedding(tokens, wte), F.embedding(tokens, wte))
-    assert torch.equal(gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)[0], dwte)
+    torch.testing.assert_close(ops.embedding(tokens, wte), F.embedding(tokens, wte), rtol=0, atol=0, equal_nan=True)
+    (dweight,) = gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)
+    torch.testing.assert_close(dweight, dwte, rtol=0, atol=0, equal_nan=True)
 
 
 @all_dtypes
@@ -99,6 +104,273 @@ def test_long_sums(shape, vocabulary, device):
         assert not dwpe[shape[1] :].any()
 
 
+def exact_sums(tokens, dout, vocabulary):
+    """dweight where dout holds small integers: every sum is exact in float32, and rounded to the dtype once."""
+    sums = torch.zeros(vocabulary, dout.shape[-1], dtype=torch.float64, device=dout.device)
+    return sums.index_add_(0, tokens, dout.double()).to(dout.dtype)
+
+
+def check_counts(counts, order, width, dtype, device):
+    """Token i occurs counts[i] times, in runs or shuffled: both ops, bit for bit."""
+    tokens = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    if order == "shuffled":
+        tokens = tokens[torch.randperm(len(tokens))]
+    tokens = tokens.to(device)
+    dout = torch.randint(-8, 8, (len(tokens), width)).to(dtype).to(device)
+    expected = exact_sums(tokens, dout, len(counts))
+    assert torch.equal(ops.embedding_backward(dout, tokens, len(counts)), expected)
+    dwte, dwpe = ops.encoder_backward(dout[None], tokens[None], len(counts), len(tokens))
+    assert torch.equal(dwte, expected)
+    assert torch.equal(dwpe, dout)
+
+
+all_orders = pytest.mark.parametrize("order", ["runs", "shuffled"])
+
+# On CUDA the partial sums of a long run are added in groups of 64 windows of 64 entries. At these counts the last group
+# ends, or has its only part, in the window in which the next token's run begins.
+AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1, 0, 1, 4, 63, 64, 65)]
+
+
+def test_two_long_runs_meet_in_one_window(device):
+    tokens = torch.tensor([0] * 4100 + [2] * 200, device=device)
+    dweight = ops.embedding_backward(torch.ones(4300, 8, device=device), tokens, 4)
+    assert dweight.tolist() == [[4100.0] * 8, [0.0] * 8, [200.0] * 8, [0.0] * 8]
+
+
+@all_orders
+@pytest.mark.parametrize("dominant", [2, 3, 5, 8])
+@all_dtypes
+def test_dominant_tokens(dtype, dominant, order, device):
+    for i, width in enumerate((8, 5, 136)):  # whole packs, single elements, several slabs
+        counts = [AROUND_A_GROUP[(7 * i + 11 * k + dominant) % len(AROUND_A_GROUP)] for k in range(dominant)]
+        check_counts([*counts, 0, 1, 3], order, width, dtype, device)
+
+
+@pytest.mark.parametrize("count", AROUND_A_GROUP)
+def test_a_group_of_windows_ends_beside_the_next_run(count, device):
+    for following in (65, 200, 4096 + 64):
+        # Of 4 tokens 0 and 2 are neighbours in the order of the first sort's bins, then 1 and 3.
+        check_counts([count, following, following, count], "runs", 8, torch.float32, device)
+
+
+@all_orders
+def test_more_than_2_20_of_a_token(order, device):
+    check_counts([2**20 + 1, 70, 2**20 + 4000, 2**12 + 4], order, 4, torch.float32, device)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(
+        st.one_of(st.integers(0, 200), st.integers(4000, 4200), st.sampled_from(AROUND_A_GROUP)), min_size=1, max_size=8
+    ),
+    order=st.sampled_from(["runs", "shuffled"]),
+    width=st.sampled_from([1, 4, 8, 40]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_run_lengths(device, counts, order, width, dtype):
+    torch.manual_seed(sum(counts))
+    check_counts(counts, order, width, dtype, device)
+
+
+@pytest.mark.parametrize("width", [64, 65, 768])
+@pytest.mark.parametrize("count", [8, 33, 48, 64, 65, 96, 128])
+@pytest.mark.parametrize("where", ["first", "anywhere"])
+def test_as_exact_as_torch_where_one_token_is_frequent(where, count, width, device):
+    """A token at 64 of 128 positions, and at other counts: not a running sum of as many terms."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        place = torch.arange(128) if where == "first" else torch.randperm(128)
+        tokens = torch.where(place < count, 7, place)[None].to(device)
+        wte = randn(128, width, dtype=torch.float32, device=device)
+        dout = randn(1, 128, width, dtype=torch.float32, device=device)
+        functions = (partial(f, tokens) for f in (ops.embedding, F.embedding, F.embedding))
+        assert_as_exact_with_gradients(*functions, (wte,), dout, ("dweight",))
+
+
+@pytest.mark.parametrize("width", [64, 65])
+@pytest.mark.parametrize("batch", [64, 128, 129, 4000])
+def test_as_exact_as_torch_over_a_batch(batch, width, device):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check(
+            *inputs(batch, 3, width, torch.float32, device, vocabulary=5),
+            randn(batch, 3, width, dtype=torch.float32, device=device),
+        )
+
+
+# ---- the arrival protocol of the CUDA backward -----------------------------------------------------------------------
+
+
+def cuda_constant(name):
+    """A constant of the encoder's CUDA kernels, as their source says it."""
+    folder = Path(__file__).parents[1] / "csrc" / "cuda"
+    source = (folder / "encoder_order.cuh").read_text() + (folder / "encoder_sums.cuh").read_text()
+    value = re.search(rf"constexpr int {name} = ([^;]+);", source)[1]
+    return int(value) if value.isdigit() else 2 * cuda_constant(re.fullmatch(r"2 \* (\w+)", value)[1])
+
+
+def rows_of_partials(counts, batch, length, window, batch_piece):
+    """For each sum that several warps make, the row of the partials of each of its parts.
+
+    The same indices as in csrc/cuda: the places of the items as encoder_backward_bins_kernel (encoder_order.cuh) lays
+    them out, long_runs as it fills them, and row_at as sum_window and sum_over_batch (encoder_sums.cuh) have it.
+    """
+    long_runs = {}
+    place = 0
+    for token, count in enumerate(counts):
+        begin = place + 1  # behind the head
+        last = begin + count - 1
+        if count > window:
+            for at in range(begin, last + 1):
+                if at == begin or at % window == 0:
+                    index = 2 * (at // window) + (at == begin)
+                    assert index not in long_runs, "two runs in one place"
+                    long_runs[index] = (begin, last, token)
+        place = last + 1
+    windows = -(-place // window)
+    sums = {}
+    for index, (first, last, token) in long_runs.items():
+        first_window = first // window
+        parts = last // window - first_window + 1
+        rows = [2 * (first_window + part) + (part == 0) for part in range(parts)]
+        part = index // 2 - first_window
+        assert rows[part] == index
+        assert sums.setdefault(("token", token), rows) == rows
+    assert {token for _, token in sums} == {token for token, count in enumerate(counts) if count > window}
+    pieces = -(-batch // batch_piece)
+    if pieces > 1:
+        for t in range(length):
+            sums["position", t] = [2 * windows + part * length + t for part in range(pieces)]
+    return sums
+
+
+class Arrivals:
+    """add_parts of csrc/cuda/encoder_sums.cuh, for all parts of all sums, one action of one warp at a time.
+
+    An action is what a warp does up to and including its next count, or its last: nothing that it does before can be
+    seen earlier than by that count. A partial sum is the set of the parts that are in it.
+    """
+
+    def __init__(self, sums, group, counter_of=lambda row: row):
+        self.sums, self.group, self.counter_of = sums, group, counter_of
+        self.partials, self.counters, self.owners, self.results = {}, {}, {}, {}
+        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # done by each
+
+    def copy(self):
+        other = Arrivals({}, self.group, self.counter_of)
+        other.sums, other.owners = self.sums, self.owners  # who counts where is the same in every order
+        for name in ("partials", "counters", "results", "actions"):
+            setattr(other, name, dict(getattr(self, name)))
+        return other
+
+    def state(self):
+        return tuple(frozenset(d.items()) for d in (self.partials, self.counters, self.results, self.actions))
+
+    def last_to_arrive(self, row, count, what):
+        counter = self.counter_of(row)
+        assert self.owners.setdefault(counter, what) == what, f"{what} shares a counter with {self.owners[counter]}"
+        before = self.counters.get(counter, 0)
+        assert before < count, "more arrivals than parts"
+        self.counters[counter] = before + 1
+        return before == count - 1
+
+    def act(self, warp):
+        """The warp's next action; a warp that has no other is taken off ``actions``."""
+        name, part = warp
+        rows, group = self.sums[name], self.group
+        parts, first = len(rows), part // group * group
+        count = min(group, parts - first)
+        done = self.actions.pop(warp)
+        if done == 0:
+            self.partials[rows[part]] = frozenset([(name, part)])
+            if self.last_to_arrive(rows[first], count, (name, "group", first)):
+                self.actions[warp] = 1
+            return
+        added = [self.partials[rows[i]] for i in (range(first, first + count), range(0, parts, group))[done - 1]]
+        total = frozenset().union(*added)
+        assert len(total) == sum(map(len, added)), "a part is added twice"
+        if done == 1 and parts > group:
+            self.partials[rows[first]] = total
+            if self.last_to_arrive(rows[1], -(-parts // group), (name, "groups")):
+                self.actions[warp] = 2
+            return
+        assert name not in self.results, "a sum is written twice"
+        self.results[name] = total
+
+    def check_results(self):
+        assert self.results == {name: {(name, part) for part in range(len(rows))} for name, rows in self.sums.items()}
+
+    def explore(self):
+        """Every order in which the warps can act; the number of states."""
+        seen, waiting = set(), [self]
+        while waiting:
+            arrivals = waiting.pop()
+            if not arrivals.actions:
+                arrivals.check_results()
+            for warp in arrivals.actions:
+                following = arrivals.copy()
+                following.act(warp)
+                if (state := following.state()) not in seen:
+                    seen.add(state)
+                    waiting.append(following)
+        return len(seen)
+
+    def run(self, generator):
+        """One order, drawn at random."""
+        while self.actions:
+            warps = list(self.actions)
+            generator.shuffle(warps)
+            for warp in warps:
+                self.act(warp)
+        self.check_results()
+
+
+def test_arrivals_in_every_order():
+    """Small windows and groups: every order of arrival of every layout of two runs and some of three."""
+    layouts = [(counts, 2) for counts in itertools.product(range(8), repeat=2)]
+    layouts += [(counts, 3) for counts in [(3, 0, 3), (5, 3, 3), (3, 5, 4), (8, 6), (6, 8)]]
+    states = 0
+    for counts, group in layouts:
+        sums = rows_of_partials(counts, batch=1, length=0, window=2, batch_piece=2)
+        states += Arrivals(sums, group).explore()
+    for batch in range(11):
+        sums = rows_of_partials((3,), batch=batch, length=1, window=2, batch_piece=2)
+        states += Arrivals(sums, 2).explore()
+    assert states > 10000
+
+
+def test_arrivals_with_the_constants_of_the_kernel():
+    window, group, batch_piece = (cuda_constant(name) for name in ("kWindow", "kGroup", "kBatchPiece"))
+    generator = random.Random(0)
+    layouts = [[4100, 200], *([count, 200, 65, count] for count in AROUND_A_GROUP)]
+    layouts += [[generator.choice([*AROUND_A_GROUP, 0, 1, 64, 65, 200]) for _ in range(8)] for _ in range(50)]
+    for counts in layouts:
+        for batch in (1, batch_piece * group + 1):
+            sums = rows_of_partials(counts, batch, 2, window, batch_piece)
+            assert sums
+            Arrivals(sums, group).run(generator)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    window=st.integers(2, 8),
+    group=st.integers(2, 5),
+    batch=st.integers(0, 60),
+    length=st.integers(1, 3),
+    generator=st.randoms(use_true_random=False),
+)
+def test_arrivals_of_any_layout(counts, window, group, batch, length, generator):
+    Arrivals(rows_of_partials(counts, batch, length, window, 4), group).run(generator)
+
+
+def test_arrivals_would_find_a_shared_counter():
+    """Counters by window alone: the first group of the second run counts where a group of the first run does."""
+    sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
+    with pytest.raises(AssertionError, match="shares a counter"):
+        Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))
+
+
 @all_views
 @all_dtypes
 def test_views(view, dtype, device):
@@ -135,14 +407,7 @@ def test_extremes(dtype, device):
     wte = values.to(dtype).to(device).repeat(3, 1)
     wpe = wte.roll(1, dims=1)[:2].contiguous()
     tokens = torch.tensor([[0, 2], [1, 1]], device=device)
-    torch.testing.assert_close(ops.encoder(tokens, wte, wpe), torchs(tokens, wte, wpe), rtol=0, atol=0, equal_nan=True)
-    dout = ops.encoder(tokens, wte, wpe)
-    for ours, theirs in zip(
-        gradients(lambda *weights: ops.encoder(tokens, *weights), (wte, wpe), dout),
-        gradients(lambda *weights: torchs(tokens, *weights), (wte, wpe), dout),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    check(tokens, wte, wpe, ops.encoder(tokens, wte, wpe))
 
 
 @all_dtypes
@@ -172,9 +437,33 @@ def test_opcheck(dtype, index, device):
     wpe.requires_grad_()
     dout = randn(2, 3, 7, dtype=dtype, device=device, requires_grad=True)
     torch.library.opcheck(ops.encoder, (tokens, wte, wpe))
+    torch.library.opcheck(ops.encoder, (tokens, wte, wpe), {"vocab_size": 13})
     torch.library.opcheck(ops.encoder_backward, (dout, tokens, 13, 5))
     torch.library.opcheck(ops.embedding, (tokens, wte))
+    torch.library.opcheck(ops.embedding, (tokens, wte), {"vocab_size": 13})
     torch.library.opcheck(ops.embedding_backward, (dout, tokens, 13))
+
+
+def test_padding_of_the_vocabulary(device):
+    """vocab_size changes nothing for tokens below it: the gradient has a row of zeros for each row of padding."""
+    tokens, wte, wpe = inputs(3, 4, 8, torch.float32, device, vocabulary=10)
+    wte = torch.cat([wte, torch.ones(6, 8, device=device)])
+    dout = randn(3, 4, 8, dtype=torch.float32, device=device)
+    functions = (
+        (
+            lambda *weights: ops.encoder(tokens, *weights, 10),
+            lambda *weights: ops.encoder(tokens, *weights),
+            (wte, wpe),
+        ),
+        (lambda weight: ops.embedding(tokens, weight, 10), lambda weight: ops.embedding(tokens, weight), (wte,)),
+    )
+    for padded, whole, weights in functions:
+        assert torch.equal(padded(*weights), whole(*weights))
+        for a, b in zip(gradients(padded, weights, dout), gradients(whole, weights, dout), strict=True):
+            assert torch.equal(a, b)
+        assert not gradients(padded, weights, dout)[0][10:].any()
+        compiled = torch.compile(padded, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*weights), padded(*weights))
 
 
 def test_compile(device):
@@ -240,6 +529,13 @@ def test_bad_input(device):
         ops.encoder_backward(dout, tokens, 13, 2)
     with raises("encoder_backward", "vocab_size must not be negative", "-1"):
         ops.encoder_backward(dout, tokens, -1, 5)
+    for bad in (-2, 0, 14):
+        with raises(
+            "encoder", r"vocab_size must be from 1 to 13 \(the rows of wte\), or -1 for all of them", f"got {bad}"
+        ):
+            ops.encoder(tokens, wte, wpe, bad)
+        with raises("embedding", r"vocab_size must be from 1 to 13 \(the rows of weight\)", f"got {bad}"):
+            ops.embedding(tokens, wte, bad)
     with raises("embedding", "weight must have 2 dimensions"):
         ops.embedding(tokens, wte[0])
     with raises("embedding_backward", r"dout must have shape \(2, 3, 8\)"):
@@ -269,10 +565,27 @@ def test_tokens_outside_the_vocabulary(index, device):
             ops.embedding_backward(dout, bad, 13)
     with raises("vocabulary of 0"):
         ops.embedding(tokens, wte[:0])
+    tokens = tokens % 11
+    tokens[2, 17] = 11  # a row of padding, where the vocabulary is 11 of 13
+    with raises("encoder: ", r"token 11 at position \(2, 17\)", "vocabulary of 11"):
+        ops.encoder(tokens, wte, wpe, 11)
+    with raises("embedding: ", "token 11 at position 117 ", "vocabulary of 11"):
+        ops.embedding(tokens, wte, 11)
+    assert torch.equal(ops.encoder(tokens, wte, wpe, 12), ops.encoder(tokens, wte, wpe))
 
 
-@pytest.mark.parametrize("name", ["encoder", "encoder_backward", "embedding", "embedding_backward"])
-def test_device_side_assertion(name, device):
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("encoder", "tokens, weight, weight"),
+        ("encoder", "tokens, padded, weight, 50257"),
+        ("embedding", "tokens, weight"),
+        ("embedding", "tokens, padded, 50257"),
+        ("encoder_backward", "dout, tokens, 50257, 20"),
+        ("embedding_backward", "dout, tokens, 50257"),
+    ],
+)
+def test_device_side_assertion(name, arguments, device):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     script = f"""
@@ -281,13 +594,9 @@ ops = torch.ops.gptkernels
 tokens = torch.zeros(2, 20, dtype=torch.int64)
 tokens[0, 17] = 50300
 tokens, weight, dout = tokens.cuda(), torch.zeros(50257, 8).cuda(), torch.zeros(2, 20, 8).cuda()
+padded = torch.zeros(50304, 8).cuda()
 try:
-    ops.{name}(*{{
-        "encoder": (tokens, weight, weight),
-        "embedding": (tokens, weight),
-        "encoder_backward": (dout, tokens, 50257, 20),
-        "embedding_backward": (dout, tokens, 50257),
-    }}["{name}"])
+    ops.{name}({arguments})
     torch.cuda.synchronize()
 except Exception as error:
     print(error)

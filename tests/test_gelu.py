@@ -99,13 +99,14 @@ def test_no_digits_are_lost_where_the_tail_is_small(approximate, device):
 
 @all_forms
 @all_dtypes
-def test_infinities_and_nan_are_torchs(approximate, dtype, device):
+def test_infinities_and_nan_are_the_formulas(approximate, dtype, device):
+    """Torch's vectorised kernels may answer something else at infinities, and not the same on every processor."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0], dtype=dtype, device=device)
-    assert torch.equal(ours(x, approximate).isnan(), torch.tensor([0, 1, 1, 0, 0, 0], device=device).bool())
-    torch.testing.assert_close(ours(x, approximate), torchs(x, approximate), equal_nan=True)
-    dx = ops.gelu_backward(torch.ones_like(x), x, approximate=approximate)
-    expected = torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
-    torch.testing.assert_close(dx, expected, equal_nan=True)
+    for values in (x, x.repeat(11), x[:1]):  # in vectors and in what is left of them
+        out = ours(values, approximate)
+        assert out[0] == math.inf
+        assert torch.equal(out[:6].isnan(), torch.tensor([0, 1, 1, 0, 0, 0], device=device).bool()[: len(out)])
+        check(values, torch.ones_like(values), approximate)
 
 
 @all_forms

@@ -91,6 +91,14 @@ def test_what_is_not_finite_shows(value, dtype, device):
     assert norm.isnan() if value != value else norm == torch.inf
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradient_of_a_denormal_norm(dtype, device):
+    """1 / norm overflows, x / norm does not."""
+    x = torch.full((), torch.finfo(dtype).smallest_normal / 16, dtype=dtype, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(3 * ops.global_norm([x]), x)
+    assert dx == 3
+
+
 def test_deterministic(device):
     tensors = [randn(50_000 + i, dtype=DTYPES[i % 4], device=device) for i in range(20)]
     assert_same_bits(lambda: ops.global_norm(tensors))

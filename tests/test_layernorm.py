@@ -131,7 +131,7 @@ def test_infinities_and_nan_stay_in_their_row(value, dtype, device):
 def test_extremes(dtype, device):
     tiny = torch.finfo(dtype).smallest_normal / 4
     for scale in (tiny, torch.finfo(dtype).max ** 0.45):
-        x = (torch.randn(5, 127) * scale).to(dtype).to(device)
+        x = (torch.randn(5, 127, dtype=torch.float64) * scale).to(dtype).to(device)
         assert_as_exact_as_torch(ours(x, None, None), torchs(x, None, None), exact(double(x), None, None))
 
 

@@ -128,7 +128,7 @@ def test_extremes(dtype, device):
     """Denormals and sums near the largest number."""
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 256
     for scale in (tiny, huge):
-        x = (torch.rand(5, 64) * scale).to(dtype).to(device)
+        x = (torch.rand(5, 64, dtype=torch.float64) * scale).to(dtype).to(device)
         weight = torch.eye(64, dtype=dtype, device=device)
         assert_as_exact_as_torch(ours(x, weight), torchs(x, weight), exact(double(x), double(weight)))
 

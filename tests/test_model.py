@@ -2,6 +2,8 @@ import copy
 import dataclasses
 import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -63,6 +65,61 @@ def test_vocabulary_is_padded():
     assert GPT2Config(**dataclasses.asdict(CONFIG)) == CONFIG
     with pytest.raises(dataclasses.FrozenInstanceError):
         CONFIG.n_layer = 4
+
+
+@pytest.mark.parametrize("token", [65, 127])
+def test_padding_is_not_part_of_the_vocabulary(token, device):
+    """Tokens and targets from V to Vp are refused, by the model and by its embedding alone."""
+    if device.type != "cpu":
+        pytest.skip("on CUDA a device-side assertion, which ends the process's context: test_encoder and the next test")
+    assert CONFIG.vocab_size == 65
+    assert CONFIG.padded_vocab_size == 128
+    model = GPT2(CONFIG)
+    tokens, targets = batch()
+    bad = tokens.clone()
+    bad[1, 3] = token
+    message = f"token {token} at position .* is outside the vocabulary of 65"
+    with pytest.raises(RuntimeError, match=message):
+        model(bad)
+    with pytest.raises(RuntimeError, match=message):
+        model(bad, targets, return_logits=False)
+    with pytest.raises(RuntimeError, match=message):
+        model.generate(bad, 2)
+    with pytest.raises(RuntimeError, match=message):
+        model.transformer.wte(bad)
+    for return_logits in (True, False):
+        with pytest.raises(RuntimeError, match=f"target {token} at row 19 is outside the vocabulary of 65"):
+            model(tokens, bad, return_logits=return_logits)
+
+
+@pytest.mark.parametrize("call", ["model(bad)", "model(good, bad)", "model(good, bad, return_logits=False)"])
+def test_padding_is_not_part_of_the_vocabulary_on_cuda(call, device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    script = f"""
+import torch
+from gptkernels.models import GPT2, GPT2Config
+model = GPT2(GPT2Config(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32), "cuda")
+good = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
+bad = good.clone()
+bad[1, 3] = 65
+try:
+    {call}
+    torch.cuda.synchronize()
+except Exception as error:
+    print(error)
+    raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    assert "device-side assert" in done.stdout + done.stderr
+
+
+def test_padding_does_not_learn(device):
+    model = GPT2(CONFIG, device)
+    _, loss = model(*batch(device=device))
+    loss.backward()
+    assert not model.lm_head.weight.grad[CONFIG.vocab_size :].any()
 
 
 @pytest.mark.parametrize(
@@ -340,7 +397,8 @@ VIEWS = {
 # The mean over the targets that count, and its gradient's seed.
 MEAN = {"aten::ne.Scalar", "aten::sum", "aten::ones_like"}
 # wte's gradient is the sum of the encoder's and the head's; the optimizer counts its steps.
-ACCUMULATION = {"aten::add.Tensor", "aten::add_.Tensor", "aten::_foreach_add_.Scalar"}
+COUNTING = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
+ACCUMULATION = {"aten::add.Tensor", "aten::add_.Tensor"} | COUNTING
 PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_exit._RecordFunction"}
 
 
@@ -360,8 +418,14 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
         head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
         others = MEAN | {"aten::div.Tensor"}
     else:
-        head = {"linear": 7, "linear_backward": 7, "fused_classifier_": 1}
-        others = MEAN | {"aten::_to_copy", "aten::reciprocal", "aten::mul.Tensor"}
+        # The gradients of the hidden layer and of the weight, times the loss's.
+        head = {
+            "linear": 6,
+            "linear_backward": 6,
+            "linear_cross_entropy_with_gradients": 1,
+            "fused_classifier_backward": 2,
+        }
+        others = {"aten::ones_like"}
     assert calls.kernels() == BLOCKS | head
     assert calls.others() <= others | VIEWS | ACCUMULATION | PROFILER
 

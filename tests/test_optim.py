@@ -147,7 +147,88 @@ def test_one_launch_for_a_group_and_dtype(device):
     assert calls.names.count("gptkernels::adamw_") == 3
     # What else runs counts the steps, and makes the learning rate a tensor.
     others = {name for name in calls.names if not name.startswith(("gptkernels::", "profiler::"))}
-    assert others <= {"aten::_foreach_add_.Scalar", "aten::lift_fresh", "aten::detach"}
+    assert others <= {
+        "aten::_foreach_add_.Scalar",
+        "aten::_foreach_add_.Tensor",
+        "aten::ones",
+        "aten::lift_fresh",
+        "aten::detach",
+    }
+
+
+@pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
+def test_another_default_device(options, how, device):
+    """What a step makes for itself is where the parameters are, or on the CPU."""
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float64
+    ours, wanted = parameters(dtype, device), parameters(dtype, device)
+    train(AdamW(wanted, lr=0.1, **options), 3)
+    optimizer = AdamW(ours, lr=0.1, **options)
+    for i in range(3):
+        set_gradients(ours, i)
+        if how == "with torch.device":
+            with torch.device("meta"):
+                optimizer.step()
+        else:
+            torch.set_default_device("meta")
+            try:
+                optimizer.step()
+            finally:
+                torch.set_default_device(None)
+    assert_same(ours, wanted, rtol=0, atol=0)
+    with torch.device("meta"):
+        assert clip_grad_norm_(ours, 1.0).device == ours[0].device
+        assert clip_grad_norm_([], 1.0) == 0
+
+
+# ---- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def convolution(device, dtype=torch.float64):
+    """Weights in channels_last, transposed, and with a dimension of 1."""
+    torch.manual_seed(7)
+    return [
+        torch.nn.Parameter(randn(4, 3, 5, 5, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)),
+        torch.nn.Parameter(randn(6, 9, dtype=dtype, device=device).t()),
+        torch.nn.Parameter(randn(5, 6, dtype=dtype, device=device).t()[:, None]),
+    ]
+
+
+@pytest.mark.parametrize("grads", ["the parameter's layout", "rows", "expanded"])
+def test_dense_layouts(grads, device):
+    ours, torchs = convolution(device), convolution(device)
+    optimizers = AdamW(ours, lr=0.1, max_grad_norm=1e6), torch.optim.AdamW(torchs, lr=0.1)
+    for i in range(4):
+        for params, optimizer in zip((ours, torchs), optimizers, strict=True):
+            torch.manual_seed(i)
+            for p in params:
+                p.grad = randn(*p.shape, dtype=p.dtype, device=device)
+                if grads == "expanded":
+                    p.grad = p.grad[:1].expand_as(p)
+                elif grads != "rows":
+                    p.grad = torch.empty_like(p).copy_(p.grad)
+            optimizer.step()
+    assert_same(ours, torchs)
+    assert all(optimizers[0].state[p]["exp_avg"].stride() == p.stride() for p in ours)
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_state_of_rows_is_loaded_into_another_layout(masters, device):
+    """The saved state's layout is that of the model that saved it."""
+    dtype = torch.bfloat16 if masters else torch.float64
+    rows = [torch.nn.Parameter(p.detach().contiguous()) for p in convolution(device, dtype)]
+    first = AdamW(rows, lr=0.1, master_weights=masters)
+    train(first, 2)
+    params = [
+        torch.nn.Parameter(torch.empty_like(p).copy_(row.detach()))
+        for p, row in zip(convolution(device, dtype), rows, strict=True)
+    ]
+    assert params[0].stride() != rows[0].stride()
+    second = AdamW(params)
+    second.load_state_dict(saved(first))
+    train(first, 2, first=2)
+    train(second, 2, first=2)
+    assert_same(params, rows, rtol=0, atol=0)
 
 
 # ---- learning rates --------------------------------------------------------------------------------------------------
@@ -331,6 +412,26 @@ def test_options_that_are_refused(name):
     torchs = torch.optim.AdamW(params, **{name: True})
     with pytest.raises(ValueError, match=f"{name}=True is not supported"):
         AdamW(params).load_state_dict(torchs.state_dict())
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
+def test_a_refused_state_changes_nothing(name):
+    ours, torchs, params, _ = pair()
+    train(ours, 2)
+    for group in torchs.param_groups:
+        group[name] = True
+    before = copy.deepcopy(ours.state_dict())
+    with pytest.raises(ValueError, match=f"{name}=True is not supported"):
+        ours.load_state_dict(torchs.state_dict())
+    after = ours.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for i, state in before["state"].items():
+        for key, value in state.items():
+            assert torch.equal(after["state"][i][key], value)
+    expected = parameters()
+    train(AdamW(expected), 4)
+    train(ours, 2, first=2)
+    assert_same(params, expected)
 
 
 def test_bad_options():

@@ -1,9 +1,11 @@
 """Tokenizers and llm.c's tokenizer files."""
 
 import json
+import os
 import re
 import struct
 import sys
+import time
 import tracemalloc
 
 import pytest
@@ -16,6 +18,7 @@ from gptkernels.data import tokenizer as module
 from gptkernels.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
+    CharTokenizer,
     GPT2Tokenizer,
     LLMCTokenizer,
     read_llmc_tokenizer,
@@ -98,6 +101,35 @@ def test_train_bpe(bpe):
     assert train_bpe([], 300).vocab_size == 257
 
 
+def test_bpe_of_one_long_run():
+    """2 MB of one character are a single word: learning takes linear time all the same."""
+    started = time.process_time()
+    tokenizer = train_bpe(["-" * 1_000_000, " " * 1_000_000], 300)
+    assert time.process_time() - started < 10  # uncut it is over 10 minutes
+    assert b"-" * 64 in tokenizer.vocabulary
+    assert len(tokenizer.encode("-" * 1_000_000)) < 10_000
+
+
+def test_long_runs_change_no_other_words(bpe):
+    text = SAMPLE * 20
+    assert max(map(len, text.split())) < module.MAX_TRAINING_WORD
+    model = json.loads(bpe._tokenizer.to_str())
+    assert model["pre_tokenizer"]["type"] == "ByteLevel"
+
+
+def test_bpe_that_lacks_a_byte(bpe, tmp_path):
+    """`tokenizers` would leave the byte out without a word."""
+    path = bpe.save(tmp_path / "data")
+    spec = json.loads(path.read_text())
+    spec["model"]["vocab"]["qQq"] = spec["model"]["vocab"].pop("Q")
+    spec["model"]["merges"] = [pair for pair in spec["model"]["merges"] if "Q" not in "".join(pair)]
+    path.write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.decode(tokenizer.encode("quick")) == "quick"
+    with pytest.raises(ValueError, match="no token for byte 81"):
+        tokenizer.encode("Quick")
+
+
 def test_bpe_files(bpe, tmp_path):
     path = bpe.save(tmp_path / "data")
     assert path == tmp_path / "data_tokenizer.json"
@@ -142,6 +174,38 @@ def test_damaged_json(bpe, tmp_path, change, message):
     path.write_text("")
     with pytest.raises(ValueError, match=re.escape(str(path))):
         load_tokenizer(path)
+
+
+# Characters
+
+
+def test_characters(tmp_path):
+    text = "añ中\N{PILE OF POO}\nb"
+    tokenizer = CharTokenizer.of_texts([text, "ba"])
+    assert tokenizer.vocabulary == [character.encode() for character in sorted(text)]
+    loaded = load_tokenizer(tokenizer.save(tmp_path / "data"))
+    assert isinstance(loaded, CharTokenizer)
+    assert loaded.vocabulary == tokenizer.vocabulary
+    assert loaded.decode(loaded.encode(text)) == text
+    assert loaded.vocabulary[loaded.start] == b"\n"
+    assert loaded.encode("") == []
+    with pytest.raises(ValueError, match="vocabulary of 6 characters has no 'Z'"):
+        loaded.encode("aZ")
+
+
+def test_characters_with_an_end_of_text(tmp_path):
+    write_llmc_tokenizer(tmp_path / "t.bin", LLMCTokenizer([b"a", b"<|endoftext|>", "中".encode()], 1))
+    tokenizer = load_tokenizer(tmp_path / "t.bin")
+    assert isinstance(tokenizer, CharTokenizer)
+    assert (tokenizer.start, tokenizer.encode("a中")) == (1, [0, 2])
+    for vocabulary in ([b"ab"], [b"a", b"a"], [b"\xff"], [b""]):
+        with pytest.raises(ValueError, match="is not one character, or is there twice"):
+            CharTokenizer(vocabulary)
+
+
+def test_undecodable_bytes_as_characters():
+    tokenizer = CharTokenizer.of_texts([b"a\xffb".decode("utf-8", "surrogateescape")])
+    assert tokenizer.decode(tokenizer.encode(b"b\xfe".decode("utf-8", "surrogateescape"))) == "b\ufffd"
 
 
 # llm.c's files
@@ -196,8 +260,20 @@ def test_version_1_of_gpt2(tmp_path):
 
 
 def test_bytes_are_known_again(tmp_path):
-    path = ByteTokenizer().save(tmp_path / "data")
-    assert isinstance(load_tokenizer(path), ByteTokenizer)
+    for eot in (0, None):
+        loaded = load_tokenizer(ByteTokenizer(eot).save(tmp_path / "data"))
+        assert isinstance(loaded, ByteTokenizer)
+        assert loaded.eot == eot
+
+
+def test_folders_with_a_fifo_in_them(bpe, tmp_path):
+    model = json.loads(bpe.save(tmp_path / "data").read_text())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    os.mkfifo(tmp_path / "merges.txt")
+    with pytest.raises(ValueError, match=r"merges\.txt is a FIFO"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"merges\.txt is a FIFO"):
+        read_llmc_tokenizer(tmp_path / "merges.txt")
 
 
 def raw_file(*fields, tokens=b"\1a\2bc"):
@@ -246,8 +322,11 @@ def test_what_llmc_files_cannot_hold(tmp_path):
 
 def test_vocabularies_that_cannot_encode(monkeypatch):
     every = [bytes([byte]) for byte in range(256)]
+    lacking = LLMCTokenizer([*every[:97], *every[98:], b"bc"], None)
+    assert lacking.encode("xbc") == [119, 255]
+    assert lacking.encode("") == []
     with pytest.raises(ValueError, match="no token for byte 97"):
-        LLMCTokenizer([*every[:97], *every[98:]], None).encode("a")
+        lacking.encode("bca")
     with pytest.raises(ValueError, match="same token twice"):
         LLMCTokenizer([*every, b"a"], None).encode("a")
     monkeypatch.setitem(sys.modules, "tiktoken", None)

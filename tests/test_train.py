@@ -2,25 +2,33 @@
 
 import csv
 import dataclasses
+import errno
+import io
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from gptkernels.checkpoint import load_training_state
+from gptkernels import _files, _safetensors
+from gptkernels.checkpoint import find_non_finite, load_training_state
+from gptkernels.cli import main
 from gptkernels.data import load_tokenizer, write_tokens
 from gptkernels.models import GPT2Config
 from gptkernels.train import Trainer, resume, train
+from gptkernels.training import logs
 from gptkernels.training.config import PRESETS, TrainConfig
 from gptkernels.training.logs import CSV_COLUMNS, TrainingLog, TrainingStep
 from gptkernels.training.model import parameter_groups
 from gptkernels.training.plot import plot_losses
+from gptkernels.training.plot import read_losses as csv_losses
 from gptkernels.training.progress import printable, show_progress
 from gptkernels.training.schedule import cosine_schedule
 from gptkernels.training.signals import stop_on_signals
@@ -146,6 +154,88 @@ def test_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
     assert [(tmp_path / name).read_text() for name in ("main.log", "log.csv")] == texts
 
 
+def test_a_log_is_cut_only_at_its_end(tmp_path):
+    """What stands before the earlier steps is an earlier run's."""
+    log = tmp_path / "main.log"
+    log.write_text("s:0 trl:9.0\ns:7 trl:9.0\ns:0 trl:5.0\ns:1 trl:5.0\ns:2 tel:5.0\ns:3 tr")
+    TrainingLog(log, tmp_path / "log.csv", first_step=1).close()
+    assert log.read_text() == "s:0 trl:9.0\ns:7 trl:9.0\ns:0 trl:5.0\n"
+
+
+def test_a_log_of_other_runs_is_appended_to(tmp_path):
+    log = tmp_path / "main.log"
+    log.write_text("s:0 trl:9.0\ns:7 trl:nan\ns:8")
+    opened = TrainingLog(log, tmp_path / "log.csv", keep_log=True)
+    opened.validation(0, 1.0)
+    opened.close()
+    assert log.read_text() == "s:0 trl:9.0\ns:7 trl:nan\ns:0 tel:1.0000\n"
+
+
+@pytest.mark.parametrize("text", ["my notes\n", "s:0 trl:1.0\nmy notes\n", "notes", "step,split\n1,2\n", "\0" * 9000])
+def test_what_is_no_log_is_not_written_to(tmp_path, text):
+    for log, csv_file in ((tmp_path / "foreign", tmp_path / "log.csv"), (tmp_path / "main.log", tmp_path / "foreign")):
+        (tmp_path / "foreign").write_text(text)
+        with pytest.raises(ValueError, match=r"foreign: .* not written to"):
+            TrainingLog(log, csv_file)
+        assert (tmp_path / "foreign").read_text() == text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "device", "dangling link", "loop"])
+def test_a_log_is_a_regular_file(options, tmp_path, kind, monkeypatch):
+    log = tmp_path / "log"
+    if kind == "fifo":
+        os.mkfifo(log)
+    elif kind == "folder":
+        log.mkdir()
+    elif kind == "device":
+        log = "/dev/full"
+    else:
+        log.symlink_to(log if kind == "loop" else tmp_path / "nothing")
+    with pytest.raises(OSError if kind == "loop" else ValueError, match=re.escape(str(log))):
+        train(TrainConfig(**options | {"log_file": str(log)}))
+    assert not (tmp_path / "nothing").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_log_behind_a_link_is_appended_to_and_the_link_stays(options, tmp_path):
+    log, link = tmp_path / "real.log", tmp_path / "link.log"
+    log.write_text("s:0 trl:9.0000\n")
+    link.symlink_to(log)
+    train(TrainConfig(**options | {"log_file": str(link)}))
+    assert link.is_symlink()
+    assert log.read_text().startswith("s:0 trl:9.0000\ns:0 tel:")
+
+
+def test_training_data_is_no_log(options, data):
+    path = Path(f"{data}_train.bin")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"text_train.bin: line 1 is not that of a log"):
+        train(TrainConfig(**options | {"log_file": str(path)}))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["log.csv", "checkpoint.safetensors", "loss.png"])
+def test_another_file_of_the_run_is_no_log(options, tmp_path, name):
+    with pytest.raises(ValueError, match="is another file of this run"):
+        train(TrainConfig(**options | {"log_file": str(tmp_path / "run" / name)}))
+
+
+@pytest.mark.parametrize("name", ["main.log", "log.csv", "loss.png", "checkpoint_tokenizer.bin"])
+def test_a_folder_with_somebody_elses_files_is_not_trained_in(options, tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).write_text("precious")
+    with pytest.raises(ValueError, match=f"holds a {name} that is not of a run"):
+        train(TrainConfig(**options))
+    assert [(file.name, file.read_text()) for file in (tmp_path / "run").iterdir()] == [(name, "precious")]
+
+
+def test_rows_of_another_kind_are_not_plotted(tmp_path):
+    log_three_steps(tmp_path)
+    with open(tmp_path / "log.csv", "ab") as file:
+        file.write(b"9,test,1.0\nx,train,1.0,,,,\n9,val\n9,train,x\n\xff\n\n3,train,7.0,1,1,1,1\n")
+    assert csv_losses(tmp_path / "log.csv") == {"train": ([0, 1, 2, 3], [1, 2, 3, 7]), "val": ([0, 1, 2], [2, 3, 4])}
+
+
 def test_plot_is_a_png(tmp_path):
     pytest.importorskip("matplotlib")
     log_three_steps(tmp_path)
@@ -166,6 +256,53 @@ def test_a_bar_is_shown_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys):
         assert ("\x1b[" in text) == is_terminal
 
 
+class Broken(io.StringIO):
+    """A stream that nothing can be written to."""
+
+    encoding = "utf-8"
+
+    def __init__(self, error, is_terminal):
+        super().__init__()
+        self.error, self.is_terminal = error, is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+    def write(self, text):
+        raise self.error
+
+    def flush(self):
+        raise self.error
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file")])
+def test_output_that_cannot_be_written_is_dropped(monkeypatch, error, is_terminal):
+    monkeypatch.setattr(sys, "stdout", Broken(error, is_terminal))
+    progress = show_progress(total_steps=5, first_step=0, is_main=True)
+    progress.step(TrainingStep(4, 1.25, 1e-3, 0.5, 10.0, 12345.0))
+    progress.say("hello")
+    progress.close()
+
+
+def test_without_a_standard_output_there_is_none(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    show_progress(total_steps=5, first_step=0, is_main=True).say("hello")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_characters_that_the_output_lacks_are_escaped(monkeypatch, is_terminal):
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, "ascii", "strict")
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    progress = show_progress(total_steps=5, first_step=0, is_main=True)
+    progress.say("a\u00e9b\u20ac [a:on:b]")
+    progress.close()
+    stream.flush()
+    assert rb"a\xe9b\u20ac [a:on:b]" in written.getvalue()
+
+
 def test_other_processes_show_nothing(capsys):
     progress = show_progress(total_steps=5, first_step=0, is_main=False)
     progress.say("hello")
@@ -177,12 +314,13 @@ def test_control_characters_are_not_printed():
     assert printable("a\tb\n\x1b[2Jé") == "a\tb\n\ufffd[2Jé"
 
 
-def test_first_signal_is_noted_and_the_second_one_interrupts():
+def test_first_signal_is_acknowledged_and_the_second_one_interrupts(capfd):
     before = signal.getsignal(signal.SIGINT)
     with stop_on_signals() as request:
         assert not request.signal
         signal.raise_signal(signal.SIGINT)
         assert request.signal == signal.SIGINT
+        assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -354,6 +492,168 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(options
     assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
 
 
+def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
+    """The loss before the first update is finite, the weights after it are not."""
+    with pytest.raises(FloatingPointError, match=r"not finite after 1 steps: .* There is no checkpoint yet"):
+        train(TrainConfig(**options | {"steps": 1, "learning_rate": 1e38, "warmup_steps": 0, "weight_decay": 1e3}))
+    assert not (tmp_path / "run" / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("weight_decay", "sample_every", "what"),
+    [
+        (1e300, 0, "a weight or a moment is not finite"),
+        (1e300, 1, "the logits of a sample are NaN or infinite"),
+        (1e30, 0, "the logits of a sample are NaN or infinite"),
+    ],
+)
+def test_weights_that_have_no_sample_get_a_sentence(options, capsys, weight_decay, sample_every, what):
+    """NaN, and finite but so large that the logits are not."""
+    given = {"steps": 2 if sample_every else 1, "warmup_steps": 0, "val_every": 0, "val_max_batches": 0}
+    given |= {"weight_decay": weight_decay, "sample_every": sample_every, "sample_length": 4}
+    assert main(["train", *run_flags(options | given)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"gptkernels train: error: {what} after 1 steps: training has diverged")
+    assert error.count("\n") == 1
+
+
+def test_with_a_checkpoint_every_step_the_last_one_is_finite(options, tmp_path):
+    def spoil():
+        with torch.no_grad():
+            run[0].model.transformer.ln_f.weight[3] = math.inf
+
+    run = []
+    make = Trainer._train
+
+    def remember(self):
+        run.append(self)
+        make(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train", remember)
+        at_step(patch, 5, spoil)
+        with pytest.raises(FloatingPointError, match="The checkpoint of step 5 is kept"):
+            train(TrainConfig(**options | {"checkpoint_every": 1, "val_every": 0}))
+    state = load_training_state(tmp_path / "run" / "checkpoint.safetensors")
+    assert state.trainer["step"] == 5
+    assert find_non_finite(state.model) is None
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(options, monkeypatch):
+    monkeypatch.setattr(Trainer, "_loss", lambda self, *batch: torch.tensor(math.nan))
+    with pytest.raises(FloatingPointError, match="the validation loss is nan after 0 steps"):
+        train(TrainConfig(**options))
+
+
+def test_every_step_is_logged_with_its_own_time(options, monkeypatch, tmp_path):
+    """Also where the next step is launched before a step is read, as on a GPU: the last two are then read together."""
+    launch, make = Trainer._launch_step, Trainer.__init__
+
+    def make_ahead(self, *args, **options):
+        make(self, *args, **options)
+        self._runs_ahead = True
+
+    def slow_launch(self):
+        time.sleep(0.03)
+        return launch(self)
+
+    monkeypatch.setattr(Trainer, "__init__", make_ahead)
+    monkeypatch.setattr(Trainer, "_launch_step", slow_launch)
+    train(TrainConfig(**options))
+    with open(tmp_path / "run" / "log.csv", newline="") as file:
+        times = [float(row["milliseconds"]) for row in csv.DictReader(file) if row["split"] == "train"]
+    assert len(times) == 8
+    assert min(times) > 30
+
+
+# What happens on a full disk.
+
+
+def fill_disk(monkeypatch, count):
+    """From the `count`th time on that a file is opened for writing, written, flushed to the disk or renamed: ENOSPC."""
+    calls = [0]
+
+    def failing(function):
+        def call(*args, **options):
+            calls[0] += 1
+            if calls[0] >= count:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return function(*args, **options)
+
+        return call
+
+    for name in ("training", "validation"):
+        monkeypatch.setattr(TrainingLog, name, failing(getattr(TrainingLog, name)))
+    monkeypatch.setattr(_files, "_fsync", failing(lambda path: None))
+    monkeypatch.setattr(os, "replace", failing(os.replace))
+    monkeypatch.setattr(_safetensors, "_tensor_checksum", failing(_safetensors._tensor_checksum))
+    monkeypatch.setattr("gptkernels.training.logs._continue", failing(logs._continue))
+    return calls
+
+
+def run_flags(options):
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def test_a_full_disk_gets_a_sentence_and_leaves_the_last_checkpoint(options, tmp_path, capsys):
+    """At every point at which a run writes."""
+    given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        total = fill_disk(patch, 10**9)
+        assert main(["train", *run_flags(given)]) == 0
+    steps = set()
+    for count in range(1, total[0] + 1, 3):
+        output = tmp_path / f"run{count}"
+        with pytest.MonkeyPatch.context() as patch:
+            fill_disk(patch, count)
+            assert main(["train", *run_flags(given | {"output": str(output)})]) == 3
+        assert "gptkernels train: error: [Errno 28] No space left on device" in capsys.readouterr().err
+        assert not list(output.glob(".*.tmp"))
+        if (output / "checkpoint.safetensors").exists():
+            steps.add(load_training_state(output / "checkpoint.safetensors").trainer["step"])
+    assert steps == {1, 2}
+
+
+# Two runs.
+
+
+def test_two_runs_do_not_share_a_folder(options, tmp_path):
+    def begin_another():
+        with pytest.raises(ValueError, match=f"run is in use: process {os.getpid()} is training there"):
+            train(TrainConfig(**options))
+
+    def resume_it():
+        with pytest.raises(ValueError, match=f"run is in use: process {os.getpid()} is training there"):
+            resume(str(tmp_path / "run"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 0, begin_another)
+        at_step(patch, 5, resume_it)
+        assert train(TrainConfig(**options)).step == 8
+    assert resume(str(tmp_path / "run"), steps=9).step == 9
+
+
+def test_what_a_killed_run_left_unfinished_is_removed(options, tmp_path):
+    train(TrainConfig(**options))
+    left = [tmp_path / "run" / name for name in (".checkpoint.safetensors.123.tmp", ".loss.png.9.tmp")]
+    others = [tmp_path / "run" / name for name in (".notes.tmp", "checkpoint.tmp")]
+    for path in (*left, *others):
+        path.touch()
+    resume(str(tmp_path / "run"), steps=9)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in others)
+
+
+def test_the_files_of_a_run_follow_the_umask(options, tmp_path):
+    before = os.umask(0o027)
+    try:
+        train(TrainConfig(**options))
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert set(modes.values()) == {0o640}, modes
+
+
 def test_an_output_that_holds_a_run_is_not_overwritten(options):
     train(TrainConfig(**options))
     with pytest.raises(ValueError, match="holds a run: --resume"):
@@ -419,7 +719,7 @@ def start_training(options, tmp_path):
     """`gptkernels train` in a process of its own, once it has written a checkpoint."""
     given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
     given |= {"warmup_steps": 0, "final_lr_fraction": 1.0, "output": str(tmp_path / "run")}
-    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = run_flags(given)
     process = subprocess.Popen(
         [sys.executable, "-m", "gptkernels", "train", *flags],
         stdout=subprocess.DEVNULL,
@@ -450,11 +750,31 @@ def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path, number, s
     assert_same_run(resumed.output, whole.output)
 
 
+@pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&-"])
+def test_a_run_outlives_its_output(options, tmp_path, redirection):
+    flags = shlex.join(run_flags(options))
+    command = f"{sys.executable} -m gptkernels train {flags} {redirection}; echo ${{PIPESTATUS[0]}} >&3"
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    with open(tmp_path / "status", "w") as status:
+        result = subprocess.run(
+            ["bash", "-c", f"exec 3>&{status.fileno()}; {command}"],
+            pass_fds=[status.fileno()],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert (tmp_path / "status").read_text() == "0\n", result.stderr
+    assert result.stderr == ""
+    assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 8
+
+
 def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_path):
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
-    flags = [part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    flags = run_flags(given)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
         [*torchrun, "-m", "gptkernels", "train", *flags],

@@ -12,16 +12,26 @@ PEERS = {
     "compile": "torch.compile: what Inductor makes of the formula",
     "liger": "Liger-Kernel (Triton)",
     "quack": "quack (CuTe DSL)",
+    "cudnn": "cuDNN's attention, through torch",
+    "flex": "flex_attention under torch.compile",
+    "fa3": "FlashAttention-3",
 }
-PACKAGES = {"compile": "triton", "liger": "liger_kernel", "quack": "quack"}
+PACKAGES = {
+    "compile": "triton",
+    "liger": "liger_kernel",
+    "quack": "quack",
+    "flex": "triton",
+    "fa3": "flash_attn_interface",
+}
+IN_TORCH = ("compile", "flex")  # on the CPU they make C++, not Triton
 
 
 def absent(device) -> dict[str, str]:
     """Peers that cannot run here, with the reason."""
-    reasons = {}
+    reasons = {} if device.type == "cuda" else {"cudnn": "it has no CPU kernels"}
     for peer, package in PACKAGES.items():
-        if peer == "compile" and device.type == "cpu":
-            continue  # C++, not Triton
+        if peer in IN_TORCH and device.type == "cpu":
+            continue
         if device.type == "cpu":
             reasons[peer] = "it has no CPU kernels"
         elif importlib.util.find_spec(package) is None:

@@ -13,7 +13,8 @@ def save(path, run):
 
 
 def load(*paths):
-    """One run of all these files' rows; the machine is the first one's."""
+    """One run of all these files' rows, the roof's once; the machine is the first one's, with every file's commit."""
     runs = [json.loads(path.read_text()) for path in paths]
-    rows = [Row.load(row) for run in runs for row in run["rows"]]
-    return {**runs[0], "rows": rows}
+    rows = [Row.load(row) for i, run in enumerate(runs) for row in run["rows"] if i == 0 or row["op"] != "roof"]
+    commits = ", ".join(dict.fromkeys(run["machine"]["commit"] for run in runs))
+    return {**runs[0], "machine": {**runs[0]["machine"], "commit": commits}, "rows": rows}

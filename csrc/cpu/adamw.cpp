@@ -21,7 +21,8 @@ struct Exact {
   }
 };
 
-// `param` is where the update is computed: the parameter itself, or its master.
+// param is the array that is updated: the parameter itself or its float32 master copy. round(i, p) stores the parameter
+// where there is a master.
 template <typename A, typename P, typename Gradient, typename State, typename Round>
 void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
                   int64_t begin, int64_t end, const Round& round) {

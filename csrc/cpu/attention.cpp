@@ -96,10 +96,10 @@ namespace {
 // function<kSize>(...) of the widest instruction set that this processor has, kSize being room enough for a head.
 #ifdef GPTKERNELS_X86
 #define GPTKERNELS_WIDEST(call)                                 \
-  switch (simd::isa()) {                                        \
-    case simd::Isa::kAvx512: attention_avx512::call; break;     \
-    case simd::Isa::kAvx2: attention_avx2::call; break;         \
-    case simd::Isa::kBaseline: attention_baseline::call; break; \
+  switch (capability_choice().capability) {                     \
+    case Capability::kAvx512: attention_avx512::call; break;    \
+    case Capability::kAvx2: attention_avx2::call; break;        \
+    case Capability::kDefault: attention_baseline::call; break; \
   }
 #else
 #define GPTKERNELS_WIDEST(call) attention_baseline::call

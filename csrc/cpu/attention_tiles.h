@@ -30,15 +30,44 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// to[i][r] = factor * from[r][i]; the lanes from n on are 0.
+// to[i][r] = sign * from[r][i]; the lanes from n on are 0.
 template <typename A, typename T>
-void load_transposed(A* to, const T* from, int64_t stride, int64_t n, int64_t lanes, int64_t size, A factor) {
+void load_transposed(A* to, const T* from, int64_t stride, int64_t n, int64_t lanes, int64_t size, A sign = 1) {
   for (int64_t i = 0; i < size; ++i)
     for (int64_t r = n; r < lanes; ++r) to[i * kTile + r] = A(0);
   for (int64_t r = 0; r < n; ++r) {
     const T* row = from + r * stride;
-    for (int64_t i = 0; i < size; ++i) to[i * kTile + r] = A(row[i]) * factor;
+    for (int64_t i = 0; i < size; ++i) to[i * kTile + r] = A(row[i]) * sign;
   }
+}
+
+// Products of queries and keys become scores, in units of ln 2, where the exponential is taken: one rounding less than
+// by a factor on either. The sign of the scale goes to the queries, so that the largest product is the largest score.
+template <typename A>
+struct Scaling {
+  A sign;
+  A factor;  // above 0
+
+  explicit Scaling(double scale)
+      : sign(scale == 0  ? A(0)
+             : scale < 0 ? A(-1)
+                         : A(1)),
+        factor(scale == 0 ? A(1) : A(std::abs(scale) * double(Constants<A>::kLog2e))) {}
+};
+
+// n rows of HS elements where they lie, if they need neither be converted nor padded to ld; else their copy in `to`.
+template <typename A>
+struct Rows {
+  const A* data;
+  int64_t ld;
+};
+
+template <typename A, typename T>
+Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
+  if constexpr (std::is_same_v<A, T>)
+    if (ld == size) return {from, stride};
+  load_rows(to, ld, from, stride, n, size);
+  return {to, ld};
 }
 
 // Keys [first, last) of a tile as rows, seen by the lanes from `lane` on.
@@ -59,6 +88,9 @@ struct Tile {
   int64_t end = 0;
 
   int64_t keys() const { return end - begin; }
+  // A few queries take as long as the memory: their scores can be summed in shorter parts, as exactly as by a dot
+  // product.
+  int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
 // fn(part) over the parts of a tile that some query sees: on the diagonal 16 keys at a time, for the lanes below it.
@@ -71,9 +103,10 @@ void for_each_part(const Tile& tile, const AttentionMask<T>& mask, const Fn& fn)
   }
 }
 
-// The scores that a mask hides become -inf, others get their bias; all are in units of ln 2.
+// The scores that a mask hides become -inf, others get their bias. Returns what the scores are still to be multiplied
+// by: `factor`, or 1 where it is in.
 template <typename T, typename A>
-void apply_mask(A* scores, const Tile& tile, const AttentionMask<T>& mask) {
+A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask) {
   constexpr A kHidden = -Constants<A>::kInfinity;
   if (mask.allowed || mask.bias) {
     const int64_t start =
@@ -84,7 +117,7 @@ void apply_mask(A* scores, const Tile& tile, const AttentionMask<T>& mask) {
       if (mask.allowed)
         score = mask.allowed[at] ? score : kHidden;
       else
-        score += A(mask.bias[at]) * Constants<A>::kLog2e;
+        score = std::fma(score, factor, A(mask.bias[at]) * Constants<A>::kLog2e);
     };
     if (mask.query == 0)
       for (int64_t j = 0; j < tile.keys(); ++j)
@@ -98,6 +131,7 @@ void apply_mask(A* scores, const Tile& tile, const AttentionMask<T>& mask) {
       const int64_t hidden = tile.begin + j - mask.query_offset - tile.query;
       std::fill_n(scores + j * kTile, std::clamp<int64_t>(hidden, 0, tile.lanes), kHidden);
     }
+  return mask.bias ? A(1) : factor;
 }
 
 // keep[j][i] = 1 / (1 - p) where the probability of key `aligned` + j and query tile.query + i is kept, else 0.
@@ -138,30 +172,33 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Scores to exponentials of what is above each lane's maximum so far. The maximum and the sum of a lane go on; `decay`
-// is what sums and outputs of earlier tiles are to be multiplied by.
+// Scores times `factor` to exponentials of what is above each lane's maximum so far. The maximum and the sum of a lane
+// go on; `decay` is what sums and outputs of earlier tiles are to be multiplied by.
 template <int kColumns, typename A>
-[[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A* maximum, A* sum, A* decay) {
+[[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
+  const V scale = V::set(factor);
   V largest[kColumns], total[kColumns];
 #pragma GCC unroll 8
-  for (int n = 0; n < kColumns; ++n) largest[n] = V::load(maximum + n * V::kLanes);
+  for (int n = 0; n < kColumns; ++n) largest[n] = V::set(-Constants<A>::kInfinity);
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
     for (int n = 0; n < kColumns; ++n) largest[n] = V::max(largest[n], V::load(scores + j * kTile + n * V::kLanes));
 #pragma GCC unroll 8
   for (int n = 0; n < kColumns; ++n) {
     const V before = V::load(maximum + n * V::kLanes);
+    largest[n] = V::max(before, V::mul(largest[n], scale));
     V::store(maximum + n * V::kLanes, largest[n]);
     largest[n] = V::finite_or_zero(largest[n]);
     V::store(decay + n * V::kLanes, V::exp2(V::sub(before, largest[n])));
+    largest[n] = V::sub(V::zero(), largest[n]);
     total[n] = V::zero();
   }
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
     for (int n = 0; n < kColumns; ++n) {
       A* at = scores + j * kTile + n * V::kLanes;
-      const V p = V::exp2(V::sub(V::load(at), largest[n]));
+      const V p = V::exp2(V::fma(V::load(at), scale, largest[n]));
       V::store(at, p);
       total[n] = V::add(total[n], p);
     }
@@ -180,10 +217,22 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
+// Up to 4 queries, as in decoding, would leave most lanes empty: their channels are the lanes then.
+constexpr int64_t kFewQueries = 4;
+
+template <typename A>
+void few_scores(A* scores, const Tile& tile, const A* query, int64_t width, const A* key, int64_t ld) {
+  for (int64_t j = 0; j < tile.keys(); ++j) {
+    A* row = scores + j * kTile;
+    for (int64_t i = 0; i < tile.lanes; ++i) row[i] = A(0);
+    for (int64_t i = 0; i < tile.rows; ++i) row[i] = dot(query + i * width, key + j * ld, width);
+  }
+}
+
 template <typename A, int kSize>
 struct alignas(64) ForwardScratch {
-  A query[kSize * kTile];  // transposed
-  A out[kSize * kTile];    // transposed
+  A query[kSize * kTile];  // transposed, unless there are few
+  A out[kSize * kTile];    // as query
   A key[kTile * kSize];
   A value[kTile * kSize];
   A scores[kTile * kTile];
@@ -193,18 +242,29 @@ struct alignas(64) ForwardScratch {
   A decay[kTile];
 };
 
+// Not inlined, so that its scratch is on the stack once.
 template <int kSize, typename T>
-void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query) {
+[[gnu::noinline]] void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
+                                     int64_t query) {
   using A = accumulate_t<T>;
   using V = Vector<A>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
+  const Scaling<A> scaling(p.scale);
   ForwardScratch<A, kSize> at;
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
 
-  load_transposed(at.query, p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token, p.query.token,
-                  tile.rows, tile.lanes, size, A(p.scale * double(Constants<A>::kLog2e)));
+  const bool few = tile.rows <= kFewQueries;
+  const int64_t width = few ? up_to(size, 16) : size;  // of a row of keys
+
+  const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
+  if (few) {
+    load_rows(at.query, width, queries, p.query.token, tile.rows, size);
+    for (int64_t i = 0; i < tile.rows * width; ++i) at.query[i] *= scaling.sign;
+  } else {
+    load_transposed(at.query, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
+  }
   std::fill_n(at.out, size * kTile, A(0));
   std::fill_n(at.maximum, kTile, -Constants<A>::kInfinity);
   std::fill_n(at.sum, kTile, A(0));
@@ -215,19 +275,26 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
-    load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-    for_each_part(tile, p.mask, [&](Part part) {
-      product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
-              at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false);
-    });
-    apply_mask(at.scores, tile, p.mask);
+    if (few) {
+      const auto [key, ld] = rows_of(at.key, width, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      few_scores(at.scores, tile, at.query, width, key, ld);
+    } else {
+      load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      for_each_part(tile, p.mask, [&](Part part) {
+        product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
+                at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false,
+                tile.sum_length());
+      });
+    }
+    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask);
     for (int64_t lane = 0; lane < tile.lanes;) {
       constexpr int kColumns = V::kColumns;
       if (tile.lanes - lane >= kColumns * V::kLanes) {
-        exponentials<kColumns>(at.scores + lane, tile.keys(), at.maximum + lane, at.sum + lane, at.decay + lane);
+        exponentials<kColumns>(at.scores + lane, tile.keys(), factor, at.maximum + lane, at.sum + lane,
+                               at.decay + lane);
         lane += kColumns * V::kLanes;
       } else {
-        exponentials<1>(at.scores + lane, tile.keys(), at.maximum + lane, at.sum + lane, at.decay + lane);
+        exponentials<1>(at.scores + lane, tile.keys(), factor, at.maximum + lane, at.sum + lane, at.decay + lane);
         lane += V::kLanes;
       }
     }
@@ -236,8 +303,16 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
       const A* keep = at.keep + (tile.begin - aligned) * kTile;
       for (int64_t i = 0; i < tile.keys() * kTile; ++i) at.scores[i] *= keep[i];
     }
+    const T* value_rows = values + tile.begin * p.value.token;
+    if (few) {
+      const auto [value, ld] = rows_of(at.value, width, value_rows, p.value.token, tile.keys(), size);
+      for (int64_t i = 0; i < tile.rows; ++i)
+        for (int64_t d = 0; d < width; ++d) at.out[i * width + d] *= at.decay[i];
+      product(tile.rows, width, tile.keys(), Left<A>{at.scores, 1, kTile}, value, ld, at.out, width, true);
+      continue;
+    }
+    load_rows(at.value, size, value_rows, p.value.token, tile.keys(), size);
     scale_lanes(at.out, size, tile.lanes, at.decay);
-    load_rows(at.value, size, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
     for_each_part(tile, p.mask, [&](Part part) {
       product(size, tile.lanes - part.lane, part.last - part.first, Left<A>{at.value + part.first * size, 1, size},
               at.scores + part.first * kTile + part.lane, kTile, at.out + part.lane, kTile, true);
@@ -251,7 +326,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
     const A inverse = none ? A(0) : A(1) / at.sum[i];
     logsumexp[i] =
         none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
-    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * kTile + i] * inverse);
+    const int64_t across = few ? 1 : kTile, down = few ? width : 1;
+    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * across + i * down] * inverse);
   }
 }
 
@@ -280,20 +356,23 @@ struct alignas(64) BackwardScratch {
   A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
-  A logsumexp[kTile];
+  A logsumexp[kTile];  // its negative, in units of ln 2, in two parts
+  A logsumexp_rest[kTile];
   A delta[kTile];
 };
 
 // From scores and the gradient of the (dropped) probabilities: probabilities, dropped, and the gradient of the scores.
 template <typename A>
-void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const A* logsumexp,
-                     const A* delta) {
+void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, A factor, const A* logsumexp,
+                     const A* logsumexp_rest, const A* delta) {
   using V = Vector<A>;
+  const V scale = V::set(factor);
   for (int64_t j = part.first; j < part.last; ++j)
     for (int64_t i = part.lane; i < lanes; i += V::kLanes) {
       A* score = scores + j * kTile + i;
       A* gradient = gradients + j * kTile + i;
-      const V p = V::exp2(V::sub(V::load(score), V::load(logsumexp + i)));
+      const V above = V::fma(V::load(score), scale, V::load(logsumexp + i));
+      const V p = V::exp2(V::add(above, V::load(logsumexp_rest + i)));
       V dp = V::load(gradient), dropped = p;
       if (keep) {
         const V k = V::load(keep + j * kTile + i);
@@ -307,11 +386,12 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
 
 // One tile of queries of head h against all its keys: writes dquery, adds to dkey and dvalue (Tk, size up to 16).
 template <int kSize, typename T>
-void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
-                    accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
+[[gnu::noinline]] void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
+                                      int64_t query, accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
   using A = accumulate_t<T>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
+  const Scaling<A> scaling(p.scale);
   BackwardScratch<A, kSize> at;
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
@@ -320,23 +400,25 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
   const T* outs = p.out.data + b * p.out.batch + h * p.out.head + query * p.out.token;
   const int64_t statistic = (b * s.heads + h) * s.queries + query;
-  load_transposed(at.query_transposed, queries, p.query.token, tile.rows, tile.lanes, size,
-                  A(p.scale * double(Constants<A>::kLog2e)));
-  load_transposed(at.dout_transposed, douts, p.dout.token, tile.rows, tile.lanes, size, A(1));
+  load_transposed(at.query_transposed, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
+  load_transposed(at.dout_transposed, douts, p.dout.token, tile.rows, tile.lanes, size);
   load_rows(at.query, width, queries, p.query.token, tile.rows, size);
   load_rows(at.dout, width, douts, p.dout.token, tile.rows, size);
   std::fill_n(at.dquery, size * kTile, A(0));
   for (int64_t i = 0; i < kTile; ++i) {
     // A query that is not there, or sees no key, has probabilities of 0.
-    A logsumexp = Constants<A>::kInfinity, delta = 0;
-    if (i < tile.rows) {
-      if (p.logsumexp[statistic + i] != -Constants<A>::kInfinity)
-        logsumexp = p.logsumexp[statistic + i] * Constants<A>::kLog2e;
-      for (int64_t d = 0; d < size; ++d) delta += at.dout[i * width + d] * A(outs[i * p.out.token + d]);
-      if (p.dlogsumexp) delta -= p.dlogsumexp[statistic + i];
+    at.logsumexp[i] = -Constants<A>::kInfinity;
+    at.logsumexp_rest[i] = at.delta[i] = 0;
+    if (i >= tile.rows) continue;
+    if (const A given = p.logsumexp[statistic + i]; given != -Constants<A>::kInfinity) {
+      const double logsumexp = double(given) / -Constants<A>::kLn2;
+      at.logsumexp[i] = A(logsumexp);
+      at.logsumexp_rest[i] = std::isfinite(given) ? A(logsumexp - double(at.logsumexp[i])) : A(0);
     }
-    at.logsumexp[i] = logsumexp;
-    at.delta[i] = delta;
+    const A* dout = at.dout + i * width;
+    const T* out = outs + i * p.out.token;
+    at.delta[i] = sum<A>(size, [&](int64_t d) { return dout[d] * A(out[d]); });
+    if (p.dlogsumexp) at.delta[i] -= p.dlogsumexp[statistic + i];
   }
   const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
   const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
@@ -355,15 +437,16 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
       product(n, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
-              at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false);
+              at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false, tile.sum_length());
       product(n, tile.lanes - part.lane, size, Left<A>{at.value + part.first * size, size, 1},
-              at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false);
+              at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
     });
-    apply_mask(at.probabilities, tile, p.mask);
+    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask);
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
       const int64_t to = (tile.begin + part.first) * width;
-      score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, at.logsumexp, at.delta);
+      score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, factor, at.logsumexp, at.logsumexp_rest,
+                      at.delta);
       product(n, width, tile.rows - part.lane, Left<A>{at.probabilities + first, kTile, 1}, at.dout + part.lane * width,
               width, dvalue + to, width, true);
       product(n, width, tile.rows - part.lane, Left<A>{at.dscores + first, kTile, 1}, at.query + part.lane * width,

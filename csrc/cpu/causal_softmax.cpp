@@ -5,8 +5,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn(offset, n) for every row, n its columns up to the diagonal. Row t works on t + 1 columns: the threads are
-// handed pairs of rows t and T - 1 - t, which are all equally long.
+// Calls fn(offset, n) for every row, where n is the number of columns up to the diagonal. Row t has t + 1 of them, so
+// the rows are handed out in pairs t and T - 1 - t: all pairs have the same number of columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;
@@ -46,9 +46,6 @@ Status causal_softmax_backward(const CausalSoftmaxBackward<T>& p, Stream stream)
 #define GPTKERNELS_INSTANTIATE(T)                                                    \
   template Status causal_softmax_forward<T>(const CausalSoftmaxForward<T>&, Stream); \
   template Status causal_softmax_backward<T>(const CausalSoftmaxBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

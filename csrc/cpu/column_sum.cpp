@@ -8,9 +8,9 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The rows are cut into groups by their number alone, never by the threads at hand, and the groups' sums are added in
-// order: so the bits do not depend on the number of threads. Columns are cut into strips whose sums stay in the L1
-// cache.
+// The rows are divided into groups, as many as the number of rows asks for, and the groups' sums are added in order.
+// The bits of the result therefore do not depend on the number of threads. The columns are divided into strips whose
+// sums fit in the L1 cache.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 constexpr int64_t kStrip = 1024;
@@ -19,7 +19,7 @@ int64_t row_groups(int64_t rows) {
   return std::clamp<int64_t>((rows + kMinGroupRows - 1) / kMinGroupRows, 1, kMaxGroups);
 }
 
-// float32 is summed in float64: memory sets the pace, so the digits cost nothing.
+// float32 is summed in float64. The kernel is bound by memory bandwidth, so this costs no time.
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -84,9 +84,6 @@ Status column_sum(const ColumnSum<T>& p, Stream stream) {
 #define GPTKERNELS_INSTANTIATE(T)                             \
   template int64_t column_sum_workspace<T>(int64_t, int64_t); \
   template Status column_sum<T>(const ColumnSum<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

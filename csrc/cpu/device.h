@@ -1,4 +1,4 @@
-// What a CPU launcher is called with and answers: number types, the stream, the status.
+// The types in the signatures of CPU launchers: number types, Stream (a thread pool) and Status.
 #pragma once
 
 #include <bit>
@@ -7,7 +7,7 @@
 
 namespace gptkernels::cpu {
 
-// bfloat16 is the upper half of a float32; storing rounds to nearest even and keeps NaN a NaN.
+// bfloat16 is the upper half of a float32. Conversion rounds to nearest even; NaN stays NaN.
 struct bfloat16 {
   uint16_t bits;
 
@@ -22,8 +22,8 @@ struct bfloat16 {
   }
 };
 
-// IEEE binary16 by integer and float32 arithmetic alone, without branches, so that loops of conversions
-// vectorise on every compiler.
+// IEEE binary16, converted with integer and float32 arithmetic and without branches, so that every compiler vectorizes
+// loops of conversions.
 struct float16 {
   uint16_t bits;
 
@@ -41,9 +41,10 @@ struct float16 {
   static uint16_t round(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
-    // Normal results: move the exponent from bias 127 to bias 15 and round the 13 bits that fall off.
+    // Normal results: change the exponent's bias from 127 to 15 and round away the low 13 bits of the significand.
     const uint32_t normal = (magnitude - (112u << 23) + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Denormal results: adding 0.5 makes the float32 adder round at 2^-24, the last bit of a denormal.
+    // Denormal results: the last bit of 0.5 in float32 is 2^-24, which is the last bit of a float16 denormal. Adding
+    // 0.5 therefore rounds at the right place.
     const uint32_t denormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
     const uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
@@ -52,8 +53,8 @@ struct float16 {
   }
 };
 
-// Rounds into place. Loops store through this, never by assigning a bfloat16 or float16 made on the side: a struct on
-// the stack keeps the compiler from vectorising.
+// Rounds value and stores it. Loops use this in place of assigning a temporary bfloat16 or float16: a temporary struct
+// on the stack prevents vectorization.
 inline void store(double& to, double value) {
   to = value;
 }
@@ -67,7 +68,7 @@ inline void store(float16& to, float value) {
   to.bits = float16::round(value);
 }
 
-// Sums and statistics are float32, float64 for float64.
+// The type of sums and statistics: float for float and the 16-bit types, double for double.
 template <typename T>
 struct accumulate {
   using type = float;
@@ -79,27 +80,28 @@ struct accumulate<double> {
 template <typename T>
 using accumulate_t = typename accumulate<T>::type;
 
-// Empty when the launch went well, otherwise a sentence for the user.
+// What a launcher returns: an empty error on success, otherwise a message for the user.
 struct Status {
   std::string error;
   bool ok() const { return error.empty(); }
 };
 
-// The thread pool that a launcher works on: calls body(begin, end, context) over disjoint ranges that cover
-// [begin, end), each at least `grain` long but for the last, and returns when all are done.
+// The thread pool of a launcher. parallel_for calls body(begin, end, context) on disjoint ranges that cover
+// [begin, end), each of at least `grain` indices except the last, and returns when all calls have returned.
 struct Stream {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 };
 
-// For programs without a pool.
+// A Stream that runs everything on the calling thread, for programs without a thread pool.
 inline Stream serial_stream() {
   return {[](int64_t begin, int64_t end, int64_t, Stream::Body body, void* context) {
     if (begin < end) body(begin, end, context);
   }};
 }
 
-// fn(begin, end) over [0, n) on the stream's threads; `cost` is roughly the elements that one index touches.
+// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost` is about the number of elements
+// that one index reads; it sets the grain.
 template <typename Fn>
 void parallel_for(Stream stream, int64_t n, int64_t cost, const Fn& fn) {
   constexpr int64_t kElementsWorthAThread = 16384;

@@ -22,17 +22,17 @@ Status check_targets(const FusedClassifierForward<T>& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t target = target_of(p, row);
     if (target != p.ignore_index && (target < 0 || target >= p.vocab_size))
-      return {"target " + std::to_string(target) + " at row " + std::to_string(row) + " is outside the vocabulary of " +
-              std::to_string(p.vocab_size)};
+      return {"target " + std::to_string(target) + " at row " + std::to_string(p.first_row + row) +
+              " is outside the vocabulary of " + std::to_string(p.vocab_size)};
   }
   return {};
 }
 
-// The target's exponential is left out of the sum. `rest` then holds the digits that a confident row's loss and
-// gradient consist of, and that its sum, a little more than 1, would have rounded away.
+// `rest` is the sum of all exponentials except the target's. Where the target has nearly all of the probability, loss
+// and gradient depend on `rest` alone, and the total, slightly more than 1, would round its digits away.
 //
-// Where T is as wide as the arithmetic, dlogits holds the exponentials between the two walks; a narrower T would round
-// them, and they are computed again.
+// If T is the accumulation type, dlogits holds the exponentials between the two passes. A 16-bit T would round them, so
+// they are computed twice.
 template <typename T>
 void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -112,9 +112,6 @@ Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream str
 #define GPTKERNELS_INSTANTIATE(T)                                                        \
   template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
   template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

@@ -6,7 +6,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kCost = 4;  // an exponential and a division an element: worth a thread sooner than a copy
+constexpr int64_t kCost = 4;  // an exponential and a division per element: more work than the copy that is cost 1
 
 template <typename Form, typename T>
 void forward(const GeluForward<T>& p, Stream stream) {
@@ -53,9 +53,6 @@ Status gelu_backward(const GeluBackward<T>& p, Stream stream) {
 #define GPTKERNELS_INSTANTIATE(T)                                 \
   template Status gelu_forward<T>(const GeluForward<T>&, Stream); \
   template Status gelu_backward<T>(const GeluBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

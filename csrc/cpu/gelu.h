@@ -1,7 +1,7 @@
-// GELU and its derivative at one x, for loops that the compiler vectorises.
+// GELU and its derivative at one x, for loops that the compiler vectorizes.
 //
-// Neither form is computed as x / 2 * (1 + tanh(u)) or (1 + erf(u)), whose sum cancels for negative x: both take the
-// small tail itself from an exponential.
+// x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) lose all digits for negative x, where the sum cancels. Both forms here
+// compute the small tail directly from an exponential.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,9 @@ struct GeluTanh {
     return x / (A(1) + exp(-v));
   }
 
-  // s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
-  // s'(v) = e^-|v| s(|v|)^2. A finite x^2 keeps s' v' a zero for x beyond 1e19, not 0 * inf.
+  // The derivative is s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow:
+  // s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2. Clamping x^2 to a finite value keeps s' v' = 0 for |x| >
+  // 1e19, where it would otherwise be 0 * inf.
   template <typename A>
   static A derivative(A x) {
     const A square = std::min(x * x, std::numeric_limits<A>::max());
@@ -35,7 +36,7 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution at x: P(X <= x) and its density.
+// The standard normal distribution at x: P(X <= x) and the density.
 template <typename A>
 struct Normal {
   A probability;
@@ -44,9 +45,9 @@ struct Normal {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// P(X > t) = e^(-t^2 / 2) R(t) for t >= 0, and R, which falls from 1/2 like 1/t, is a rational function with positive
-// coefficients, so that nothing cancels (fitted for the least relative error on [0, 15], 2^-25). Beyond 15 the tail is
-// less than any float.
+// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t), where R falls from 1/2 like 1/t. R is approximated by a rational function
+// whose coefficients are all positive, so nothing cancels; its relative error on [0, 15] is 2^-25. For t > 15 the tail
+// is smaller than the smallest float.
 inline Normal<float> normal(float x) {
   const float t = std::abs(x);
   const float numerator = polynomial(t, 0.5f, 0x1.c11aa6p-2f, 0x1.77a41cp-3f, 0x1.4d4f6cp-5f, 0x1.0e23ccp-8f);

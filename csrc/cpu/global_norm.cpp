@@ -37,9 +37,7 @@ Status global_norm_sum(float* norm, const double* partials, int64_t count, Strea
   return {};
 }
 
-template Status global_norm_squares<double>(const GlobalNormSquares<double>&, Stream);
-template Status global_norm_squares<float>(const GlobalNormSquares<float>&, Stream);
-template Status global_norm_squares<bfloat16>(const GlobalNormSquares<bfloat16>&, Stream);
-template Status global_norm_squares<float16>(const GlobalNormSquares<float16>&, Stream);
+#define GPTKERNELS_INSTANTIATE(T) template Status global_norm_squares<T>(const GlobalNormSquares<T>&, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

@@ -8,7 +8,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The row that is normalised: x, or x + residual.
+// The row to normalise: x, or x + residual, which is written to p.sum first.
 template <typename T>
 const T* input_row(const LayernormForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -21,9 +21,9 @@ const T* input_row(const LayernormForward<T>& p, int64_t row) {
   return sum;
 }
 
-// Two passes over a row that the first one has brought into the L1 cache: mean, then the variance about it. A float32
-// mean is off by a rounding, as large as |mean| * 2^-24; the second pass measures that rest too, so that an offset
-// in x costs no digits.
+// Two passes over the row; the second one reads it from the L1 cache. The first pass computes the mean, the second the
+// variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean of
+// x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
 template <typename T>
 void forward_row(const LayernormForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -31,7 +31,7 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
   T* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
-  prefetch(x + p.width, p.width);  // the next row comes while this one is worked on
+  prefetch(x + p.width, p.width);  // load the next row while this one is processed
   const auto [rests, squares] = sum_two<A>(p.width, [&](int64_t i, A& rest, A& square) {
     const A d = A(x[i]) - mean;
     rest += d;
@@ -54,8 +54,8 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
   }
 }
 
-// dweight and dbias sum over rows. The rows are cut into groups by their number alone, never by the threads at hand,
-// and the groups' sums are added in order: so the bits do not depend on the number of threads.
+// dweight and dbias are sums over rows. The rows are divided into groups, as many as the number of rows asks for, and
+// the groups' sums are added in order. The bits of the result therefore do not depend on the number of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -75,8 +75,9 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T>& p, int64_t group) {
   return {base, base + p.width};
 }
 
-// With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first walk over the
-// row sums g and g * n, and adds the row's part of dweight and dbias while x and dout are at hand.
+// With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first pass over the
+// row computes the sums of g and g * n. It also adds the row's terms to dweight and dbias, since it has read x and
+// dout.
 template <bool kSums, typename T, typename Weight>
 void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate_t<T>> sums, const Weight& weight) {
   using A = accumulate_t<T>;
@@ -102,9 +103,9 @@ void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
   };
-  if (const T* dresidual = p.dresidual ? p.dresidual + row * p.width : nullptr) {
+  if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr) {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dresidual[i]));
+    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dsum[i]));
   } else {
 #pragma omp simd
     for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i));
@@ -182,9 +183,6 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
   template Status layernorm_forward<T>(const LayernormForward<T>&, Stream); \
   template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);       \
   template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

@@ -1,4 +1,4 @@
-// Exponentials without branches or calls, so that loops of them vectorise inside vectorised(...). double takes std's.
+// Exponentials without branches or calls, so that the compiler vectorizes loops of them. double uses std::exp.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@ namespace gptkernels::cpu {
 
 // c0 + c1 x + c2 x^2 + ...
 //
-// std::fma is one instruction in the copies for AVX2 and AVX-512 and on Arm; an x86 processor without it (before 2013)
-// calls the library instead: slow, and the same bits.
+// std::fma is one instruction in the AVX2 and AVX-512 copies and on Arm. The default copy for x86 calls the library's
+// fma instead, which is slow but gives the same bits.
 inline float polynomial(float, float c0) {
   return c0;
 }
@@ -27,12 +27,13 @@ struct Exponential {
   int32_t exponent;
 };
 
-// x = n ln 2 + r with n whole and |r| <= ln(2) / 2, so e^x = 2^n e^r, and e^r is a polynomial (minimax, 2^-28).
+// x = n ln 2 + r with integer n and |r| <= ln(2) / 2, so e^x = 2^n e^r. e^r is a minimax polynomial with a relative
+// error of 2^-28.
 inline Exponential exponential(float x) {
   constexpr float kLog2e = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e43p-1f;
   constexpr float kLn2Low = -0x1.05c61p-29f;
-  constexpr float kRound = 0x1.8p23f;  // at this size a float's last bit is a one, so adding it rounds to whole n
+  constexpr float kRound = 0x1.8p23f;  // the last bit of a float this large is 1, so adding it rounds to an integer
 
   const float shifted = std::fma(x, kLog2e, kRound);
   const float n = shifted - kRound;
@@ -47,17 +48,19 @@ inline float power_of_2(int32_t e) {
   return std::bit_cast<float>((static_cast<uint32_t>(e) + 127u) << 23);
 }
 
-// e^x within 1.02 ulp, denormal results too; 0 below them, inf above the largest float, NaN for NaN.
+// e^x with an error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives NaN.
 inline float exp(float x) {
-  x = std::min(std::max(x, -104.0f), 89.0f);  // beyond these all is 0 or inf; std::min and max keep a NaN in front
+  // Outside these bounds the result is 0 or inf. std::min and std::max return their first argument if it is NaN.
+  x = std::min(std::max(x, -104.0f), 89.0f);
   const Exponential e = exponential(x);
-  // Two factors: the exponent may pass a float's range, and the second product rounds a denormal once.
+  // 2^exponent may be outside float's range, so multiply by two factors; only the second product can be denormal, so
+  // the result is rounded once.
   const int32_t half = e.exponent >> 1;
   return e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }
 
-// The same for x <= 0, where most softmaxes are, with a quarter less work: the range has one end, the first factor is
-// never too large, and the second is a constant.
+// e^x for x <= 0, as in softmax. It takes a quarter fewer instructions than exp: there is one bound to check, the first
+// factor cannot overflow, and the second factor is a constant.
 inline float exp_nonpositive(float x) {
   const Exponential e = exponential(x);
   return x < -104.0f ? 0.0f : e.mantissa * power_of_2(e.exponent + 64) * 0x1p-64f;

@@ -1,15 +1,13 @@
 // One source, several instruction sets: vectorised(body) runs `body` in a copy compiled for the widest vectors that
-// this processor has. The compiler inlines the body into each copy (flatten) and vectorises it there, so kernels are
-// plain loops; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
+// this processor has (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it there, so
+// kernels are plain loops; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
-#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
-#define GPTKERNELS_X86 1
-#endif
+#include "capability.h"
 
 namespace gptkernels::cpu {
 
@@ -17,23 +15,8 @@ namespace gptkernels::cpu {
 
 namespace simd {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-inline Isa detect() {
-  __builtin_cpu_init();
-  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Isa::kBaseline;
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  return avx512 ? Isa::kAvx512 : Isa::kAvx2;
-}
-
-inline Isa isa() {
-  static const Isa found = detect();
-  return found;
-}
-
 template <typename Body>
-[[gnu::flatten, gnu::noinline]] void run_baseline(const Body& body) {
+[[gnu::flatten, gnu::noinline]] void run_default(const Body& body) {
   body();
 }
 
@@ -52,10 +35,10 @@ template <typename Body>
 
 template <typename Body>
 void vectorised(const Body& body) {
-  switch (simd::isa()) {
-    case simd::Isa::kAvx512: return simd::run_avx512(body);
-    case simd::Isa::kAvx2: return simd::run_avx2(body);
-    case simd::Isa::kBaseline: return simd::run_baseline(body);
+  switch (capability_choice().capability) {
+    case Capability::kAvx512: return simd::run_avx512(body);
+    case Capability::kAvx2: return simd::run_avx2(body);
+    case Capability::kDefault: return simd::run_default(body);
   }
 }
 
@@ -68,9 +51,9 @@ void vectorised(const Body& body) {
 
 #endif
 
-// Sums and maxima are taken over kLanes side by side: element i belongs to lane i % kLanes. That is four vectors of
-// AVX2, so that no addition waits for the one before; the range is walked once from end to end, as memory likes it; and
-// the order of the additions depends on n alone, not on the instruction set.
+// Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
+// float, so consecutive additions are independent of each other. The data is read once, in order. The order of the
+// additions depends on n alone, so every instruction set gives the same bits.
 constexpr int kLanes = 32;
 
 // step(lane, i) for all i of [begin, end).
@@ -93,8 +76,8 @@ inline A add_lanes(A (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Long ranges are summed in blocks: the rounding error of a running sum grows with the length of a block and the number
-// of blocks, not with n.
+// Long ranges are summed in blocks of this many elements: the rounding error then grows with the length of a block plus
+// the number of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
 // The sum of fn(i) over [0, n).
@@ -109,7 +92,7 @@ inline A sum(int64_t n, const Fn& fn) {
   return total;
 }
 
-// Two sums in one walk: fn(i, a, b) adds to both of its references.
+// Two sums in one pass over the data: fn(i, a, b) adds to a and to b.
 template <typename A>
 struct Sums {
   A first, second;
@@ -129,7 +112,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// The largest fn(i) over [0, n), -inf for n = 0. NaNs are passed over.
+// The largest fn(i) over [0, n), -inf for n = 0. NaNs are ignored.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];
@@ -138,8 +121,8 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// Asks for n elements that are needed soon, such as the next row while this one is worked on; past the end of a tensor
-// it does nothing.
+// Prefetches n elements into the cache, such as the next row while this one is processed. An address past the end of a
+// tensor is harmless.
 template <typename T>
 inline void prefetch(const T* p, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);

@@ -29,9 +29,6 @@ Status softmax_backward(const SoftmaxBackward<T>& p, Stream stream) {
 #define GPTKERNELS_INSTANTIATE(T)                                       \
   template Status softmax_forward<T>(const SoftmaxForward<T>&, Stream); \
   template Status softmax_backward<T>(const SoftmaxBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

@@ -1,4 +1,4 @@
-// One row of softmax and of its backward, for softmax and causal_softmax.
+// Softmax of one row and its backward, shared by softmax and causal_softmax.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +9,8 @@
 
 namespace gptkernels::cpu {
 
-// out = softmax(scale * x) over n elements; out may be x. Where T is as wide as the arithmetic, out holds the
-// exponentials between the two walks; a narrower T would round them, and they are computed again.
+// out = softmax(scale * x) over n elements; out may be x. If T is the accumulation type, out holds the exponentials
+// between the two passes. A 16-bit T would round them, so they are computed twice.
 template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;

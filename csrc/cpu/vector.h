@@ -189,7 +189,8 @@ struct Vector {
 #endif
 
 // c (M x N) = a (M x K) b (K x N), or += : element (r, k) of a is at r * row + k * column of its memory, b and c have
-// rows ldb and ldc apart. N is a multiple of 16. Each element's sum runs over k in order, whatever the blocks.
+// rows ldb and ldc apart. N is a multiple of 16. Sums run over k in order, `length` at a time, whatever the block of c:
+// so the error of a long sum grows with the number of its parts, and no element depends on its neighbours.
 template <typename A>
 struct Left {
   const A* data;
@@ -205,7 +206,7 @@ template <int kRows, int kColumns, typename A>
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < kColumns; ++n) sums[r][n] = add ? V::load(c + r * ldc + n * V::kLanes) : V::zero();
+    for (int n = 0; n < kColumns; ++n) sums[r][n] = V::zero();
   for (int64_t k = 0; k < inner; ++k) {
     V right[kColumns];
 #pragma GCC unroll 8
@@ -220,7 +221,10 @@ template <int kRows, int kColumns, typename A>
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 8
-    for (int n = 0; n < kColumns; ++n) V::store(c + r * ldc + n * V::kLanes, sums[r][n]);
+    for (int n = 0; n < kColumns; ++n) {
+      A* at = c + r * ldc + n * V::kLanes;
+      V::store(at, add ? V::add(V::load(at), sums[r][n]) : sums[r][n]);
+    }
 }
 
 template <int kColumns, typename A>
@@ -241,30 +245,46 @@ template <int kColumns, typename A>
 
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
-             bool add) {
+             bool add, int64_t length = 64) {
   using V = Vector<A>;
-  for (int64_t n = 0; n < columns;) {
-    const int64_t left = (columns - n) / V::kLanes;
-    if constexpr (V::kColumns >= 4) {
-      if (left >= 4) {
-        product_columns<4>(rows, inner, a, b + n, ldb, c + n, ldc, add);
-        n += 4 * V::kLanes;
-        continue;
+  for (int64_t k = 0; k < inner; k += length, add = true) {
+    const int64_t terms = std::min(length, inner - k);
+    const Left<A> left = {a.data + k * a.column, a.row, a.column};
+    const A* right = b + k * ldb;
+    for (int64_t n = 0; n < columns;) {
+      const int64_t vectors = std::min<int64_t>((columns - n) / V::kLanes, V::kColumns);
+      switch (vectors) {
+        case 1: product_columns<1>(rows, terms, left, right + n, ldb, c + n, ldc, add); break;
+        case 2: product_columns<2>(rows, terms, left, right + n, ldb, c + n, ldc, add); break;
+        case 3:
+          if constexpr (V::kColumns > 2) product_columns<3>(rows, terms, left, right + n, ldb, c + n, ldc, add);
+          break;
+        default:
+          if constexpr (V::kColumns > 2) product_columns<4>(rows, terms, left, right + n, ldb, c + n, ldc, add);
       }
-      if (left == 3) {
-        product_columns<3>(rows, inner, a, b + n, ldb, c + n, ldc, add);
-        n += 3 * V::kLanes;
-        continue;
-      }
-    }
-    if (left >= 2) {
-      product_columns<2>(rows, inner, a, b + n, ldb, c + n, ldc, add);
-      n += 2 * V::kLanes;
-    } else {
-      product_columns<1>(rows, inner, a, b + n, ldb, c + n, ldc, add);
-      n += V::kLanes;
+      n += vectors * V::kLanes;
     }
   }
+}
+
+// The sum of a[i] * b[i] over n elements, a multiple of 16: 16 sums side by side, added in pairs.
+template <typename A>
+[[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
+  using V = Vector<A>;
+  constexpr int kVectors = 16 / V::kLanes;
+  V sums[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) sums[i] = V::zero();
+  for (int64_t k = 0; k < n; k += 16)
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i)
+      sums[i] = V::fma(V::load(a + k + i * V::kLanes), V::load(b + k + i * V::kLanes), sums[i]);
+  alignas(64) A lanes[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; ++i) V::store(lanes + i * V::kLanes, sums[i]);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
 }
 
 #undef GPTKERNELS_INLINE

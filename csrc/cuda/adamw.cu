@@ -1,22 +1,22 @@
 #include <algorithm>
 
 #include "../adamw.h"
-#include "launch.cuh"
-#include "multi_tensor.cuh"
-#include "packed.cuh"
+#include "common/launch.cuh"
+#include "common/multi_tensor.cuh"
+#include "common/packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Reads the parameter (or its master), its gradient and both moments, writes all but the gradient: 28 bytes for each
-// parameter in float32, and as many for a bfloat16 parameter with float32 master and moments. No number depends on
-// another element, so the result does not depend on how the list is cut.
+// Reads the parameter (or its master), its gradient and both moments; writes all but the gradient: 28 bytes per
+// parameter in float32, and also for a bfloat16 parameter with float32 master and moments. Elements are independent of
+// each other, so the result does not depend on how the tensors are divided into chunks.
 //
-// A block is one load of every array, two packs a thread, all in flight together; while they are under way one thread
-// computes the factors, which takes about as long. Blocks are small, so the last of the grid end at nearly one time.
+// A thread loads two packs of every array, all in flight at once; meanwhile one thread of the block computes the
+// factors, which takes about as long. Blocks are small, so the last ones of the grid end almost at the same time.
 
 constexpr int kThreads = 128;
-constexpr int kPacks = 2;  // of each array, a thread
+constexpr int kPacks = 2;  // of each array, per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
 
@@ -42,9 +42,9 @@ struct Exact {
   }
 };
 
-// Within two units of float32's last place, for parameters that are rounded to 16 bits anyway: the exact operations
-// have branches, so a thread would wait for one element after the other, and 14 bytes a parameter leave no time for it.
-// A root is 0, infinite or within 1e-23 and 1e20, where both operations are good.
+// Accurate to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact operations have branches,
+// which serialise a thread's elements; 14 bytes per parameter leave no time for that. Every square root here is 0,
+// infinite or between 1e-23 and 1e20, where both approximations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -54,7 +54,7 @@ struct Approximate : Exact {
   }
 };
 
-// One tensor's part in the list, from the chunk's first element on. Weight is float where there is a master, else T.
+// The arrays of one tensor, from the chunk's first element on. Weight is float if there is a master, else T.
 template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
@@ -70,11 +70,11 @@ struct AdamwTensor {
         exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
         exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
 
-  // The elements of a pack: 16 bytes of the widest array.
+  // Elements of a pack: 16 bytes of the array with the widest dtype.
   static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
   static constexpr int chunk = kThreads * kPacks * pack;
 
-  __device__ bool packs() const {
+  __device__ bool can_vectorize() const {
     return aligned(param) && aligned(weight) && aligned(grad) && aligned(exp_avg) && aligned(exp_avg_sq);
   }
 
@@ -85,7 +85,7 @@ struct AdamwTensor {
   }
 };
 
-// N neighbouring elements, on their way through the registers.
+// N neighbouring elements of every array, in registers.
 template <int N, typename T, typename Weight, typename Gradient, typename State>
 struct AdamwPack {
   using A = accumulate_t<T>;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) adamw_chunks_kernel(const __grid_con
   const Chunk chunk = this_chunk<Tensor::chunk>(a.list);
   void* const* pointers = a.list.pointers[chunk.tensor];
   const Tensor t(pointers, chunk.begin);
-  const int packed = t.packs() ? chunk.size / Tensor::pack * Tensor::pack : 0;
+  const int packed = t.can_vectorize() ? chunk.size / Tensor::pack * Tensor::pack : 0;
 
   AdamwPack<Tensor::pack, T, Weight, Gradient, State> packs[kPacks];
 #pragma unroll

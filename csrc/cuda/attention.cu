@@ -3,8 +3,8 @@
 #include <type_traits>
 
 #include "attention_kernels.h"
+#include "common/launch.cuh"
 #include "dropout.cuh"
-#include "launch.cuh"
 
 namespace gptkernels::cuda {
 

@@ -13,12 +13,12 @@
 
 #include "../attention.h"
 #include "../philox.h"
-#include "approximate.cuh"
+#include "common/approximate.cuh"
+#include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "dropout.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 

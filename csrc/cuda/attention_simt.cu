@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "attention_kernels.h"
+#include "common/launch.cuh"
 #include "dropout.cuh"
-#include "launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -41,7 +41,7 @@ __device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& si
   first = 0;
   end = sizes.keys;
   if (mask.causal) end = min(end, max(row + rows + mask.query_offset, int64_t{0}));
-  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]) / kSimtTile * kSimtTile);
+  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]));
   if (mask.key_end) end = min(end, static_cast<int64_t>(mask.key_end[b]));
 }
 
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       {
         A scores[4][4] = {};
         add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         store_scores(weights, scores);
       }
 #pragma unroll
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) out[i][c] *= rescale;
       }
-      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, s.keys - start,
+      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, end - start,
                                      s.head_size, staged);
       __syncthreads();
     }
@@ -238,7 +238,23 @@ __global__ void __launch_bounds__(kSimtThreads)
   }
 }
 
-// delta = sum(dout * out) - dlogsumexp for each row: a warp each.
+// What the backward knows of each row. The first kernel writes delta, that for dq the correction.
+template <typename A>
+struct RowStatistics {
+  A* delta;       // sum(dout * out) - dlogsumexp
+  A* correction;  // of exp(score - logsumexp)
+};
+
+// logsumexp is rounded, which makes all probabilities of a row wrong by one factor. Their sum tells it: where that
+// differs from 1 by no more than the rounding does, it is divided out. (Where it differs by more, the keys at hand are
+// a part of those that logsumexp is of.)
+template <typename A>
+__device__ A logsumexp_correction(A sum, A logsumexp) {
+  constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);
+  return isfinite(logsumexp) && fabs(sum - 1) <= 8 * kEpsilon * max(A(1), fabs(logsumexp)) ? 1 / sum : A(1);
+}
+
+// delta for each row: a warp each.
 template <typename T>
 __global__ void attention_backward_delta_kernel(const __grid_constant__ AttentionBackward<T> p,
                                                 accumulate_t<T>* delta) {
@@ -260,27 +276,31 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
 }
 
 // Of query i and key j: the product of q and k becomes P (times what dropout does), that of dout and v becomes dS.
+// Returns the probability, without dropout; `correction` multiplies it.
 template <typename T>
-__device__ void weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
-                                    const accumulate_t<T>* delta, int64_t b, int64_t h, int64_t head, int64_t i,
-                                    int64_t j, accumulate_t<T>& weight, accumulate_t<T>& gradient) {
+__device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
+                                               const accumulate_t<T>* delta, const accumulate_t<T>* correction,
+                                               int64_t b, int64_t h, int64_t head, int64_t i, int64_t j,
+                                               accumulate_t<T>& weight, accumulate_t<T>& gradient) {
   using A = accumulate_t<T>;
   const A score = masked_score(p.mask, p.sizes, static_cast<A>(p.scale), weight, b, h, i, j);
   if (score == -static_cast<A>(INFINITY)) {
     weight = gradient = 0;
-    return;
+    return 0;
   }
   const int64_t row = head * p.sizes.queries + i;
-  const A probability = exp(score - p.logsumexp[row]);
+  A probability = exp(score - p.logsumexp[row]);
+  if (correction) probability *= correction[row];
   const A factor = !dropout.drops() ? A(1) : dropout.keeps(head, i, j) ? static_cast<A>(dropout.keep_scale) : A(0);
   weight = probability * factor;
   gradient = probability * (gradient * factor - delta[row]);
+  return probability;
 }
 
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kSimtThreads)
     attention_backward_dquery_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
-                                          const accumulate_t<T>* delta) {
+                                          const RowStatistics<accumulate_t<T>> rows) {
   using A = accumulate_t<T>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   A* weights = reinterpret_cast<A*>(shared_bytes);
@@ -299,36 +319,44 @@ __global__ void __launch_bounds__(kSimtThreads)
     const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
     const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
 
-    A dquery[4][kColumns] = {};
+    A dquery[4][kColumns] = {}, sum[4] = {};
     int64_t first, end;
     key_range(p.mask, s, b, row, kSimtTile, first, end);
     for (int64_t start = first; start < end; start += kSimtTile) {
       {
         A scores[4][4] = {}, dweights[4][4] = {};
         add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         add_products<T>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
-                        s.keys - start, s.head_size, staged);
+                        end - start, s.head_size, staged);
         store_scores(weights, scores);
         store_scores(gradients, dweights);
       }
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
 #pragma unroll 1
-      for (int e = 0; e < 16; ++e) {
-        const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * SimtShape<A>::kWeightPitch + j;
-        weight_and_gradient(p, dropout, delta, b, h, head, row + i, start + j, weights[at], gradients[at]);
-      }
-      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, s.keys - start,
+        for (int j = tx; j < kSimtTile; j += 16) {
+          const int at = (4 * ty + i) * SimtShape<A>::kWeightPitch + j;
+          sum[i] += weight_and_gradient<T>(p, dropout, rows.delta, nullptr, b, h, head, row + 4 * ty + i, start + j,
+                                           weights[at], gradients[at]);
+        }
+      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, end - start,
                                      s.head_size, staged);
       __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t at = row + 4 * ty + i;
+      const A total = row_sum(sum[i]);
       if (at >= s.queries) continue;
+      const int64_t index = head * s.queries + at;
+      const A correction = logsumexp_correction(total, p.logsumexp[index]);
+      if (tx == 0) rows.correction[index] = correction;
+      const A factor = correction * static_cast<A>(p.scale);
       T* to = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + at * p.dquery.token;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
-        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(dquery[i][c] * static_cast<A>(p.scale));
+        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(dquery[i][c] * factor);
     }
   }
 }
@@ -336,7 +364,8 @@ __global__ void __launch_bounds__(kSimtThreads)
 // Rows of the tile are keys, columns queries.
 template <typename T, int kColumns>
 __global__ void __launch_bounds__(kSimtThreads)
-    attention_backward_dkey_simt_kernel(const __grid_constant__ AttentionBackward<T> p, const accumulate_t<T>* delta) {
+    attention_backward_dkey_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                        const RowStatistics<accumulate_t<T>> rows) {
   using A = accumulate_t<T>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
   A* weights = reinterpret_cast<A*>(shared_bytes);
@@ -373,7 +402,8 @@ __global__ void __launch_bounds__(kSimtThreads)
 #pragma unroll 1
         for (int e = 0; e < 16; ++e) {
           const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * SimtShape<A>::kWeightPitch + j;
-          weight_and_gradient(p, dropout, delta, b, h, head, start + j, row + i, weights[at], gradients[at]);
+          weight_and_gradient<T>(p, dropout, rows.delta, rows.correction, b, h, head, start + j, row + i, weights[at],
+                                 gradients[at]);
         }
         add_weighted_rows<T, kColumns>(dvalue, weights, dout + start * p.dout.token, p.dout.token, s.queries - start,
                                        s.head_size, staged);
@@ -425,13 +455,14 @@ Status attention_forward_simt(const AttentionForward<T>& p, Stream stream) {
 
 template <typename T>
 int64_t attention_backward_simt_workspace(const AttentionSizes& s) {
-  return s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(accumulate_t<T>));
+  return 2 * s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(accumulate_t<T>));
 }
 
 template <typename T>
 Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
   using A = accumulate_t<T>;
   A* delta = static_cast<A*>(p.workspace);
+  const RowStatistics<A> rows = {delta, delta + p.sizes.batches * p.sizes.heads * p.sizes.queries};
   constexpr int kWarps = 4;
   attention_backward_delta_kernel<T>
       <<<grid_size(ceil_div(p.sizes.batches * p.sizes.heads * p.sizes.queries, kWarps)), 32 * kWarps, 0, stream>>>(
@@ -444,8 +475,8 @@ Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
       return cudaErrorInvalidConfiguration;
     const int64_t query_tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
     const int64_t key_tiles = ceil_div(p.sizes.keys, kSimtTile) * p.sizes.batches * p.sizes.key_heads;
-    kDquery<<<grid_size(query_tiles), kSimtThreads, kShared, stream>>>(p, delta);
-    kDkey<<<grid_size(key_tiles), kSimtThreads, kShared, stream>>>(p, delta);
+    kDquery<<<grid_size(query_tiles), kSimtThreads, kShared, stream>>>(p, rows);
+    kDkey<<<grid_size(key_tiles), kSimtThreads, kShared, stream>>>(p, rows);
     return cudaGetLastError();
   });
 }

@@ -5,9 +5,9 @@
 
 #include "../attention.h"
 #include "../philox.h"
+#include "common/launch.cuh"
 #include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
-#include "launch.cuh"
 
 namespace gptkernels::cuda {
 

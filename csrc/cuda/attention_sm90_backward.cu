@@ -9,7 +9,7 @@
 // up dq from many blocks. In both, A operands are registers: P and dS are never in shared memory.
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {

@@ -10,7 +10,7 @@
 // block, as long as the sums stay small enough. So later blocks need no maximum.
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
-#include "launch.cuh"
+#include "common/launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -21,6 +21,7 @@ struct ForwardShape {
   static constexpr int kKeys = HS == 64 ? 128 : 64;  // of a block
   static constexpr int kPanels = HS / kPanelColumns;
   static constexpr int kStages = 4;
+  static constexpr bool kTurnsAtExponentials = HS == 64;
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kQueryPanel = kRows * kPanelRowBytes;
   static constexpr int kQueryBytes = kPanels * kQueryPanel;
@@ -277,10 +278,12 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     }
   };
 
-  // The warpgroups take turns at the exponentials, so that one's other work fills the time of the other's.
+  // The warpgroups take turns, so that one's other work fills the time of the other's: at the exponentials, or where
+  // these are half as many for as many products, at starting products (one with A in registers holds up its warps until
+  // it runs).
   const auto wait_for_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); };
   const auto turn_to_other = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); };
-  if (warpgroup == 1) turn_to_other();
+  if (warpgroup == 1) turn_to_other();  // warpgroup 0 is first
 
   // The softmax of `current`, whose product is done; p v is under way when this returns. (The compiler follows wgmmas
   // across a loop only where nothing is read that was not waited for with all that was started before it.)
@@ -298,6 +301,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
     issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
+    if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
 
     mask(current);
     const float old_reference[2] = {reference[0], reference[1]}, old_sum[2] = {sum[0], sum[1]};
@@ -309,11 +313,11 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     }
     bool rescales = needs_reference;
     if (needs_reference) raise_references(current, rescale);
-    wait_for_turn();
+    if (Shape::kTurnsAtExponentials) wait_for_turn();
     exponentials(current, sums);
     complete(sums[0]);
     complete(sums[1]);
-    if (more || warpgroup == 0) turn_to_other();
+    if (Shape::kTurnsAtExponentials && (more || warpgroup == 0)) turn_to_other();
     // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
     constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
     if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) {
@@ -354,6 +358,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     }
     accumulators_to_a<T>(weights, current);
 
+    if (!Shape::kTurnsAtExponentials) wait_for_turn();
     const uint64_t v = panel_descriptor(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, Shape::kKeyPanel);
     pin_registers(weights);
     pin_registers(out);
@@ -380,6 +385,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     if (!step(scores_a, scores_b)) break;
     if (!step(scores_b, scores_a)) break;
   }
+  if (!Shape::kTurnsAtExponentials && warpgroup == 0) turn_to_other();
   wgmma_wait<0>();
   pin_registers(out);
   store_out(reference, sum);

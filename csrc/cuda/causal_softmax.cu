@@ -3,8 +3,8 @@
 
 namespace gptkernels::cuda {
 
-// Both directions write whole rows but read no pack that lies above the diagonal: on average half of each input. In the
-// pack that the diagonal cuts, what is above it is replaced before it is used.
+// Both directions write whole rows but read no pack above the diagonal, half of each input on average. In the pack that
+// the diagonal divides, the elements above it are replaced before they are used.
 
 template <typename T>
 Status causal_softmax_forward(const CausalSoftmaxForward<T>& p, Stream stream) {
@@ -30,9 +30,6 @@ Status causal_softmax_backward(const CausalSoftmaxBackward<T>& p, Stream stream)
 #define GPTKERNELS_INSTANTIATE(T)                                                    \
   template Status causal_softmax_forward<T>(const CausalSoftmaxForward<T>&, Stream); \
   template Status causal_softmax_backward<T>(const CausalSoftmaxBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

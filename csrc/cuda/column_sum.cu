@@ -1,16 +1,17 @@
 #include "../column_sum.h"
-#include "partial_sums.cuh"
+#include "common/partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, a pack a thread, and every gridDim.y-th run
-// of rows, and writes one row of partial sums; a second kernel adds those in order, so equal inputs give equal bits.
+// Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, one pack per thread, and every gridDim.y-th
+// run of rows; it writes one row of partial sums. A second kernel adds these rows in order, so equal inputs give equal
+// bits.
 constexpr int kRows = 16;  // threads that share a strip's columns: threadIdx.y
-constexpr int kAhead = 4;  // loads under way a thread
+constexpr int kAhead = 4;  // loads in flight per thread
 
-// The rows that a thread has in hand are added in float32, and those sums, where T is float32, in float64: a float64
-// addition for every element would not keep up with the memory (65536x3072: 194 against 181 us).
+// A thread adds kAhead rows in float32 and these sums, if T is float32, in float64. A float64 addition for every
+// element would be slower than the memory (docs/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// As many runs of rows as make one wave of blocks, each with all its loads under way at least once.
+// As many runs of rows as fill one wave of blocks, if each has at least kAhead rows per thread.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
@@ -75,7 +76,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// The larger of the packed and the unpacked shape's need, since the pointers' alignment is not known yet.
+// The larger of what the vectorized and the scalar kernel need, because the alignment of x is not known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;
@@ -86,7 +87,7 @@ int64_t column_sum_workspace(int64_t rows, int64_t width) {
 template <typename T>
 Status column_sum(const ColumnSum<T>& p, Stream stream) {
   if (p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.x))
+  if (can_vectorize<T>(p.width, p.x))
     launch<T, kPack<T>>(p, stream);
   else
     launch<T, 1>(p, stream);
@@ -96,9 +97,6 @@ Status column_sum(const ColumnSum<T>& p, Stream stream) {
 #define GPTKERNELS_INSTANTIATE(T)                             \
   template int64_t column_sum_workspace<T>(int64_t, int64_t); \
   template Status column_sum<T>(const ColumnSum<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

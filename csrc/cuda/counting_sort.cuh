@@ -3,23 +3,23 @@
 
 #include <cstdint>
 
-#include "reduce.cuh"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 
-constexpr unsigned kAll = 0xFFFFFFFFu;  // lanes
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Over a warp.
+// Over the warp: each lane gets the sum of its own value and those of the lanes below it.
 __device__ inline int inclusive_scan(int value) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
-    const int below = __shfl_up_sync(kAll, value, offset);
+    const int below = __shfl_up_sync(kAllLanes, value, offset);
     if (threadIdx.x % kWarp >= offset) value += below;
   }
   return value;
 }
 
-// In place, over the block. Each thread takes a stretch of an odd length, which no two lanes find in one bank.
+// In place, over the block. Each thread scans a stretch of odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -42,10 +42,14 @@ __device__ inline void exclusive_scan(int* values, int count) {
   __syncthreads();
 }
 
-// A stable counting sort by a block whose warps take one stretch of the entries each: every warp counts the digits of
-// its own, a scan turns the counts into where each warp's entries of a digit begin, and the warps place them.
+// A stable counting sort by one block, in which each warp has a contiguous stretch of the entries:
+//
+//   1. count()   each warp counts the digits of its entries
+//   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the places
+//                where each warp's entries of each digit begin
+//   3. place()   each warp asks for the place of each of its entries, in order
 struct CountingSort {
-  int* counts;  // (digits, warps + 1), in shared memory; nothing is counted in the last column
+  int* counts;  // (digits, warps + 1) in shared memory; the last column holds no counts, so that it survives step 3
 
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
@@ -63,16 +67,16 @@ struct CountingSort {
   }
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  // Where a digit's entries begin and end, once scan() is done; the last column stays as it is while they are placed.
+  // The places of a digit's entries, valid after scan().
   __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
   __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
   __device__ int length(int digit) const { return end(digit) - start(digit); }
   __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
   __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
 
-  // Where this lane's entry belongs. All lanes call it; those that are not `active` have none.
+  // The place of this lane's entry. All lanes of the warp must call it; those without an entry are not `active`.
   __device__ int place(bool active, int digit) const {
-    const unsigned same = __match_any_sync(kAll, active ? digit : -1);
+    const unsigned same = __match_any_sync(kAllLanes, active ? digit : -1);
     const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));
     int place = 0;
     if (active) place = *mine(digit) + rank;

@@ -1,4 +1,4 @@
-// What a CUDA launcher is called with and answers: number types, the stream, the status. Host code may include it.
+// The types of CUDA launchers' arguments and results: dtypes, stream, status. Host code may include this header.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -11,14 +11,14 @@ struct DropoutDraw {
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
-  float keep_scale = 1;  // 1 / (1 - probability)
+  double keep_scale = 1;  // 1 / (1 - probability); 0 where everything is dropped
 
   __device__ explicit DropoutDraw(const AttentionDropout& dropout) {
     if (dropout.probability <= 0) return;
     threshold = dropout_threshold(dropout.probability);
     seed = *dropout.seed;
     offset = *dropout.offset;
-    keep_scale = dropout.probability < 1 ? static_cast<float>(1 / (1 - dropout.probability)) : 0;
+    keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
   }
   __device__ bool drops() const { return threshold > 0; }
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {

@@ -1,25 +1,25 @@
-// How the encoder's kernels are launched:
+// The launches of the encoder's kernels:
 //
-//   forward    encoder_forward_slab_kernel        a slab of columns after the other       encoder_forward.cuh
-//   backward   encoder_backward_tiles_kernel      positions in order of their tokens      encoder_order.cuh
+//   forward    encoder_forward_slab_kernel        slab by slab                    encoder_forward.cuh
+//   backward   encoder_backward_tiles_kernel      sort the positions by token     encoder_order.cuh
 //              encoder_backward_bins_kernel
-//              encoder_backward_sums_kernel       the sums, again slab after slab         encoder_sums.cuh
+//              encoder_backward_sums_kernel       the sums, slab by slab          encoder_sums.cuh
 #include <utility>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 #include "encoder_forward.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
 #include "encoder_sums.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
 template <typename T, typename Token, int kVec>
 void launch_forward(EncoderForward<T, Token> p, Stream stream) {
-  if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // one sequence
+  if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // without positions all tokens are one sequence
   const int64_t of_sequence = ceil_div(p.length, kForwardBlockRows);
   const ForwardBlocks blocks{grid_size(of_sequence), grid_size(p.batch * of_sequence)};
   encoder_forward_slab_kernel<T, Token, kVec>
@@ -48,7 +48,7 @@ void launch_backward(const EncoderBackward<T, Token>& p, const EncoderWorkspace<
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
   if (p.batch * p.length == 0 || p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.out, p.wte, p.wpe))
+  if (can_vectorize<T>(p.width, p.out, p.wte, p.wpe))
     launch_forward<T, Token, kPack<T>>(p, stream);
   else
     launch_forward<T, Token, 1>(p, stream);
@@ -58,7 +58,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;  // of packs fewer
+  // Single elements have more slabs than packs, and the pointers' alignment is not known yet.
+  return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 
 template <typename T, typename Token>
@@ -75,7 +76,7 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (n > kEncoderMostRows || p.positions > kEncoderMostRows || p.vocabulary > kEncoderMostWords ||
       p.width > kEncoderMostColumns)
     return cudaErrorInvalidValue;
-  const bool packed = packs<T>(p.width, p.dwte, p.dwpe, p.dout);
+  const bool packed = can_vectorize<T>(p.width, p.dwte, p.dwpe, p.dout);
   constexpr int kVec = kPack<T>;
   const int64_t slab_count = packed ? slabs<kVec, kLanes<kVec>>(p.width) : slabs<1, kLanes<1>>(p.width);
   const EncoderWorkspace<T> w = carve<T>(p.workspace, p.batch, p.length, p.vocabulary, p.width, slab_count);

@@ -1,28 +1,28 @@
-// The encoder's forward: writes out once, B * T * C * sizeof(T) bytes, and reads the rows of wte that occur, and wpe,
-// once.
+// The encoder's forward: writes out once, B * T * C * sizeof(T) bytes, and reads wpe and the rows of wte that occur
+// once from memory.
 //
-// Small blocks that come and go, and a warp has its part of two rows, 512 bytes each. Grids that stay, and warps with
-// more rows, which could share a row of wpe, were slower by up to a tenth: their reads and writes come in bursts.
+// A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows a warp (which
+// could share a row of wpe), were up to a tenth slower: their reads and writes come in bursts.
 #pragma once
 
 #include <cstdint>
 
 #include "../encoder.h"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "encoder_slab.cuh"
 #include "encoder_token.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 
 constexpr int kForwardThreads = 128;
 constexpr int kForwardWarps = kForwardThreads / kWarp;
-constexpr int kForwardRows = 2;  // of a warp
+constexpr int kForwardRows = 2;  // a warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
 struct ForwardBlocks {
   unsigned of_sequence;
-  unsigned of_slab;  // all sequences
+  unsigned of_slab;  // for all sequences
 };
 
 template <typename T, typename Token, int kVec>
@@ -35,8 +35,8 @@ __global__ void __launch_bounds__(kForwardThreads)
   const int64_t position = int64_t(part) * kForwardBlockRows + threadIdx.x / kWarp;
   if (position >= p.length) return;
   const int64_t row = sequence * p.length + position;
-  const Place<kVec, kWarp> at(slab, p.width);
-  // A row beyond the sequence is the first one once more.
+  const SlabColumns<kVec, kWarp> at(slab, p.width);
+  // Instead of a row beyond the sequence, the warp's first row is computed again.
   int64_t offsets[kForwardRows];
   Token tokens[kForwardRows];
 #pragma unroll
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   for (int r = 0; r < kForwardRows; ++r) all_inside &= tokens[r] >= 0 && tokens[r] < p.vocabulary;
   if (!all_inside)
     for (int r = 0; r < kForwardRows; ++r)
-      if (!inside(tokens[r], p.vocabulary, p.wpe ? "encoder" : "embedding", row + offsets[r])) return;
+      if (!in_vocabulary(tokens[r], p.vocabulary, p.wpe ? "encoder" : "embedding", row + offsets[r])) return;
   Packed<T, kVec> embeddings[kForwardRows], positions[kForwardRows];
 #pragma unroll
   for (int r = 0; r < kForwardRows; ++r) {

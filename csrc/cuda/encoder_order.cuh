@@ -1,12 +1,30 @@
-// The first half of the encoder's backward: the positions are put in order of their tokens, by two stable counting
+// The first half of the encoder's backward: a list of the positions, sorted by token, made by two stable counting
 // sorts.
 //
-// The first cuts the N positions in at most 128 tiles, a block each, and sorts a tile into bins by the low bits of its
-// tokens (about sqrt(V) bins, so both sorts have about as many digits; low bits, so frequent tokens, which have small
-// numbers, are spread). In the second a block gathers one bin from all tiles and sorts it by the other bits. A token's
-// place in the order, bin after bin, is its slot. No atomics but those that count, so the order is the tokens' alone.
-// It takes reading the tokens and a few times 4 N bytes, all in L2: this half is latency, not bytes. The next kernel of
-// the three starts while one still runs (launch.cuh), and the sums over the batch need no order.
+//   encoder_backward_tiles_kernel   a block sorts one of at most 128 tiles of the positions into bins, by the low bits
+//                                   of the tokens
+//   encoder_backward_bins_kernel    a block collects one bin from all tiles and sorts it by the high bits
+//
+// There are about sqrt(V) bins and as many high digits. The low bits select the bin, so that frequent tokens, which
+// have small numbers in most vocabularies, are spread over the bins. The only atomics are integer counts, so the order
+// depends on the tokens alone. Both kernels read and write a few times 4 N bytes, all in L2: their time is latency.
+// Each kernel of the backward is launched while the one before it still runs (launch.cuh); it may write what the one
+// before reads, or read what that one writes, only after wait_for_previous_kernel().
+//
+// The result is a list of items. A token's place in the sorted vocabulary is its slot. Every slot has a head, the
+// complement of its token, followed by its entries, the positions of the token in ascending order; the head of a slot
+// without a token is kNoHead. A slot with more than kWindow entries is a long run: its head is kNoHead too, its entries
+// are marked with kLongRunMark, and long_runs says where they lie.
+//
+//   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
+//            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
+//
+//   window          0          |          1          |          2          |     kWindow items each
+//   d's entries          ******|*********************|*****                      parts 0, 1 and 2 of d's sum
+//   long_runs       [1] = d    | [2] = d             | [4] = d, [5] = f    |     2 * window + (the run begins there)
+//   f's entries                |                     |        *************|*** ...
+//
+// A unit of kUnit items is half a window. encoder_sums.cuh sums the short runs of a unit and the long runs of a window.
 #pragma once
 
 #include <climits>
@@ -14,64 +32,61 @@
 #include <type_traits>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
 #include "counting_sort.cuh"
 #include "encoder_token.cuh"
-#include "launch.cuh"
 
 namespace gptkernels::cuda {
 
 constexpr int kTileThreads = 512;
-constexpr int kBinThreads = 1024;  // the bin of the most frequent word has a tenth of all entries
+constexpr int kBinThreads = 1024;  // the bin of the most frequent token has a tenth of all entries
 constexpr int kMaxTiles = 128;
-constexpr int kUnit = 32;           // items: of the rows that begin there the sums are one piece of work
-constexpr int kWindow = 2 * kUnit;  // a run of more entries is long; of those, what a warp sums
-constexpr int kBatchPiece = 128;    // of a position's rows likewise
+constexpr int kUnit = 32;           // items: a group of lanes sums the short runs whose heads are among them
+constexpr int kWindow = 2 * kUnit;  // items: a warp sums the long runs' entries among them; longer runs are long
+constexpr int kBatchPiece = 128;    // rows that a warp sums for one position
 
 struct Entry {
   int position;
   int digit;  // the token's high bits
 };
 
-// What the sort writes is one list of items: for every slot a head, ~token, and behind it its entries, the positions
-// where the token stands. One load tells a warp all about 32 of them, and a token without entries is no special case.
-// The head names no row where a slot is no token, and where a run is long; its entries are marked then.
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kMark = 1 << 30;  // beyond every position: kEncoderMostRows
+constexpr int kLongRunMark = 1 << 30;  // above every position: kEncoderMostRows
 
-// A long run: its first entry's and its last one's place among the items.
+// A long run.
 struct Run {
-  int first;
-  int last;  // 0: there is none
+  int first;  // the index of its first entry among the items
+  int last;   // of its last entry; 0: no run
   int token;
 };
 
 template <typename T>
 struct EncoderWorkspace {
-  Entry* tile_entries;        // (N) each tile in order of bins
+  Entry* tile_entries;        // (N), each tile sorted by bin
   int* tile_starts;           // (bins + 1, tiles)
-  int* items;                 // (windows + 1, kWindow), the last ones kNoHead
-  Run* long_runs;             // (windows, 2) that which began before the window, that which begins there
-  int* arrived;               // (2, arrivals, slabs) partial sums that are done
-  accumulate_t<T>* partials;  // (2 * windows + pieces * T, C)
+  int* items;                 // (windows + 1, kWindow), filled up with kNoHead
+  Run* long_runs;             // (windows, 2): a run that began in an earlier window, a run that begins in this one
+  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows for each window, then `pieces` rows for each position
+  int* arrived;               // (partial_rows, slabs): a counter for each row of the partials
   int n;
   int shift;   // bins = 1 << shift
-  int digits;  // of the second sort
+  int digits;  // values of the high bits
   int slots;   // bins * digits
   int tiles;
   int tile_size;
   int windows;
-  int pieces;  // of a position's sum over the batch
-  int arrivals;
+  int pieces;  // parts of a position's sum over the batch
+  int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // ints to be cleared: long_runs and arrived
-  int64_t bytes;  // all of it
+  int64_t zeros;  // ints from long_runs on that are cleared first: long_runs and arrived
+  int64_t bytes;  // of the whole workspace
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
 };
 
-// Cuts `base` into its parts; with a null base this only counts the bytes.
+// Divides the memory at `base`; with a null base only the number of bytes is meaningful.
 template <typename T>
 EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
   EncoderWorkspace<T> w{};
@@ -95,7 +110,7 @@ EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t voc
   w.tiles = static_cast<int>(ceil_div(n, tile_size));
   w.windows = static_cast<int>(windows);
   w.pieces = static_cast<int>(pieces);
-  w.arrivals = static_cast<int>(windows + piece_rows);
+  w.partial_rows = static_cast<int>(2 * windows + piece_rows);
   w.slabs = static_cast<int>(slabs);
   w.width = static_cast<int>(width);
   take(w.tile_entries, n);
@@ -103,9 +118,9 @@ EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t voc
   take(w.items, (windows + 1) * kWindow);
   const int64_t zeros_begin = w.bytes;
   take(w.long_runs, 2 * windows);
-  take(w.arrived, 2 * w.arrivals * slabs);
+  take(w.arrived, w.partial_rows * slabs);
   w.zeros = (w.bytes - zeros_begin) / int64_t(sizeof(int));
-  take(w.partials, (2 * windows + piece_rows) * width);
+  take(w.partials, w.partial_rows * width);
   return w;
 }
 
@@ -120,14 +135,14 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // on its way while zeros are written
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // in flight during the loop below
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
   const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
   const CountingSort sort(shared, bins);
   for (int i = begin + lane; i < end; i += kWarp) {
     const Token token = token_at(i);
-    if (inside(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
+    if (in_vocabulary(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
       sort.count(static_cast<int>(token) & (bins - 1));
   }
   sort.scan(bins);
@@ -147,11 +162,11 @@ template <typename T>
 __global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
-  __shared__ int firsts[kMaxTiles];   // the bin's entries in the tiles before
-  __shared__ int origins[kMaxTiles];  // where its 0th would lie, were it in this tile
-  __shared__ int before;              // entries in the bins before
-  __shared__ int total;
-  constexpr int kAhead = 2;  // entries that a lane loads at once
+  __shared__ int firsts[kMaxTiles];   // the bin's entries in earlier tiles
+  __shared__ int origins[kMaxTiles];  // entry e of the bin is tile_entries[origins[tile] + e]
+  __shared__ int before;              // entries in earlier bins
+  __shared__ int total;               // entries in this bin
+  constexpr int kAhead = 2;           // loads of a lane in flight
   const int lane = threadIdx.x % kWarp;
   const int bin = blockIdx.x;
   let_next_kernel_start();
@@ -186,7 +201,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // what is loaded for the counts and still there for the places: all, in most bins
+  Entry kept[kAhead] = {};  // loaded once for both passes over the entries: all of them in most bins
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
@@ -222,8 +237,8 @@ __global__ void __launch_bounds__(kBinThreads)
     const int place = shift + place_in_bin;
     const int begin = shift + sort.start(entry.digit);
     const bool is_long = sort.length(entry.digit) > kWindow;
-    w.items[place] = entry.position | (is_long ? kMark : 0);
-    if (is_long && (place == begin || place % kWindow == 0))  // a window's first entry of the run
+    w.items[place] = entry.position | (is_long ? kLongRunMark : 0);
+    if (is_long && (place == begin || place % kWindow == 0))  // the first entry of the run in this window
       w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
                                                                w.token_of(first_slot + entry.digit)};
   });

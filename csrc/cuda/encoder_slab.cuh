@@ -1,15 +1,15 @@
-// What the encoder's kernels share: slabs of columns, and loads and stores with a say in what the caches keep.
+// Slabs of columns, and loads and stores with cache hints: shared by the encoder's kernels.
 //
-// The rows of the tables and of dout are cut into slabs of columns, and every grid is done with all rows of one slab
-// before it comes to the next. What is read more than once (the row of a token that occurs often; dout, which goes into
-// two sums) then comes from memory once and from the L2 afterwards. Of that only half is room for what all
-// multiprocessors read, some 30 MB: a slab of 64K rows fits with 256 bytes of each, and whole rows do not.
+// The columns of the tables and of dout are cut into slabs, and every grid processes all rows of one slab before the
+// next slab. Data that is read more than once (the row of a frequent token; dout, which is part of two sums) then comes
+// from memory once and from the L2 afterwards. Of an H200's L2 about half, some 30 MB, is available for data that all
+// SMs read: 256 bytes of each of 64K rows fit, whole rows do not.
 #pragma once
 
 #include <cstdint>
 
-#include "launch.cuh"
-#include "packed.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 
 namespace gptkernels::cuda {
 
@@ -18,18 +18,18 @@ int64_t slabs(int64_t width) {
   return ceil_div(width, int64_t(kVec) * kLanes);
 }
 
-// A lane's part of a slab, where kLanes neighbours share a row. Lanes beyond the width do again what the last one
-// within does: the same bytes to the same place cost nothing, and a test for every access would.
+// A lane's columns in a slab, where kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of
+// the last lane within it: storing the same bytes twice is free, a bounds check for every access is not.
 template <int kVec, int kLanes>
-struct Place {
+struct SlabColumns {
   int64_t slab;
-  int64_t column;  // of its pack
+  int64_t column;  // the first of its kVec columns
 
-  __device__ Place(int64_t slab, int64_t width)
+  __device__ SlabColumns(int64_t slab, int64_t width)
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
-// A whole pack by load_words, which has a say in what the caches keep.
+// A pack by load_words, a load with a cache hint, if it has 16 bytes.
 template <int kVec, typename T, typename LoadWords>
 __device__ Packed<T, kVec> load_by(const T* p, const LoadWords& load_words) {
   if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
@@ -40,15 +40,15 @@ __device__ Packed<T, kVec> load_by(const T* p, const LoadWords& load_words) {
   }
 }
 
-// Past the L1, which has no use for it: a row that other multiprocessors read too.
+// Not cached in L1, for rows that other SMs read too.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_from_l2(const T* p) {
   return load_by<kVec>(p, [](const uint4* words) { return __ldcg(words); });
 }
 
-// Evict-first, for what is not read again, or not written and read: the L2 is left to what is.
+// Evict-first, for data that is not read again: it does not displace what is.
 template <int kVec, typename T>
-__device__ Packed<T, kVec> load_last(const T* p) {
+__device__ Packed<T, kVec> load_evict_first(const T* p) {
   return load_by<kVec>(p, [](const uint4* words) { return __ldcs(words); });
 }
 

@@ -1,40 +1,46 @@
-// The encoder's backward, second half (the first: encoder_order.cuh): reads dout once, B * T * C * sizeof(T) bytes, and
-// writes each row of dwte and dwpe once, zero where no token stands.
+// The second half of the encoder's backward (the first: encoder_order.cuh). It reads dout once from memory, B * T * C *
+// sizeof(T) bytes, and writes each row of dwte and dwpe once, zero where no token refers to it.
 //
-// Pieces of work of three kinds are cut so that all are of about one size: a position's rows over (a part of) the
-// batch; the rows of dwte whose heads are in a unit of the items; of a long run (a token that occurs often) what lies
-// in a window of the items. The sum of a run or of a batch that is cut in parts is added up, in order, by the warp
-// whose part is the last to be done. Whichever that is, the order of the additions is the same, and so are the bits.
+// The work is cut into units of about the same size, one for each warp or half-warp:
 //
-// A slab takes 256 bytes of a row, 16 lanes: wider ones do not stay in the L2 until dout is read for the second time,
-// narrower ones cost the memory more, and with 16 bytes a lane there are half as many instructions as with 8.
+//   sum_over_batch   one position's rows of dout, or kBatchPiece of them         dwpe
+//   sum_short_runs   the tokens whose heads lie in kUnit items                   dwte
+//   sum_long_runs    the entries of long runs (frequent tokens) in one window    dwte
+//
+// A batch of more than kBatchPiece and a long run are thus sums of several parts. Each part is summed by one warp, and
+// the warp that finishes last adds the parts (add_parts). No warp waits for another. The order of the additions depends
+// on the tokens alone and not on which warp is the last, so the same inputs give the same bits.
+//
+// A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
+// again, narrower ones use less of a memory transaction, and 8 bytes a lane would need twice the instructions.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "../encoder.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
 
 namespace gptkernels::cuda {
 
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
-constexpr int kBackwardBlocks = 4;  // of a multiprocessor
-constexpr int kGroup = 64;          // partial sums that are added at a time
+constexpr int kSumsBlocksPerSM = 4;
+constexpr int kGroup = 64;  // partial sums that one warp adds
 
+// Loads of a lane that are in flight at once, limited by the registers.
 template <int kVec>
-constexpr int kAhead = kVec <= 4 ? 8 : 4;  // rows that a lane has under way at once, as registers allow
+constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// The lanes of a warp that share a row. A warp works on as many rows at a time as it has such groups of lanes.
+// The lanes that share a row: a warp works on kWarp / kLanes rows at a time, one for each group of lanes.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// A lane's column of a matrix. Rows and their bytes in 32 bits: then an address is one instruction.
+// A lane's column of a matrix. Row index and row size have 32 bits, so that an address takes one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -47,29 +53,37 @@ struct Column {
 };
 
 template <int kVec, typename T, typename A>
-__device__ Column<T> column_of(T* matrix, const Place<kVec, kLanes<kVec>>& at, const EncoderWorkspace<A>& w) {
+__device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>& at, const EncoderWorkspace<A>& w) {
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-// sum = the rows row_at(0), ..., row_at(count - 1): each group of lanes adds up its share, and all get the whole.
-template <int kVec, typename T, typename RowAt>
-__device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], const Column<T>& column, int count,
-                         const RowAt& row_at) {
+template <int kVec, typename T, typename Total>
+__device__ void write_sum(T* row, const Total (&sum)[kVec]) {
+  accumulate_t<T> values[kVec];
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) values[k] = static_cast<accumulate_t<T>>(sum[k]);
+  stream_narrow<kVec>(row, values);
+}
+
+// sum = the sum of the rows row_at(0), ..., row_at(count - 1), in every group of lanes. Total is float64 where T is
+// float32 (sum_t): the few rows of one step are added in float32, and the steps in float64.
+template <int kVec, typename T, typename Total, typename RowAt>
+__device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
   const int group = threadIdx.x % kWarp / kLanes<kVec>;
 #pragma unroll
   for (int k = 0; k < kVec; ++k) sum[k] = 0;
-  for (int first = group; first < count; first += kAhead<kVec> * kGroups) {
-    Packed<std::remove_const_t<T>, kVec> packs[kAhead<kVec>];
+  for (int first = group; first < count; first += kLoadsInFlight<kVec> * kGroups) {
+    Packed<std::remove_const_t<T>, kVec> packs[kLoadsInFlight<kVec>];
 #pragma unroll
-    for (int j = 0; j < kAhead<kVec>; ++j) {
+    for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const int i = first + j * kGroups;
       packs[j] = {};
       if (i < count) packs[j] = load<kVec>(column.row(row_at(i)));
     }
     accumulate_t<std::remove_const_t<T>> some[kVec] = {};
 #pragma unroll
-    for (int j = 0; j < kAhead<kVec>; ++j) add_pack(some, packs[j]);
+    for (int j = 0; j < kLoadsInFlight<kVec>; ++j) add_pack(some, packs[j]);
 #pragma unroll
     for (int k = 0; k < kVec; ++k) sum[k] += some[k];
   }
@@ -77,77 +91,91 @@ __device__ void sum_rows(accumulate_t<std::remove_const_t<T>> (&sum)[kVec], cons
 #pragma unroll
   for (int offset = kLanes<kVec>; offset < kWarp; offset *= 2)
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) sum[k] += __shfl_xor_sync(kAll, sum[k], offset);
+    for (int k = 0; k < kVec; ++k) sum[k] += __shfl_xor_sync(kAllLanes, sum[k], offset);
 }
 
-// Whether this warp, which has just written a partial sum, is the last of `count` that do.
+// ---- sums of several parts ----
+
+// Called by each of `count` warps after it has written a partial sum. Returns true in the last of them, which then sees
+// the partial sums of all: lane 0's fences, between warp barriers, order every lane's writes before the count and the
+// count before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
-  __threadfence();
   __syncwarp();
   int before = 0;
-  if (threadIdx.x % kWarp == 0) before = atomicAdd(arrived, 1);
-  before = __shfl_sync(kAll, before, 0);
-  __threadfence();
+  if (threadIdx.x % kWarp == 0) {
+    __threadfence();
+    before = atomicAdd(arrived, 1);
+    __threadfence();
+  }
+  before = __shfl_sync(kAllLanes, before, 0);
+  __syncwarp();
   return before == count - 1;
 }
 
-// `sum` is part `part` of `parts`. The last warp to come here returns with the sum of all: those of each group of parts
-// are added first, then the groups' sums. `partial_at` says in which row of the partials a part lies, `arrival_at` who
-// counts for the group that begins with it.
-template <int kVec, typename T, typename RowAt, typename ArrivalAt>
-__device__ bool add_parts(accumulate_t<T> (&sum)[kVec], const Place<kVec, kLanes<kVec>>& at,
-                          const EncoderWorkspace<T>& w, int part, int parts, const RowAt& partial_at,
-                          const ArrivalAt& arrival_at) {
+// On entry `sum` is part `part` of a sum of `parts` parts. Part i owns row row_at(i) of the partials and the counter of
+// that row; no two parts, of the same sum or of different sums, have the same row. Returns true in the last warp to
+// arrive, with the sum of all parts in `sum`. Groups of kGroup parts are added first, each by the last warp of its
+// group, then the groups' sums by the last of these warps. With 131 parts:
+//
+//   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
+//   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3
+//   row that takes the group's sum     0              | 64             | 128
+//   counter of the groups                 1                                             counts to 3
+//
+// Part 1 is never the first of a group, so each counter has one purpose. tests/test_encoder.py models this protocol
+// with the same indices (rows_of_partials, Arrivals): change both together.
+template <int kVec, typename T, typename RowAt>
+__device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<kVec>>& at,
+                          const EncoderWorkspace<T>& w, int part, int parts, const RowAt& row_at) {
+  static_assert(kGroup > 1);
   const auto partials = column_of(w.partials, at, w);
-  const auto keep = [&](int part) {
-    accumulate_t<T>* p = partials.row(partial_at(part));
+  const auto write_partial = [&](int part) {
+    accumulate_t<T>* p = partials.row(row_at(part));
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) p[k] = sum[k];
+    for (int k = 0; k < kVec; ++k) p[k] = static_cast<accumulate_t<T>>(sum[k]);
   };
+  const auto counter = [&](int part) { return w.arrived + int64_t(row_at(part)) * w.slabs + at.slab; };
   const int first = part / kGroup * kGroup;
   const int count = min(kGroup, parts - first);
-  keep(part);
-  if (!last_to_arrive(w.arrived + int64_t(arrival_at(first)) * w.slabs + at.slab, count)) return false;
-  sum_rows<kVec>(sum, partials, count, [&](int i) { return partial_at(first + i); });
+  write_partial(part);
+  if (!last_to_arrive(counter(first), count)) return false;
+  sum_rows<kVec>(sum, partials, count, [&](int i) { return row_at(first + i); });
   if (parts <= kGroup) return true;
   const int groups = (parts + kGroup - 1) / kGroup;
-  keep(first);
-  if (!last_to_arrive(w.arrived + (int64_t(w.arrivals) + arrival_at(0)) * w.slabs + at.slab, groups)) return false;
-  sum_rows<kVec>(sum, partials, groups, [&](int i) { return partial_at(i * kGroup); });
+  write_partial(first);
+  if (!last_to_arrive(counter(1), groups)) return false;
+  sum_rows<kVec>(sum, partials, groups, [&](int i) { return row_at(i * kGroup); });
   return true;
 }
 
-// dwpe[t] = sum over b of dout[b, t].
+// dwpe[t] = sum over b of dout[b, t]. A piece is a part of the sum; its rows of the partials follow those of the runs.
 template <typename T, typename Token, int kVec>
 __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
-                               const Place<kVec, kLanes<kVec>>& at, int t, int piece) {
+                               const SlabColumns<kVec, kLanes<kVec>>& at, int t, int piece) {
   const int length = static_cast<int>(p.length);
   if (t >= length && piece > 0) return;
-  accumulate_t<T> sum[kVec] = {};
+  sum_t<T> sum[kVec] = {};
   if (t < length) {
     const int first = piece * kBatchPiece;
     const int count = min(static_cast<int>(p.batch) - first, kBatchPiece);
     sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return (first + i) * length + t; });
     if (w.pieces > 1) {
       wait_for_previous_kernel();
-      const auto row = [&](int part) { return part * length + t; };
-      if (!add_parts<kVec, T>(
-              sum, at, w, piece, w.pieces, [&](int i) { return 2 * w.windows + row(i); },
-              [&](int i) { return w.windows + row(i); }))
-        return;
+      const auto row_at = [&](int part) { return 2 * w.windows + part * length + t; };
+      if (!add_parts<kVec, T>(sum, at, w, piece, w.pieces, row_at)) return;
     }
   }
-  stream_narrow<kVec>(column_of(p.dwpe, at, w).row(t), sum);
+  write_sum<kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// The rows of dwte whose heads are in a unit of the items, for each group of lanes its own. A row is written when the
-// next head comes; the last one's entries end beyond the unit.
+// The rows of dwte whose heads lie in a unit of the items; each group of lanes has a unit of its own. A row is written
+// when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a window.
 template <typename T, typename Token, int kVec>
-__device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
-                          const Place<kVec, kLanes<kVec>>& at, int unit) {
+__device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
+                               const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
   constexpr int kReach = kUnit + kWindow;
   constexpr int kRounds = kReach / kLanes<kVec>;
-  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // 8: groups in banks of their own
+  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // + 8: groups use different banks
   int* items = staged[threadIdx.x / kLanes<kVec>];
   const int lane = threadIdx.x % kLanes<kVec>;
   const int group_shift = threadIdx.x % kWarp - lane;
@@ -158,31 +186,35 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorks
   int end = kReach;
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
-    const unsigned heads = (__ballot_sync(kAll, loaded[c] < 0) >> group_shift) & (kAll >> (kWarp - kLanes<kVec>));
+    const unsigned heads =
+        (__ballot_sync(kAllLanes, loaded[c] < 0) >> group_shift) & (kAllLanes >> (kWarp - kLanes<kVec>));
     const int head = c * kLanes<kVec> + __ffs(heads) - 1;
     if (c * kLanes<kVec> < kUnit)
       first = heads && first == kReach ? head : first;
     else
       end = heads && end == kReach ? head : end;
   }
-  if (__all_sync(kAll, first == kReach)) return;
+  if (__all_sync(kAllLanes, first == kReach)) return;
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
-    items[i] = i < first || i >= end ? kMark : loaded[c];
+    items[i] = i < first || i >= end ? kLongRunMark : loaded[c];
   }
   __syncwarp();
 
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
-  const int all_end = __reduce_max_sync(kAll, first == kReach ? 0 : end);
+  const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
+  // For float32, a step whose items are all entries of one row is added in pairs: a running sum of 64 terms has several
+  // times the rounding error of torch's. For 16-bit types the final rounding is much larger than either.
+  constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
   accumulate_t<T> sum[kVec] = {};
-  for (int i = 0; i < all_end; i += kAhead<kVec>) {
-    Packed<T, kVec> packs[kAhead<kVec>];
-    int item[kAhead<kVec>];
+  for (int i = 0; i < all_end; i += kLoadsInFlight<kVec>) {
+    Packed<T, kVec> packs[kLoadsInFlight<kVec>];
+    int item[kLoadsInFlight<kVec>];
 #pragma unroll
-    for (int j = 0; j < kAhead<kVec>; j += 4) {
+    for (int j = 0; j < kLoadsInFlight<kVec>; j += 4) {
       const int4 four = *reinterpret_cast<const int4*>(items + i + j);
       item[j] = four.x;
       item[j + 1] = four.y;
@@ -190,14 +222,28 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorks
       item[j + 3] = four.w;
     }
 #pragma unroll
-    for (int j = 0; j < kAhead<kVec>; ++j) {
+    for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const T* p = dout.row(item[j]);
       packs[j] = {};
-      if (unsigned(item[j]) < unsigned(kMark)) packs[j] = load_last<kVec>(p);
+      if (unsigned(item[j]) < unsigned(kLongRunMark)) packs[j] = load_evict_first<kVec>(p);
     }
-    // No branch but around the stores: the compiler would have the groups meet after each.
+    bool has_head = false;
 #pragma unroll
-    for (int j = 0; j < kAhead<kVec>; ++j) {
+    for (int j = 0; j < kLoadsInFlight<kVec>; ++j) has_head |= item[j] < 0;
+    if (kPairwise && !has_head) {
+      // In place, so that it takes no more registers.
+#pragma unroll
+      for (int half = kLoadsInFlight<kVec> / 2; half > 0; half /= 2)
+#pragma unroll
+        for (int j = 0; j < half; ++j)
+#pragma unroll
+          for (int k = 0; k < kVec; ++k) packs[j].v[k] += packs[j + half].v[k];
+      add_pack(sum, packs[0]);
+      continue;
+    }
+    // Selects instead of branches: the compiler would insert a warp reconvergence point after each branch.
+#pragma unroll
+    for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
       if (head && row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
       row = head ? ~item[j] : row;
@@ -207,32 +253,31 @@ __device__ void sum_slots(const EncoderBackward<T, Token>& p, const EncoderWorks
     }
   }
   if (row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
-  __syncwarp();  // what is staged has been read
+  __syncwarp();  // before `items` is written again
 }
 
-// The pieces of long runs that lie in a window of the items.
+// The parts of long runs that lie in a window of the items: of at most two, one that began in an earlier window and one
+// that begins in this one. So row 2 * window + (begins here) of the partials belongs to one part.
 template <typename T, typename Token, int kVec>
-__device__ void sum_window(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
-                           const Place<kVec, kLanes<kVec>>& at, int window) {
+__device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
+                              const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
   for (int i = 0; i < 2; ++i) {
     const Run run = w.long_runs[2 * window + i];
     if (run.last == 0) continue;
     const int begin = max(run.first, window * kWindow);
     const int count = min(run.last + 1, (window + 1) * kWindow) - begin;
-    accumulate_t<T> sum[kVec];
-    sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return w.items[begin + i] & ~kMark; });
+    sum_t<T> sum[kVec];
+    sum_rows<kVec>(sum, column_of(p.dout, at, w), count, [&](int i) { return w.items[begin + i] & ~kLongRunMark; });
     const int first_window = run.first / kWindow;
     const int parts = run.last / kWindow - first_window + 1;
-    if (!add_parts<kVec, T>(
-            sum, at, w, window - first_window, parts, [&](int i) { return 2 * (first_window + i) + (i == 0); },
-            [&](int i) { return first_window + i; }))
-      continue;
-    stream_narrow<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
+    const auto row_at = [&](int part) { return 2 * (first_window + part) + (part == 0); };
+    if (!add_parts<kVec, T>(sum, at, w, window - first_window, parts, row_at)) continue;
+    write_sum<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }
 
 template <typename T, typename Token, int kVec>
-__global__ void __launch_bounds__(kSumsThreads, kBackwardBlocks)
+__global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,
                                  const int64_t batch_blocks) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -242,14 +287,16 @@ __global__ void __launch_bounds__(kSumsThreads, kBackwardBlocks)
   if (over_batch ? warp >= p.positions * w.pieces : unit >= w.windows * int64_t(kWindow / kUnit)) return;
   if (!over_batch) wait_for_previous_kernel();
   for (int64_t slab = blockIdx.y; slab < w.slabs; slab += gridDim.y) {
-    const Place<kVec, kLanes<kVec>> at(slab, w.width);
+    const SlabColumns<kVec, kLanes<kVec>> at(slab, w.width);
     if (over_batch) {
       sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(warp % p.positions),
                                      static_cast<int>(warp / p.positions));
       continue;
     }
-    sum_slots<T, Token, kVec>(p, w, at, static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
-    if (unit % (kWindow / kUnit) == 0) sum_window<T, Token, kVec>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
+    sum_short_runs<T, Token, kVec>(p, w, at,
+                                   static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
+    if (unit % (kWindow / kUnit) == 0)
+      sum_long_runs<T, Token, kVec>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
   }
 }
 

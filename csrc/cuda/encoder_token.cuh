@@ -1,15 +1,15 @@
-// The check that a token has before it becomes an index: the host does not see it.
+// The check of a token before it is used as an index. The host does not read the tokens.
 #pragma once
 
 #include <cstdint>
 
-#include "assert.cuh"
+#include "common/assert.cuh"
 
 namespace gptkernels::cuda {
 
-// Whether a token is in the vocabulary; one that is not is said, and ends the kernel.
+// Whether the token is in the vocabulary. If not, prints the error and fails a device-side assertion.
 template <typename Token>
-__device__ bool inside(Token token, int64_t vocabulary, const char* op, int64_t position) {
+__device__ bool in_vocabulary(Token token, int64_t vocabulary, const char* op, int64_t position) {
   if (token >= 0 && token < vocabulary) return true;
   device_fail(op, "a token is outside the vocabulary",
               "token %lld at position %lld is outside the vocabulary of %lld\n", static_cast<long long>(token),

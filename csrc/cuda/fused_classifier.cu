@@ -1,28 +1,31 @@
 #include "../fused_classifier.h"
-#include "assert.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
-#include "row.cuh"
-#include "softmax_sum.cuh"
+#include "common/assert.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/row.cuh"
+#include "common/simple_row.cuh"
+#include "common/softmax_sum.cuh"
 #include "wide_row.cuh"
 #include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// ---------------------------------------------------------------------------------------------------------------
-// Forward: reads the logits once, writes dlogits once; 2 * N * Vp * sizeof(T) bytes, and a target and a loss a row.
+// ==== forward ========================================================================================================
+
+// Reads the logits once and writes dlogits once, 2 * N * Vp * sizeof(T) bytes, and a target and a loss per row.
 //
-// A thread writes the packs that it has read itself, so dlogits may take the place of the logits; the one logit that
-// all threads read, the target's, is in their sums before any of them writes. Columns V..Vp count as -inf and are
+// A thread writes only packs that it has read itself, so dlogits may overwrite the logits. Every thread also reads the
+// target's logit; it does so before the reduction, and all writes come after it. Columns V..Vp count as -inf and are
 // written as 0.
 //
-// The target's exponential is left out of the sum. That then holds the digits that a confident row's loss and gradient
-// consist of, and that the whole sum, a little more than 1, would have rounded away.
+// The sum of exponentials leaves out the target's. For a confident row that sum is small, and its digits are what loss
+// and gradient consist of; added to the target's 1, they would be rounded away.
 //
-// A row is kept as it came, in half of what its exponentials would fill, and each of these is taken twice.
+// The row is kept in the logits' dtype, which for 16-bit types takes half the space of float32 exponentials; each
+// exponential is computed twice.
 
-// ignore_index beyond the last row.
+// The target of a row; ignore_index beyond the last row.
 template <typename T>
 __device__ int64_t read_target(const FusedClassifierForward<T>& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
@@ -30,7 +33,7 @@ __device__ int64_t read_target(const FusedClassifierForward<T>& p, int64_t row) 
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-// Whether a row with this target has a loss. One outside the vocabulary is never used as an index.
+// Whether a row with this target has a loss. A target outside the vocabulary is never used as an index.
 template <typename T>
 __device__ bool counts(const FusedClassifierForward<T>& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
@@ -43,11 +46,11 @@ __device__ void check_target(const FusedClassifierForward<T>& p, int64_t row, in
   if (target == p.ignore_index || counts(p, target)) return;
   device_fail(kernel, "a target is outside the vocabulary",
               "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
-              static_cast<long long>(row), static_cast<long long>(p.vocab_size));
-  __builtin_unreachable();  // so that no register is kept for what would follow
+              static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
+  __builtin_unreachable();  // frees the registers that the code after the call would need
 }
 
-// One row's arithmetic, a pack at a time.
+// The arithmetic of one row, pack by pack.
 template <typename T, typename Column>
 struct Classifier {
   using A = accumulate_t<T>;
@@ -56,7 +59,7 @@ struct Classifier {
   Column vocab_size;
   A logit;  // the target's
   A dloss;
-  // From the sum on:
+  // Known after set_sum():
   A max = 0;
   A rest = 0;  // the sum of exp(x - max) over all columns but the target's
   A scale = 0;
@@ -74,7 +77,7 @@ struct Classifier {
            static_cast<std::make_unsigned_t<Column>>(target - column) < kVec;
   }
 
-  // -inf for the target, for padding, and for what belongs to the row before.
+  // Sets to -inf the target, the padding, and elements of the previous row.
   template <int kVec>
   __device__ void leave_others(Column column, A (&x)[kVec]) const {
     if (!special(column, x)) return;
@@ -98,14 +101,14 @@ struct Classifier {
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // Logits become gradients, but for the target and for padding ...
+  // Turns logits into gradients, except for the target and the padding ...
   template <int kVec>
   __device__ void differentiate(A (&x)[kVec]) const {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) x[k] = exp_for<T>(x[k] - max) * scale;
   }
 
-  // ... whose are put in here.
+  // ... which this sets.
   template <int kVec>
   __device__ void correct(Column column, A (&x)[kVec]) const {
     if (!special(column, x)) return;
@@ -117,8 +120,45 @@ struct Classifier {
   }
 };
 
-// Rows of up to kMaxItems packs a lane: a warp each, which keeps its row in registers. Packs lie at multiples of 16
-// bytes, so the first and the last may reach beyond the row; of these only the row's elements are loaded and stored.
+// ---- any row: one block, which reads it from memory in both passes ----
+
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kSimpleThreads)
+    fused_classifier_forward_simple_kernel(const FusedClassifierForward<T> p) {
+  using A = accumulate_t<T>;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const int64_t target = read_target(p, row);
+    const bool has_loss = counts(p, target);
+    if (threadIdx.x == 0) check_target(p, row, target, __func__);
+    Classifier<T, int64_t> classifier(p, row, has_loss ? target : kNone);
+    A x[kVec];
+    SoftmaxSum<T> sum;
+    if (has_loss)
+      for_each_pack<kVec>(p.vocab_size, [&](int64_t column) {
+        load_wide<kVec>(x, p.logits + row * p.width + column);
+        classifier.leave_others(column, x);
+        sum.add(x);
+      });
+    sum.include_max(classifier.logit);
+    sum.block_reduce();
+    classifier.set_sum(sum.max, sum.total);
+    for_each_pack<kVec>(p.width, [&](int64_t column) {
+      for (int k = 0; k < kVec; ++k) x[k] = 0;
+      if (has_loss) {
+        load_wide<kVec>(x, p.logits + row * p.width + column);
+        classifier.differentiate(x);
+        classifier.correct(column, x);
+      }
+      store_narrow<kVec>(p.dlogits + row * p.width + column, x);
+    });
+    if (threadIdx.x == 0) p.losses[row] = classifier.loss();
+  }
+}
+
+// ---- rows that fit into the registers of a warp ----
+
+// Rows of up to kMaxItems packs per lane: one warp each, which keeps the row in registers. Packs are at multiples of 16
+// bytes, so the first and the last may reach beyond the row; of these, only the row's elements are loaded and stored.
 constexpr int kMaxItems = 4;
 constexpr int kWarpRows = 8;  // of a block
 
@@ -127,7 +167,7 @@ __global__ void __launch_bounds__(kWarp* kWarpRows)
     fused_classifier_forward_warp_kernel(const FusedClassifierForward<T> p) {
   using A = accumulate_t<T>;
   constexpr int kVec = kPack<T>;
-  using Registers = Row<T, kVec, kItems>;
+  using Registers = Row<T, Warp, kItems>;
   const int width = static_cast<int>(p.width);
   const int64_t stride = int64_t(gridDim.x) * kWarpRows;
   for (int64_t row = int64_t(blockIdx.x) * kWarpRows + threadIdx.y; row < p.rows; row += stride) {
@@ -172,27 +212,29 @@ __global__ void __launch_bounds__(kWarp* kWarpRows)
   }
 }
 
-// All other rows: they stay in shared memory. Targets are read a row ahead, and for the loads of rows to come.
-template <typename T, bool kKept>
-__global__ void __launch_bounds__((kWideThreads<T, kKept>))
+// ---- wider rows, in shared memory ----
+
+// Targets are read one row ahead, and those of the rows to be loaded, to skip ignored rows.
+template <typename T>
+__global__ void __launch_bounds__(kWideThreads<T>)
     fused_classifier_forward_wide_kernel(const FusedClassifierForward<T> p, const WideShape shape) {
   using A = accumulate_t<T>;
-  using Rows = WideRows<T, 1, kPack<T>, kKept>;
-  Rows rows(shape, p.rows, p.width, {p.logits}, [&](int64_t row) { return counts(p, read_target(p, row)); });
+  using Rows = WideRows<T>;
+  Rows rows(shape, p.logits, p.rows, p.width, [&](int64_t row) { return counts(p, read_target(p, row)); });
   const auto checked = [&](int64_t row, int64_t target) {
     if (rows.first_thread()) check_target(p, row, target, "fused_classifier_forward_wide_kernel");
-    return static_cast<typename Rows::Column>(counts(p, target) ? target : kNone);
+    return static_cast<int>(counts(p, target) ? target : kNone);
   };
   auto target = checked(rows.row(), read_target(p, rows.row()));
   while (rows.more()) {
     rows.wait();
-    Classifier<T, typename Rows::Column> classifier(p, rows.row(), target);
-    const typename Rows::Exceptions exceptions = {classifier.vocab_size, target};
+    Classifier<T, int> classifier(p, rows.row(), target);
+    const typename Rows::BoundaryColumns boundary_columns = {classifier.vocab_size, target};
     SoftmaxSum<T> sum;
     if (target != kNone) {
-      rows.each(-std::numeric_limits<A>::infinity(), exceptions, [&](auto column, auto& x, auto exceptional) {
-        if (exceptional.value) classifier.leave_others(column, x[0]);
-        sum.add(x[0]);
+      rows.each(-std::numeric_limits<A>::infinity(), boundary_columns, [&](int column, auto& x, auto boundary) {
+        if (boundary.value) classifier.leave_others(column, x);
+        sum.add(x);
       });
       sum.include_max(classifier.logit);
     }
@@ -201,9 +243,9 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
     if (target != kNone) {
       rows.reduce(sum);
       classifier.set_sum(sum.max, sum.total);
-      rows.write(p.dlogits, exceptions, [&](auto column, auto& x, auto exceptional) {
-        classifier.differentiate(x[0]);
-        if (exceptional.value) classifier.correct(column, x[0]);
+      rows.write(p.dlogits, boundary_columns, [&](int column, auto& x, auto boundary) {
+        classifier.differentiate(x);
+        if (boundary.value) classifier.correct(column, x);
       });
     } else {
       rows.fill(p.dlogits, 0);
@@ -214,28 +256,32 @@ __global__ void __launch_bounds__((kWideThreads<T, kKept>))
   }
 }
 
-// Where a row is kept between its two passes: registers, while they are one warp's; then, with launch_wide_rows, shared
-// memory, of a part of a multiprocessor or of up to eight, else nowhere.
+// A warp per row while its registers hold it; then shared memory, of a part of an SM or of up to eight; else the simple
+// kernel (before sm_90: rows that one SM cannot hold).
 template <typename T>
 void launch_forward(const FusedClassifierForward<T>& p, Stream stream) {
-  const bool aligned = packs<T>(p.width, p.logits);
+  const bool aligned = can_vectorize<T>(p.width, p.logits);
   const int64_t items = ceil_div(ceil_div(p.width, kPack<T>) + !aligned, kWarp);
-  if (items > kMaxItems)
-    return launch_wide_rows<T, 1, fused_classifier_forward_wide_kernel<T, true>,
-                            fused_classifier_forward_wide_kernel<T, false>>(p, aligned, stream);
-  const unsigned grid = grid_size(ceil_div(p.rows, kWarpRows));
-  with_row_items<1, kMaxItems>(static_cast<int>(items), [&](auto items) {
-    fused_classifier_forward_warp_kernel<T, items.value><<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(p);
-  });
+  if (items <= kMaxItems) {
+    const unsigned grid = grid_size(ceil_div(p.rows, kWarpRows));
+    with_constant<1, kMaxItems>(static_cast<int>(items), [&](auto items) {
+      fused_classifier_forward_warp_kernel<T, items.value><<<grid, dim3(kWarp, kWarpRows), 0, stream>>>(p);
+    });
+  } else if (!launch_wide_rows<T, fused_classifier_forward_wide_kernel<T>>(p, aligned, stream)) {
+    if (aligned && can_vectorize<T>(p.width, p.dlogits))
+      fused_classifier_forward_simple_kernel<T, kPack<T>><<<grid_size(p.rows), kSimpleThreads, 0, stream>>>(p);
+    else
+      fused_classifier_forward_simple_kernel<T, 1><<<grid_size(p.rows), kSimpleThreads, 0, stream>>>(p);
+  }
 }
 
-// ---------------------------------------------------------------------------------------------------------------
-// Backward: reads and writes dlogits once; 2 * N * Vp * sizeof(T) bytes. All loads of a thread come before its first
-// store.
+// ==== backward =======================================================================================================
+
+// Reads and writes dlogits once: 2 * N * Vp * sizeof(T) bytes. A thread issues all its loads before its first store.
 
 constexpr int kBackwardItems = 4;
 
-// A pack of a row that begins in the row before or ends in the next keeps to its own elements.
+// Of packs that start in the previous row or end in the next one, only the row's own elements are accessed.
 template <typename T>
 __global__ void __launch_bounds__(256)
     fused_classifier_backward_kernel(const FusedClassifierBackward<T> p, int segments) {
@@ -266,10 +312,10 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Rows of up to 1024 packs side by side in a block, wider ones over several blocks.
+// A block has several rows of up to 1024 packs; a wider row is divided over several blocks.
 template <typename T>
 void launch_backward(const FusedClassifierBackward<T>& p, Stream stream) {
-  const int64_t packs = ceil_div(p.width, kPack<T>) + !cuda::packs<T>(p.width, p.dlogits);
+  const int64_t packs = ceil_div(p.width, kPack<T>) + !can_vectorize<T>(p.width, p.dlogits);
   const int64_t lanes = ceil_div(ceil_div(packs, kBackwardItems), kWarp) * kWarp;
   const dim3 block(std::min<int64_t>(lanes, 256), std::max<int64_t>(256 / lanes, 1));
   const int64_t segments = ceil_div(packs, int64_t(block.x) * kBackwardItems);
@@ -296,9 +342,6 @@ Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream str
 #define GPTKERNELS_INSTANTIATE(T)                                                        \
   template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
   template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

@@ -1,14 +1,14 @@
 #include "../gelu.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
 #include "gelu.cuh"
-#include "launch.cuh"
-#include "packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Elementwise over flat memory: forward moves 2 * size * sizeof(T) bytes, backward 3. A thread takes kItems packs, a
-// block apart, and has loaded all of them before it uses the first. What is left of the size when a block's packs do
-// not divide it goes element by element. Outputs may be inputs: a thread has read its elements before it writes them.
+// Elementwise over flat memory: forward moves 2 * size * sizeof(T) bytes, backward 3. A thread takes kItems packs, one
+// block width apart, and loads all of them before it uses the first. The last block, if it is not full, works element
+// by element. An output may overwrite an input: a thread reads its elements before it writes them.
 
 constexpr int kThreads = 128;
 
@@ -31,8 +31,8 @@ __device__ Packed<T, N> backward_of(const Packed<T, N>& x, const Packed<T, N>& d
   return narrow<T>(dx);
 }
 
-// Calls whole(i) for a thread's place in a run of kItems packs a thread, and one(i) for every element beyond the last
-// whole run.
+// Calls whole(i) with a thread's first element if its block has kRun elements per thread, else one(i) for every
+// element.
 template <int kRun, typename Whole, typename One>
 __device__ void for_each_run(int64_t size, int pack, const Whole& whole, const One& one) {
   const int64_t begin = int64_t(blockIdx.x) * kThreads * kRun;
@@ -73,9 +73,8 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
       [&](int64_t i) { store(p.dx + i, backward_of<Form>(load<1>(p.x + i), load<1>(p.dout + i))); });
 }
 
-// Small blocks that come and go keep reads and writes evenly mixed: one pack a thread is the fastest (two where the
-// arithmetic of a pack's eight elements is long, forward; measured with 1, 2, 3, 4 and 8, and blocks of 64 to 512
-// threads).
+// Packs per thread. Small blocks that start and end at different times keep reads and writes evenly mixed, so one pack
+// is the fastest, except where its eight elements take many instructions (docs/gelu.md).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>
@@ -107,21 +106,18 @@ Status launch_form(const Arguments& p, Stream stream) {
 template <typename T>
 Status gelu_forward(const GeluForward<T>& p, Stream stream) {
   if (p.size == 0) return cudaSuccess;
-  return packs<T>(0, p.out, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
+  return can_vectorize<T>(0, p.out, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
 }
 
 template <typename T>
 Status gelu_backward(const GeluBackward<T>& p, Stream stream) {
   if (p.size == 0) return cudaSuccess;
-  return packs<T>(0, p.dx, p.dout, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
+  return can_vectorize<T>(0, p.dx, p.dout, p.x) ? launch_form<T, kPack<T>>(p, stream) : launch_form<T, 1>(p, stream);
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                                 \
   template Status gelu_forward<T>(const GeluForward<T>&, Stream); \
   template Status gelu_backward<T>(const GeluBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

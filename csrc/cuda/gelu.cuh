@@ -1,12 +1,12 @@
-// GELU and its derivative at one x, for every kernel that has one in hand.
+// GELU and its derivative at one x.
 //
-// Neither form is computed as x / 2 * (1 + tanh(u)) or (1 + erf(u)), whose sum cancels for negative x: both take the
-// small tail itself.
+// Neither form is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)): for negative x the sum cancels. Both
+// compute the small tail directly.
 #pragma once
 
 #include <limits>
 
-#include "approximate.cuh"
+#include "common/approximate.cuh"
 
 namespace gptkernels::cuda {
 
@@ -23,7 +23,7 @@ struct GeluTanh {
   }
 
   // s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
-  // s'(v) = e^-|v| s(|v|)^2. A finite x^2 keeps s' v' a zero for x beyond 1e19, not 0 * inf.
+  // s'(v) = e^-|v| s(|v|)^2. With x^2 limited to finite values, s' v' is 0 for |x| > 1e19, not 0 * inf = NaN.
   static __device__ A derivative(A x) {
     const A square = fmin(x * x, std::numeric_limits<A>::max());
     const A v = x * (A(kLinear) + A(kCubic) * square);
@@ -33,7 +33,7 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution Q(x) of the tail beyond x >= 0 and its density, both from one exponential.
+// The normal distribution's tail probability Q(x) for x >= 0 and its density at x, both from one exponential.
 template <typename A>
 struct Tail {
   A mass, density;
@@ -48,9 +48,9 @@ __device__ float horner(float t, float first, Rest... rest) {
     return first;
 }
 
-// Q(x) = e^(-x^2/2) t P(t) with t = 1 / (1 + x / 4). P is the polynomial whose largest relative error up to x = 14.5 is
-// the least (fitted by Lawson's reweighted least squares to erfc(x / sqrt 2) e^(x^2/2) / 2): 6e-5 from 0 on for 16-bit
-// results, 2e-8 from 1 on for float32. Beyond 14.5 Q is below the smallest float32.
+// Q(x) = e^(-x^2/2) t P(t) with t = 1 / (1 + x / 4). P minimises the largest relative error up to x = 14.5 (fitted by
+// Lawson's reweighted least squares to erfc(x / sqrt 2) e^(x^2/2) / 2): 6e-5 for x >= 0 for 16-bit results, 2e-8 for
+// x >= 1 for float32. Beyond 14.5, Q is less than the smallest float32.
 template <typename T>
 struct TailFit {
   static __device__ float polynomial(float t) {
@@ -68,18 +68,18 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// About 30 instructions, so that float32 too is read and written at the memory's rate. Exponential and reciprocal are
-// off by 2^-22 at most, which Q from 1 on can bear: where it is subtracted from 1 it is below 1/6, and where it is the
-// result torch's own has lost more digits by then.
+// About 30 instructions, few enough for float32 to run at the memory's rate. The approximate exponential and reciprocal
+// have relative errors of up to 2^-22. For x >= 1 that is enough: where Q is subtracted from 1 it is less than 1/6, and
+// where it is the result itself, torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
   float e = exp2_approximately((-0.5f * kLog2E) * square);
-  // What rounding the square has cost, 80 ulp of e in the far tail.
+  // Corrects the rounding of the square, which costs up to 80 ulp of e in the far tail.
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // Near 0 there is no tail to keep, and 1/2 - x R(x^2) has fewer roundings; R is fitted in the same way, to 3e-8.
+  // Near 0 nothing cancels, and 1/2 - x R(x^2) has fewer roundings; R is fitted in the same way, to 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -
@@ -95,7 +95,7 @@ __device__ Tail<double> tail(double x) {
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond, and the square must not overflow
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // beyond, the tail is 0; limits x so that x^2 is finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

@@ -1,8 +1,8 @@
 #include "../global_norm.h"
-#include "launch.cuh"
-#include "multi_tensor.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/launch.cuh"
+#include "common/multi_tensor.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -10,14 +10,14 @@ namespace {
 using NormList = TensorList<1, 512>;
 static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
-// ---- the partial sums: every element is read once, a block reads a chunk --------------------------------------------
+// ---- the partial sums: one block per chunk; every element is read once ----------------------------------------------
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
-constexpr int kPacksInFlight = 4;  // a thread: with 2048 threads on a multiprocessor, 128 KB
+constexpr int kPacksInFlight = 4;  // per thread: 128 KB on an SM with 2048 threads
 
-// float64 costs no time where a multiprocessor converts 16 values a clock and adds 64: 16 bytes a clock is all it
-// reads, and these are 8 of bfloat16.
+// float64 costs no time on an SM that converts 16 values and adds 64 per clock (H100, H200): it reads only 8 bfloat16
+// per clock.
 template <int N, typename T>
 __device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) partials[blockIdx.x] = total;
 }
 
-// ---- their sum: 8 bytes for each chunk ------------------------------------------------------------------------------
+// ---- their sum: one block; 8 bytes per chunk ------------------------------------------------------------------------
 
 constexpr int kSumThreads = 1024;
 constexpr int kSumsInFlight = 8;
@@ -104,9 +104,7 @@ Status global_norm_sum(float* norm, const double* partials, int64_t count, Strea
   return cudaGetLastError();
 }
 
-template Status global_norm_squares<double>(const GlobalNormSquares<double>&, Stream);
-template Status global_norm_squares<float>(const GlobalNormSquares<float>&, Stream);
-template Status global_norm_squares<bfloat16>(const GlobalNormSquares<bfloat16>&, Stream);
-template Status global_norm_squares<float16>(const GlobalNormSquares<float16>&, Stream);
+#define GPTKERNELS_INSTANTIATE(T) template Status global_norm_squares<T>(const GlobalNormSquares<T>&, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

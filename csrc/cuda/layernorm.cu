@@ -1,130 +1,132 @@
-// Which kernel takes which rows of a layernorm, and in what shape.
+// Which kernel a layernorm takes, and its launch shape.
 //
-//   forward    registers of a warp or a block hold a row      layernorm_forward_registers_kernel
-//              none do                                        layernorm_forward_wide_kernel
-//   backward   registers hold what a row's columns sum up     layernorm_backward_ring_kernel
-//              none do                                        layernorm_backward_wide_kernel, *_columns_kernel
-//              the partial sums of either                     partial_sums_kernel
+//              rows of whole packs, in registers         any other row, and float64
+//   forward    layernorm_forward_registers_kernel        layernorm_forward_simple_kernel
+//   backward   layernorm_backward_ring_kernel            layernorm_backward_simple_kernel, *_columns_kernel
+//              then, for dweight and dbias, partial_sums_kernel
 #include <algorithm>
 #include <limits>
 
 #include "../layernorm.h"
-#include "launch.cuh"
+#include "common/launch.cuh"
+#include "common/partial_sums.cuh"
+#include "common/simple_row.cuh"
 #include "layernorm_backward.cuh"
 #include "layernorm_forward.cuh"
-#include "partial_sums.cuh"
+#include "layernorm_shape.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Whole packs of float32 and 16 bits are worth a kernel for every number of packs a thread; float64 and odd layouts
-// need only be right.
-template <typename T, int kVec>
-constexpr bool kIsFast = kVec > 1 && sizeof(T) < 8;
-
-// Packs a thread, of a row of several warps.
-constexpr int kMaxItems = 4;
-template <typename T, int kVec>
-constexpr int kMinItems = kIsFast<T, kVec> ? 1 : kMaxItems;
-
 // ---- forward ----
 
-// Of a row of one warp.
-template <typename T, int kVec>
-constexpr int kForwardMaxWarpItems = kIsFast<T, kVec> ? 7 : kMaxItems;
-
-// Whether all rows are at once on the multiprocessors.
+// Whether the SMs hold all rows at once.
 inline bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// A residual changes nothing here: the norm of a sum has the same bits either way.
-template <typename T, int kVec>
-RowThreads forward_row_threads(int64_t rows, int64_t width) {
-  constexpr int kMin = kMinItems<T, kVec>;
-  constexpr int kMaxWarp = kForwardMaxWarpItems<T, kVec>;
-  const auto max_threads = [](auto items) { return kForwardMaxThreads<T, kVec, items.value>; };
-  // Two warps a row of 768 float32 have enough to do and are gone sooner, if there are enough rows to follow.
-  if (kVec == 4 && !few_rows(rows))
-    return row_threads<kBlock, kVec, kMin, kMaxItems, std::min(kMaxWarp, 5)>(width, max_threads);
-  return row_threads<kBlock, kVec, kMin, kMaxItems, kMaxWarp>(width, max_threads);
-}
-
-// Rows of one warp a block. Blocks of some 3 KB keep reads and writes best mixed; where all rows are at once on the
-// multiprocessors, the launch of blocks is what takes the time, and there are fewer.
+// Rows of one warp per block. With blocks of about 3 KB reads and writes are mixed best. Few rows take the time to
+// launch their blocks, so these have more rows.
 inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-template <int kVec, bool kResidual, typename T>
-void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  const RowThreads row = forward_row_threads<T, kVec>(p.rows, p.width);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) {  // a grid has no more blocks
-    layernorm_forward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
-    return;
-  }
-  const int64_t row_bytes = (kResidual ? 2 : 1) * std::max<int64_t>(p.width, 1) * int64_t(sizeof(T));
-  const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, row_bytes));
+// Returns whether the rows fit into registers. A residual does not change the shape: layernorm(x + residual) has the
+// same bits with and without fusion.
+template <bool kResidual, typename T>
+bool launch_forward_registers(const LayernormForward<T>& p, Stream stream) {
+  // Two warps finish a row of 768 float32 sooner than one, if more rows follow.
+  const int most_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMostWarpItems;
+  const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
+  const RowShape row = row_shape<T, Block>(packs, most_warp_items, forward_max_threads<T>);
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // a grid has no more blocks
+  const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
-  with_row_threads<kBlock, kMinItems<T, kVec>, kMaxItems, kForwardMaxWarpItems<T, kVec>>(
-      row, [&](auto threads, auto sure, auto items) {
-        layernorm_forward_registers_kernel<T, kVec, threads.value, sure.value, items.value, kResidual>
-            <<<grid, block, 0, stream>>>(p, 1 / accumulate_t<T>(p.width));
-      });
+  with_row<T, Block, kMostWarpItems>(row, [&](auto type) {
+    layernorm_forward_registers_kernel<typename decltype(type)::type, kResidual>
+        <<<grid, block, 0, stream>>>(p, 1 / float(p.width));
+  });
+  return true;
 }
 
-template <int kVec, typename T>
+template <typename T, int kVec>
 void launch_forward(const LayernormForward<T>& p, Stream stream) {
-  return p.residual ? launch_forward<kVec, true>(p, stream) : launch_forward<kVec, false>(p, stream);
+  if constexpr (kVec > 1 && sizeof(T) < 8)
+    if (p.residual ? launch_forward_registers<true>(p, stream) : launch_forward_registers<false>(p, stream)) return;
+  layernorm_forward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p);
 }
 
 // ---- backward ----
 
-// Of a row of one warp. With a third array to wait for, more warps are worth their barriers.
-template <typename T, int kVec, bool kResidual>
-constexpr int kBackwardMaxWarpItems = !kIsFast<T, kVec>        ? kMaxItems
-                                      : kVec == 8 && kResidual ? 5
-                                                               : 7;
-
-// Launches the ring kernel if its rows fit; the blocks, and so the rows of partial sums, that it has launched.
-template <int kVec, bool kResidual, typename T>
-unsigned launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
-  constexpr int kMin = kMinItems<T, kVec>;
-  constexpr int kMaxWarp = kBackwardMaxWarpItems<T, kVec, kResidual>;
-  const RowThreads row = row_threads<kPart, kVec, kMin, kMaxItems, kMaxWarp>(
-      p.width, [](auto items) { return kBackwardMaxThreads<T, kVec, items.value, kResidual>; });
-  if (row.items == 0) return 0;
-  unsigned blocks = 0;
-  with_row_threads<kPart, kMin, kMaxItems, kMaxWarp>(row, [&](auto threads, auto sure, auto items) {
-    constexpr auto kKernel = layernorm_backward_ring_kernel<T, kVec, threads.value, sure.value, items.value, kResidual>;
-    const RingShape shape =
-        ring_shape(p.rows, ring_row_bytes<T, kResidual ? 3 : 2>(p.width), row.threads,
-                   kBackwardMaxThreads<T, kVec, items.value, kResidual>, max_dynamic_shared_memory<kKernel>());
-    if (shape.stages == 0) return;
-    const int64_t sums_bytes =
-        int64_t(shape.block.x) * shape.block.y * 2 * items.value * kVec * sizeof(accumulate_t<T>);
-    kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages);
-    blocks = shape.grid;
-  });
+// Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
+template <bool kResidual, typename T>
+int64_t launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
+  // With a third array to wait for, more warps per SM are worth their barriers.
+  constexpr int kWarpItems = sizeof(T) == 2 && kResidual ? 5 : kMostWarpItems;
+  const auto max_threads = backward_max_threads<T, kResidual>;
+  const RowShape row = row_shape<T, BlockPart>(std::max<int64_t>(p.width / kPack<T>, 1), kWarpItems, max_threads);
+  int64_t blocks = 0;
+  if (row.items > 0)
+    with_row<T, BlockPart, kWarpItems>(row, [&](auto type) {
+      using R = typename decltype(type)::type;
+      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual>;
+      const int64_t row_bytes = (kResidual ? 3 : 2) * p.width * int64_t(sizeof(T));
+      const RingShape shape =
+          ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
+      if (shape.stages == 0) return;
+      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * 2 * R::kItems * R::kVec * sizeof(float);
+      kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages);
+      blocks = shape.grid;
+    });
   return blocks;
 }
 
-// Rows of partial sums when the rows are too wide for the ring.
-inline int64_t wide_partials(int64_t rows) {
+// Rows of partial sums that the simple kernels make.
+inline int64_t simple_partials(int64_t rows) {
   return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
-template <int kVec, bool kResidual, typename T>
-void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  int64_t partials = p.rows ? launch_backward_ring<kVec, kResidual>(p, stream) : 0;
-  if (partials == 0) {
-    partials = wide_partials(p.rows);
-    if (p.dx && p.rows) layernorm_backward_wide_kernel<T, kVec><<<grid_size(p.rows), 1024, 0, stream>>>(p);
-    constexpr int kThreads = 128;
-    const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(partials));
-    if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
-  }
+// Returns the rows of partial sums.
+template <int kVec, typename T>
+int64_t launch_backward(const LayernormBackward<T>& p, Stream stream) {
+  if constexpr (kVec > 1 && sizeof(T) < 8)
+    if (const int64_t blocks = p.rows == 0 ? 0
+                               : p.dsum    ? launch_backward_ring<true>(p, stream)
+                                           : launch_backward_ring<false>(p, stream))
+      return blocks;
+  if (p.dx && p.rows)
+    layernorm_backward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p);
+  constexpr int kThreads = 128;
+  const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(simple_partials(p.rows)));
+  if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+  return grid.y;
+}
+
+}  // namespace
+
+template <typename T>
+Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (can_vectorize<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
+    launch_forward<T, kPack<T>>(p, stream);
+  else
+    launch_forward<T, 1>(p, stream);
+  return cudaGetLastError();
+}
+
+// Partial sums: one row per block of the ring kernel, at most one block per SM; or those of the simple kernels.
+template <typename T>
+int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
+  const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));
+  return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
+}
+
+template <typename T>
+Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
+  if (p.width == 0) return cudaSuccess;
+  const bool vectorize = can_vectorize<T>(p.width, p.dx, p.dout, p.dsum, p.x, p.weight);
+  const int64_t partials = vectorize ? launch_backward<kPack<T>>(p, stream) : launch_backward<1>(p, stream);
   if (p.workspace)
     launch_partial_sums<T>({.first = p.dweight,
                             .second = p.dbias,
@@ -133,39 +135,6 @@ void launch_backward(const LayernormBackward<T>& p, Stream stream) {
                             .width = 2 * p.width,
                             .split = p.width},
                            stream);
-}
-
-template <int kVec, typename T>
-void launch_backward(const LayernormBackward<T>& p, Stream stream) {
-  return p.dresidual ? launch_backward<kVec, true>(p, stream) : launch_backward<kVec, false>(p, stream);
-}
-
-}  // namespace
-
-template <typename T>
-Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
-  if (p.rows == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
-    launch_forward<kPack<T>>(p, stream);
-  else
-    launch_forward<1>(p, stream);
-  return cudaGetLastError();
-}
-
-// One row of partial sums a block, of which there is at most one a multiprocessor or, for wide rows, 64.
-template <typename T>
-int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), wide_partials(rows));
-  return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
-}
-
-template <typename T>
-Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
-  if (p.width == 0) return cudaSuccess;
-  if (packs<T>(p.width, p.dx, p.dout, p.dresidual, p.x, p.weight))
-    launch_backward<kPack<T>>(p, stream);
-  else
-    launch_backward<1>(p, stream);
   return cudaGetLastError();
 }
 
@@ -173,9 +142,6 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
   template Status layernorm_forward<T>(const LayernormForward<T>&, Stream); \
   template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);       \
   template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

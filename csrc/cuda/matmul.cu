@@ -3,19 +3,19 @@
 #include <mutex>
 
 #include "../gelu.h"
-#include "launch.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 #include "matmul.h"
-#include "packed.cuh"
-#include "reduce.cuh"
 
-// cuBLAS sees a row-major matrix as its transpose, column-major. So out = a @ b is asked for as out^T = b^T @ a^T:
-// cuBLAS's first operand (its A) is our b, its second (its B) our a, its rows are our columns. An operand of ours that
-// is transposed in memory is transposed for it too.
+// cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
+// out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
+// transposed in our memory is also transposed for cuBLAS.
 
 namespace gptkernels::cuda {
 namespace {
 
-// The first failure of a sequence of calls.
+// Keeps the first failure of a sequence of calls.
 struct First {
   cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
   void operator()(cublasStatus_t next) {
@@ -36,8 +36,8 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// Whether float32 products may use TF32 is the handle's math mode. torch sets it from torch.backends.cuda.matmul each
-// time it gives out its handle.
+// The handle's math mode says whether float32 products may use TF32. torch sets it from torch.backends.cuda.matmul
+// whenever it returns its handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   cublasGetMathMode(handle, &mode);
@@ -54,8 +54,8 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // ---------------------------------------------------------------------------------------------------------------
 // A plain product.
 
-// When cuBLAS splits the sums over blocks, their parts may not be rounded to bfloat16 or float16 before they are added.
-// The handle is torch's: it gets its mode back.
+// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle is
+// torch's, so the destructor restores its mode.
 template <typename T>
 class WideSums {
  public:
@@ -73,33 +73,40 @@ class WideSums {
   cublasMath_t before_;
 };
 
-template <typename T>
-MatmulStatus zero(const Matmul<T>& p, Stream stream) {
+// What a product over no terms leaves in out.
+template <typename Out, typename T>
+MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
+  if (p.accumulate) return {};
   for (int64_t batch = 0; batch < p.batches; ++batch) {
-    const cudaError_t error =
-        cudaMemset2DAsync(p.out + batch * p.out_stride, p.out_ld * sizeof(T), 0, p.columns * sizeof(T), p.rows, stream);
+    const cudaError_t error = cudaMemset2DAsync(out + batch * p.out_stride, p.out_ld * sizeof(Out), 0,
+                                                p.columns * sizeof(Out), p.rows, stream);
     if (error != cudaSuccess) return {.cuda = error};
   }
   return {};
 }
 
-template <typename T>
-MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+template <typename Out, typename T>
+MatmulStatus product_into(Out* out, const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
   if (p.rows == 0 || p.columns == 0 || p.batches == 0) return {};
-  if (p.inner == 0) return zero(p, stream);
+  if (p.inner == 0) return zero(out, p, stream);
   using A = accumulate_t<T>;
   const A alpha = static_cast<A>(p.alpha);
-  const A beta = 0;
+  const A beta = p.accumulate ? 1 : 0;
   constexpr cudaDataType_t type = kDataType<T>;
   const WideSums<T> wide(handle);
   return {.cublas = cublasGemmStridedBatchedEx_64(
               handle, operation(p.b_transposed), operation(p.a_transposed), p.columns, p.rows, p.inner, &alpha, p.b,
-              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, p.out, type, p.out_ld, p.out_stride,
-              p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, out, kDataType<Out>, p.out_ld,
+              p.out_stride, p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+}
+
+template <typename T>
+MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  return p.wide_out ? product_into(p.wide_out, p, handle, stream) : product_into(p.out, p, handle, stream);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A product with an epilogue of cuBLASLt's.
+// A product with a cuBLASLt epilogue.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -119,9 +126,9 @@ uint32_t alignment(const void* pointer) {
   return static_cast<uint32_t>(address & -address);
 }
 
-// cuBLASLt says of GELU's matrix that its leading dimension must be divisible by 8, and nothing of how exact its tanh
-// is: 16-bit results show no difference. For TF32 products, which are float32's only fast ones, its GELU takes longer
-// than ours afterwards (65536x768x3072 and back: 7.75 against 6.91 ms).
+// cuBLASLt requires a leading dimension divisible by 8 for GELU's matrix. It does not document the accuracy of its
+// tanh; 16-bit results show no difference. For float32 its GELU epilogue is slower than our own kernel after a TF32
+// product (docs/mlp.md).
 template <typename T>
 bool may_fuse_gelu(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -134,8 +141,8 @@ bool may_fuse(const Matmul<T>& p) {
   return gelu_matrix(p) == nullptr || may_fuse_gelu(p);
 }
 
-// What cublasLtMatmul is called with. The descriptors live on the stack: filling them in is a few dozen stores, and
-// only what the heuristic answers is worth keeping.
+// The arguments of cublasLtMatmul. The descriptors are on the stack: filling them in takes a few dozen stores. Only the
+// heuristic's answer is worth caching.
 template <typename T>
 struct LtProblem {
   cublasLtMatmulDescOpaque_t operation;
@@ -169,7 +176,7 @@ struct LtProblem {
   }
 };
 
-// All that the heuristic's answer may depend on.
+// Everything that the heuristic's answer may depend on.
 struct PlanKey {
   int device;
   cudaDataType_t type;
@@ -205,7 +212,7 @@ PlanKey plan_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .gelu_alignment = alignment(gelu_matrix(p))};
 }
 
-// The heuristic's first choice; not fused when it has none. Parts of split sums are kept in the compute type.
+// The heuristic's first choice; not fused if it has none. The partial sums of split-K are in the compute type.
 template <typename T>
 MatmulPlan ask_heuristic(const Matmul<T>& p, const PlanKey& key, cublasLtHandle_t handle) {
   constexpr uint64_t kMaxWorkspace = 32 << 20;  // what NVIDIA advises for Hopper
@@ -258,7 +265,7 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 // ---------------------------------------------------------------------------------------------------------------
 // A product, then our own kernels.
 
-// Adds the bias to every row: reads and writes out once. A thread keeps its pack of the bias and walks down the rows.
+// Adds the bias to every row; reads and writes `out` once. A thread keeps one pack of the bias and loops over rows.
 template <typename T, int kVec>
 __global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
   using A = accumulate_t<T>;
@@ -288,7 +295,7 @@ void launch_bias(const Matmul<T>& p, Stream stream) {
 template <typename T>
 cudaError_t add_bias(const Matmul<T>& p, Stream stream) {
   if (p.rows == 0 || p.columns == 0) return cudaSuccess;
-  if (packs<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
+  if (can_vectorize<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
     launch_bias<T, kPack<T>>(p, stream);
   else
     launch_bias<T, 1>(p, stream);
@@ -302,7 +309,7 @@ MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream 
   return status;
 }
 
-// What is to be done before GELU or its gradient.
+// The product alone, before GELU or its gradient.
 template <typename T>
 Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;
@@ -344,9 +351,6 @@ MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace,
 #define GPTKERNELS_INSTANTIATE(T)                                       \
   template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t); \
   template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
-GPTKERNELS_INSTANTIATE(double)
-GPTKERNELS_INSTANTIATE(float)
-GPTKERNELS_INSTANTIATE(bfloat16)
-GPTKERNELS_INSTANTIATE(float16)
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cuda

@@ -1,4 +1,4 @@
-// Matrix products by cuBLAS and cuBLASLt on row-major matrices, and what is fused to them. Host code may include it.
+// Products of row-major matrices by cuBLAS and cuBLASLt, with fused bias and GELU. Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -11,6 +11,7 @@ namespace gptkernels::cuda {
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
 // the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
 // j * ld + i. The pointers below `alpha` are null or not, with alpha 1, one batch, and out dense; dgelu_at goes alone.
+// With wide_out or accumulate there is no epilogue.
 template <typename T>
 struct Matmul {
   T* out;
@@ -29,15 +30,17 @@ struct Matmul {
   int64_t a_stride;
   int64_t b_stride;
   double alpha;
-  const T* bias;      // (columns): added to every row
-  T* pre_gelu;        // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
-  const T* dgelu_at;  // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  const T* bias;                        // (columns): added to every row
+  T* pre_gelu;                          // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
+  const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
+  bool accumulate = false;              // add the product to what is there (beta = 1)
 };
 
-// How a product is done. What cuBLASLt's heuristic answers for a shape is asked once a process and remembered.
+// How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process.
 struct MatmulPlan {
   bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
-  bool own_gelu;  // GELU and its gradient are left to our kernels
+  bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };

@@ -1,16 +1,16 @@
 // Softmax over the rows of a matrix, and its backward: over whole rows, or over the columns that the causal mask
 // leaves.
 //
-// Every input is read once and the output written once, so the time is that of the bytes, if only enough of them are
-// under way at any time. Where a row stays between its load and its store:
+// Every input is read once and the output is written once, so with enough loads in flight the kernels run at the
+// memory's rate. Between its load and its store a row stays
 //
-//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes                softmax_*_lanes_kernel
-//   up to 4096 packs (64 KB)       in registers of a block                          softmax_*_block_kernel
-//   up to about 160 KB             in registers and shared memory of a block        softmax_*_block_kernel
-//   up to 4 MB (from sm_90 on)     in those of a cluster of up to 16 blocks         softmax_*_cluster_kernel
-//   else                           nowhere: read in each pass (wide_row.cuh)        softmax_*_simple_kernel
+//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes             softmax_*_lanes_kernel
+//   up to 4096 packs (64 KB)       in registers of a block                       softmax_*_block_kernel
+//   up to about 160 KB             in registers and shared memory of a block     softmax_*_block_kernel
+//   up to 4 MB (sm_90 and later)   in those of a cluster of up to 16 blocks      softmax_*_cluster_kernel
+//   any other row                  nowhere: both passes read it from memory      softmax_*_simple_kernel
 //
-// A thread writes only columns that it has read itself, so the output may take the place of an input.
+// A thread writes only columns that it has read itself, so the output may overwrite an input.
 #pragma once
 
 #include <algorithm>
@@ -18,31 +18,30 @@
 #include <limits>
 #include <type_traits>
 
-#include "launch.cuh"
-#include "row.cuh"
+#include "common/launch.cuh"
+#include "common/simple_row.cuh"
+#include "common/teams.cuh"
 #include "softmax_backward.cuh"
 #include "softmax_forward.cuh"
-#include "teams.cuh"
-#include "wide_row_launch.cuh"
 
 namespace gptkernels::cuda {
 
-constexpr int kSoftmaxItems = 4;  // packs a thread in registers: 32 to 40 registers in the forward, 64 in the backward
+constexpr int kSoftmaxItems = 4;  // packs per thread in registers: 32 to 40 registers forward, 64 backward
 
-// How the threads of a block hold a row of so many packs, or their block's part of it, of each of `arrays` arrays: what
-// registers leave over is in shared memory.
+// The block for a row of so many packs in each of `arrays` arrays, or for a cluster block's part of such a row. Packs
+// beyond the registers are in shared memory.
 struct BlockShape {
   unsigned threads;
-  int more;  // packs a thread in shared memory, of each array
+  int overflow;  // packs per thread in shared memory, of each array
   int64_t shared_bytes;
 
   BlockShape(int64_t packs, int arrays, int64_t threads)
       : threads(static_cast<unsigned>(threads)),
-        more(static_cast<int>(std::max<int64_t>(ceil_div(packs, threads) - kSoftmaxItems, 0))),
-        shared_bytes(arrays * more * threads * 16) {}
+        overflow(static_cast<int>(std::max<int64_t>(ceil_div(packs, threads) - kSoftmaxItems, 0))),
+        shared_bytes(arrays * overflow * threads * 16) {}
 };
 
-// The fewest threads, in whole warps, that hold so many packs with `items` each.
+// The fewest whole warps' threads that hold so many packs with `items` each.
 inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
@@ -52,7 +51,7 @@ inline BlockShape block_shape(int64_t packs, int arrays, int64_t most_threads) {
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// What packs beyond registers take into account (kLines): those of the line in which a row begins.
+// The packs of a row, plus those of its first 128-byte line that lie before it (RowColumns' kOnLines).
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
@@ -64,8 +63,8 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// The fewest blocks with at most 32 KB of a row each: then a multiprocessor has many, of many rows, and some of them
-// load while others compute or meet. Threads have at most 12 packs, so that there are enough of them.
+// The fewest blocks with at most 32 KB of the row each. Then an SM has blocks of several rows, some of which load while
+// others compute or synchronise. A thread has at most 12 packs, so that there are enough threads.
 inline ClusterShape cluster_shape(int64_t packs, int arrays, int64_t most_blocks, int64_t most_threads) {
   constexpr int64_t kPartPacks = 2048 + 7;
   constexpr int64_t kMostItems = 12;
@@ -77,7 +76,8 @@ inline ClusterShape cluster_shape(int64_t packs, int arrays, int64_t most_blocks
   return {blocks, {part, arrays, threads}};
 }
 
-// The most blocks, 1 or a power of 2, that a cluster of this kernel has on the current device, whatever their shape.
+// The most blocks, a power of 2, in a cluster of this kernel on the current device, whatever the blocks' shape; 1 if
+// there are no clusters.
 template <auto kKernel, int kMostThreads>
 int64_t most_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -93,8 +93,8 @@ int64_t most_cluster_blocks() {
   });
 }
 
-// Calls launch(config, block) with a cluster for every row, if a cluster holds one. No memory has more of such rows
-// than a grid has blocks.
+// If a cluster can hold a row, calls launch(config, block) for one cluster per row and returns true. (Rows this wide
+// are never too many for a grid.)
 template <auto kKernel, int kMostThreads, typename Launch>
 bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, const Launch& launch) {
   const int64_t most_blocks = most_cluster_blocks<kKernel, kMostThreads>();
@@ -107,138 +107,156 @@ bool launch_clusters(int64_t rows, int64_t packs, int arrays, Stream stream, con
   return true;
 }
 
-// Calls lanes(kLanes, kItems, kSingles) with these as types, or beyond what a warp holds wider(kSingles). Nobody looks
-// for singles where packs alone make up the rows, and narrow ones then have no idle lanes.
+// Calls lanes(kLanes, kItems, kHasHeadTail) with the constants for rows that a warp can hold, else wider(kHasHeadTail).
+// Rows of whole packs are compiled without head and tail, and narrow ones share a warp.
 template <typename T, typename ByLanes, typename Wider>
 void by_lanes(int64_t width, bool aligned, const ByLanes& lanes, const Wider& wider) {
   const int64_t packs = width / kPack<T>;
-  const auto by_warp = [&](auto singles) {
+  const auto by_warp = [&](auto head_tail) {
     const int64_t items = std::max<int64_t>(ceil_div(packs, kWarp), 1);
-    if (items > kSoftmaxItems) return wider(singles);
-    constexpr int kFewest = singles.value ? 1 : 2;
-    with_row_items<kFewest, kSoftmaxItems>(static_cast<int>(items), [&](auto i) { lanes(Items<32>{}, i, singles); });
+    if (items > kSoftmaxItems) return wider(head_tail);
+    constexpr int kFewest = head_tail.value ? 1 : 2;
+    with_constant<kFewest, kSoftmaxItems>(static_cast<int>(items),
+                                          [&](auto i) { lanes(Constant<32>{}, i, head_tail); });
   };
   if (!aligned) return by_warp(std::true_type{});
-  if (packs <= 8) return lanes(Items<8>{}, Items<1>{}, std::false_type{});
-  if (packs <= 16) return lanes(Items<8>{}, Items<2>{}, std::false_type{});
-  if (packs <= 32) return lanes(Items<16>{}, Items<2>{}, std::false_type{});
+  if (packs <= 8) return lanes(Constant<8>{}, Constant<1>{}, std::false_type{});
+  if (packs <= 16) return lanes(Constant<8>{}, Constant<2>{}, std::false_type{});
+  if (packs <= 32) return lanes(Constant<16>{}, Constant<2>{}, std::false_type{});
   by_warp(std::false_type{});
 }
 
-// Calls block(kItems) with the packs a thread as a type, if a block of so many threads holds a row in registers: 4, or
-// 3 where with 4 more of them would be none of the row's.
-template <bool kSingles, typename ByBlock>
+// If the registers of a block hold a row, calls block(kItems) with the packs per thread and returns true. These are 4,
+// or 3 where 4 would leave more of them beyond the row's end.
+template <bool kHasHeadTail, typename ByBlock>
 bool by_block(int64_t packs, int64_t most_threads, const ByBlock& block) {
   if (packs > most_threads * kSoftmaxItems) return false;
-  if constexpr (!kSingles) {
+  if constexpr (!kHasHeadTail) {
     const int64_t threads = threads_for(packs, 3);
     if (threads <= most_threads && threads * 3 < threads_for(packs, 4) * 4) {
-      block(Items<3>{});
+      block(Constant<3>{});
       return true;
     }
   }
-  block(Items<kSoftmaxItems>{});
+  block(Constant<kSoftmaxItems>{});
   return true;
 }
 
-// One launch can have a block for every row. More rows than that take the simple way.
+// Whether a grid can have a block for every row.
 template <typename P>
 bool fits_grid(const P& p) {
   return p.rows <= std::numeric_limits<int>::max();
 }
 
-// What more than a warp holds. Under the mask the look for singles costs nothing: kSingles is true there.
-template <bool kCausal, bool kSingles, typename T>
+template <bool kCausal, typename T>
+void launch_forward_simple(const SoftmaxRows<T>& p, Stream stream) {
+  const unsigned grid = grid_size(p.rows);
+  if (can_vectorize<T>(p.width, p.out, p.x))
+    softmax_forward_simple_kernel<T, kPack<T>, kCausal><<<grid, simple_threads<kPack<T>>(p.width), 0, stream>>>(p);
+  else
+    softmax_forward_simple_kernel<T, 1, kCausal><<<grid, simple_threads<1>(p.width), 0, stream>>>(p);
+}
+
+template <bool kCausal, typename T>
+void launch_backward_simple(const SoftmaxBackwardRows<T>& p, Stream stream) {
+  const unsigned grid = grid_size(p.rows);
+  if (can_vectorize<T>(p.width, p.dx, p.dout, p.out))
+    softmax_backward_simple_kernel<T, kPack<T>, kCausal><<<grid, simple_threads<kPack<T>>(p.width), 0, stream>>>(p);
+  else
+    softmax_backward_simple_kernel<T, 1, kCausal><<<grid, simple_threads<1>(p.width), 0, stream>>>(p);
+}
+
+// Rows that a warp cannot hold. With the causal mask, edge elements cost no time, so kHasHeadTail is always true.
+template <bool kCausal, bool kHasHeadTail, typename T>
 void launch_forward_wide(const SoftmaxRows<T>& p, Stream stream) {
   const int64_t packs = p.width / kPack<T>;
-  constexpr int kThreads = kForwardThreads<T, kSingles, kCausal, false>;
-  if (by_block<kSingles>(packs, kThreads, [&](auto items) {
-        softmax_forward_block_kernel<T, items.value, kSingles, kCausal, false>
+  constexpr int kThreads = kForwardThreads<T, kHasHeadTail, kCausal, false>;
+  if (by_block<kHasHeadTail>(packs, kThreads, [&](auto items) {
+        softmax_forward_block_kernel<T, items.value, kHasHeadTail, kCausal, false>
             <<<grid_size(p.rows), static_cast<unsigned>(threads_for(packs, items.value)), 0, stream>>>(p);
       }))
     return;
 
   const int64_t line_packs = packs_on_lines(p.width, p.out);
-  constexpr int kMoreThreads = kForwardThreads<T, kSingles, kCausal, true>;
+  constexpr int kOverflowThreads = kForwardThreads<T, kHasHeadTail, kCausal, true>;
   if constexpr (!kCausal) {
-    constexpr auto kernel = softmax_forward_block_kernel<T, kSoftmaxItems, kSingles, kCausal, true>;
-    const BlockShape shape = block_shape(line_packs, 1, kMoreThreads);
+    constexpr auto kernel = softmax_forward_block_kernel<T, kSoftmaxItems, kHasHeadTail, kCausal, true>;
+    const BlockShape shape = block_shape(line_packs, 1, kOverflowThreads);
     if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>() / 2 - 1024)
       return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p);
   }
-  constexpr auto kernel = softmax_forward_cluster_kernel<T, kSoftmaxItems, kSingles, kCausal>;
-  if (launch_clusters<kernel, kMoreThreads>(p.rows, line_packs, 1, stream, [&](const auto& config, const BlockShape&) {
-        cudaLaunchKernelEx(&config, kernel, p);
-      }))
+  constexpr auto kernel = softmax_forward_cluster_kernel<T, kSoftmaxItems, kHasHeadTail, kCausal>;
+  if (launch_clusters<kernel, kOverflowThreads>(
+          p.rows, line_packs, 1, stream,
+          [&](const auto& config, const BlockShape&) { cudaLaunchKernelEx(&config, kernel, p); }))
     return;
-  launch_unkept<T, 1, kPack<T>, softmax_forward_simple_kernel<T, kPack<T>, kCausal>>(p, stream);
+  launch_forward_simple<kCausal>(p, stream);
 }
 
 template <bool kCausal, typename T>
 void launch_forward_registers(const SoftmaxRows<T>& p, Stream stream) {
   by_lanes<T>(
-      p.width, packs<T>(p.width, p.out, p.x),
-      [&](auto lanes, auto items, auto singles) {
+      p.width, can_vectorize<T>(p.width, p.out, p.x),
+      [&](auto lanes, auto items, auto head_tail) {
         constexpr int kThreads = kLanesThreads<items.value>;
         const unsigned grid = grid_size(ceil_div(p.rows, kThreads / lanes.value));
-        softmax_forward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
+        softmax_forward_lanes_kernel<T, lanes.value, items.value, head_tail.value, kCausal>
             <<<grid, kThreads, 0, stream>>>(p);
       },
-      [&](auto singles) { launch_forward_wide<kCausal, kCausal || singles.value>(p, stream); });
+      [&](auto head_tail) { launch_forward_wide<kCausal, kCausal || head_tail.value>(p, stream); });
 }
 
-template <bool kCausal, bool kSingles, typename T>
+template <bool kCausal, bool kHasHeadTail, typename T>
 void launch_backward_wide(const SoftmaxBackwardRows<T>& p, Stream stream) {
   const int64_t packs = p.width / kPack<T>;
   constexpr int kThreads = 1024;
-  if (by_block<kSingles>(packs, kThreads, [&](auto items) {
-        softmax_backward_block_kernel<T, items.value, kSingles, kCausal, false>
+  if (by_block<kHasHeadTail>(packs, kThreads, [&](auto items) {
+        softmax_backward_block_kernel<T, items.value, kHasHeadTail, kCausal, false>
             <<<grid_size(p.rows), static_cast<unsigned>(threads_for(packs, items.value)), 0, stream>>>(p, 0);
       }))
     return;
 
   const int64_t line_packs = packs_on_lines(p.width, p.dx);
   if constexpr (!kCausal) {
-    // There is little to compute: one block to a multiprocessor suffices.
-    constexpr auto kernel = softmax_backward_block_kernel<T, kSoftmaxItems, kSingles, kCausal, true>;
+    // There is little to compute, so one block per SM is enough.
+    constexpr auto kernel = softmax_backward_block_kernel<T, kSoftmaxItems, kHasHeadTail, kCausal, true>;
     const BlockShape shape = block_shape(line_packs, 2, kThreads);
     if (shape.shared_bytes <= max_dynamic_shared_memory<kernel>())
-      return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p, shape.more);
+      return kernel<<<grid_size(p.rows), shape.threads, shape.shared_bytes, stream>>>(p, shape.overflow);
   }
-  constexpr auto kernel = softmax_backward_cluster_kernel<T, kSoftmaxItems, kSingles, kCausal>;
+  constexpr auto kernel = softmax_backward_cluster_kernel<T, kSoftmaxItems, kHasHeadTail, kCausal>;
   if (launch_clusters<kernel, kThreads>(
           p.rows, line_packs, 2, stream,
-          [&](const auto& config, const BlockShape& shape) { cudaLaunchKernelEx(&config, kernel, p, shape.more); }))
+          [&](const auto& config, const BlockShape& shape) { cudaLaunchKernelEx(&config, kernel, p, shape.overflow); }))
     return;
-  launch_unkept<T, 2, kPack<T>, softmax_backward_simple_kernel<T, kPack<T>, kCausal>>(p, stream);
+  launch_backward_simple<kCausal>(p, stream);
 }
 
 template <bool kCausal, typename T>
 void launch_backward_registers(const SoftmaxBackwardRows<T>& p, Stream stream) {
   by_lanes<T>(
-      p.width, packs<T>(p.width, p.dx, p.dout, p.out),
-      [&](auto lanes, auto items, auto singles) {
+      p.width, can_vectorize<T>(p.width, p.dx, p.dout, p.out),
+      [&](auto lanes, auto items, auto head_tail) {
         constexpr int kThreads = kLanesThreads<items.value>;
         const unsigned grid = grid_size(ceil_div(p.rows, kThreads / lanes.value));
-        softmax_backward_lanes_kernel<T, lanes.value, items.value, singles.value, kCausal>
+        softmax_backward_lanes_kernel<T, lanes.value, items.value, head_tail.value, kCausal>
             <<<grid, kThreads, 0, stream>>>(p);
       },
-      [&](auto singles) { launch_backward_wide<kCausal, kCausal || singles.value>(p, stream); });
+      [&](auto head_tail) { launch_backward_wide<kCausal, kCausal || head_tail.value>(p, stream); });
 }
 
-// The simple way, an element at a time and a row read in each pass, is for float64 and what the others leave out:
-// arrays whose rows begin at different places of a pack; scales that are not positive, or so small that x - max(x)
-// overflows where scale * (x - max(x)) does not; rows beyond a grid.
+// The simple kernels also take float64; arrays with different offsets from 16 bytes; more rows than a grid has blocks;
+// and scales that are not positive, or so small that x - max(x) overflows where scale * (x - max(x)) does not.
 
 template <bool kCausal, typename T>
 Status softmax_forward_rows(const SoftmaxRows<T>& p, Stream stream) {
   if (p.rows * p.width == 0) return cudaSuccess;
   bool registers = false;
   if constexpr (!std::is_same_v<T, double>) {
-    registers = in_step(p.out, p.x) && fits_grid(p) && p.scale >= 1e-30f;
+    registers = same_misalignment(p.out, p.x) && fits_grid(p) && p.scale >= 1e-30f;
     if (registers) launch_forward_registers<kCausal>(p, stream);
   }
-  if (!registers) launch_unkept<T, 1, 1, softmax_forward_simple_kernel<T, 1, kCausal>>(p, stream);
+  if (!registers) launch_forward_simple<kCausal>(p, stream);
   return cudaGetLastError();
 }
 
@@ -247,10 +265,10 @@ Status softmax_backward_rows(const SoftmaxBackwardRows<T>& p, Stream stream) {
   if (p.rows * p.width == 0) return cudaSuccess;
   bool registers = false;
   if constexpr (!std::is_same_v<T, double>) {
-    registers = in_step(p.dx, p.dout, p.out) && fits_grid(p);
+    registers = same_misalignment(p.dx, p.dout, p.out) && fits_grid(p);
     if (registers) launch_backward_registers<kCausal>(p, stream);
   }
-  if (!registers) launch_unkept<T, 2, 1, softmax_backward_simple_kernel<T, 1, kCausal>>(p, stream);
+  if (!registers) launch_backward_simple<kCausal>(p, stream);
   return cudaGetLastError();
 }
 

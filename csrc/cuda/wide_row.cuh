@@ -1,28 +1,31 @@
-// Rows too wide for registers, read from memory once: they stream through shared memory, warp by warp.
+// Rows too wide for registers, read from memory once: they pass through a ring in shared memory.
 //
-// A row lies over all the warps of a thread-block cluster (before sm_90: of one block), which has the rows row0,
-// row0 + clusters, ... of a persistent grid. Each warp owns the same part of every row and a ring of slots for it in
-// shared memory: while it works on a row, its parts of the next ones are on their way into the other slots, and a slot
-// is loaded anew as soon as this warp is done with it. So loads never stop, and warps meet in sums and maxima alone:
+// A row is divided over all warps of a thread-block cluster (before sm_90: of one block). The grid is persistent: a
+// cluster works on the rows row0, row0 + clusters, ... Each warp owns the same part of every row and a ring of stages
+// for it in shared memory. Loads never stop, because a warp starts the next load into a stage as soon as it has
+// finished with it itself; warps synchronise only when they reduce.
 //
-//   WideRows<T, 1, kVec, kKept> rows(shape, p.rows, p.width, {p.x});
-//   for (; rows.more(); rows.next()) {
+//            stage 0            stage 1            stage 2
+//   warp 0   row r, in use      row r + 1          row r + 2        columns of part 0
+//   warp 1   row r, in use      row r + 1          row r + 2        columns of part 1
+//   warp 2   free: loads        row r + 1, in use  row r + 2        columns of part 2; this warp is ahead of the others
+//            row r + 3
+//
+//   WideRows<T> rows(shape, p.x, p.rows, p.width, wanted);
+//   for (; rows.more(); rows.next(wanted_next)) {
 //     rows.wait();
 //     SoftmaxSum<T> sum;
-//     rows.each(-infinity, {p.width, -1}, [&](auto column, auto& x, auto exceptional) { sum.add(x[0]); });
+//     rows.each(-infinity, {p.width, -1}, [&](int column, auto& x, auto boundary) { sum.add(x); });
 //     rows.reduce(sum);
-//     rows.write(p.out, {p.width, -1}, [&](auto column, auto& x, auto exceptional) { ... x[0][k] becomes an output ...
-//     });
+//     rows.write(p.out, {p.width, -1}, [&](int column, auto& x, auto boundary) { ... x[k] becomes an output ... });
 //   }
 //
-// Packs are 16 bytes at multiples of 16 bytes, also where a row does not begin or end at one: the first and the last
-// pack then hold elements of neighbouring rows, or lie beyond the last row, but never beyond the allocation. These are
-// replaced as they are read and never written, so it does not matter that nobody may have written them yet, or that in
-// place somebody else may just be doing it. All arrays that are read must lie alike (in_step), else
-// kVec is 1; the one that is written may lie otherwise, and is then written element by element.
+// Packs are 16 bytes at multiples of 16 bytes, also where a row does not start or end at one. The first and the last
+// pack of a row may then hold elements of the neighbouring rows (but never lie outside the allocation). These elements
+// are replaced when they are read, and never written; so it does not matter if, in place, another cluster overwrites
+// them at that moment. The output may have another alignment, and is then written element by element.
 //
-// Where not even one row fits (kKept = false), the same interface reads it from memory in each pass, and no byte beyond
-// the row. wide_row_launch.cuh says what fits where.
+// wide_row_launch.cuh chooses the shape.
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -30,191 +33,168 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "hopper.cuh"
-#include "packed.cuh"
-#include "reduce.cuh"
+#include "common/hopper.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 
-// The threads of all blocks on a multiprocessor: 80 registers for each, which is what two packs in flight take; more
-// for four packs that come from memory, and for float64.
-template <typename T, bool kKept>
-constexpr int kWideThreads = kKept && sizeof(T) < 8 ? 768 : 512;
+// Threads on an SM, over all its blocks. They have 80 registers each, enough for two packs in flight; float64 needs
+// more.
+template <typename T>
+constexpr int kWideThreads = sizeof(T) < 8 ? 768 : 512;
 
 struct WideShape {
   int cluster;    // blocks that share a row
   int warps;      // of a block
-  int stages;     // slots of a ring
-  int64_t part;   // packs of a slot, a multiple of 32
+  int stages;     // of a ring
+  int64_t part;   // packs of a stage, a multiple of 32
   unsigned grid;  // blocks
   unsigned shared_bytes;
 };
 
-// What WideRows::reduce makes of all threads' values: `merge` takes another's in, `warp_reduce` a whole warp's. The
-// default value is that of no elements.
-template <typename A>
-struct WideSum {
-  A total = 0;
-
-  __device__ void merge(const WideSum& other) { total += other.total; }
-  __device__ void warp_reduce() { total = cuda::warp_reduce<Sum>(total); }
-};
-
-template <typename T, int kArrays, int kVec, bool kKept>
+template <typename T>
 class WideRows {
  public:
   using A = accumulate_t<T>;
-  using Column = std::conditional_t<kKept, int, int64_t>;  // a row that is kept is no wider than shared memory
+  static constexpr int kVec = kPack<T>;
 
-  // The rows' first loads begin here. `wanted(row)` says whether a row is read at all.
+  // Starts the loads of the first rows. wanted(row) says whether a row has to be read at all.
   template <typename Wanted>
-  __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays],
-                      const Wanted& wanted)
-      : rows_(rows),
-        width_(static_cast<Column>(width)),
+  __device__ WideRows(const WideShape& shape, const T* x, int64_t rows, int64_t width, const Wanted& wanted)
+      : x_(x),
+        rows_(rows),
+        width_(static_cast<int>(width)),
         part_(shape.part),
         stages_(shape.stages),
         warps_(blockDim.x / kWarp) {
-    for (int a = 0; a < kArrays; ++a) arrays_[a] = arrays[a];
 #if GPTKERNELS_HOPPER
     cluster_ = shape.cluster;
     rank_ = cluster_rank();
 #endif
     row_ = blockIdx.x / cluster_;
     stride_ = gridDim.x / cluster_;
-    if constexpr (kKept) ring_ = shared() + int64_t(warp()) * stages_ * kArrays * part_;
+    ring_ = shared() + int64_t(warp()) * stages_ * part_;
     initialise_barriers();
-    if constexpr (kKept)
-      for (int i = 0; i < stages_; ++i) load(i, row_ + int64_t(i) * stride_, wanted(row_ + int64_t(i) * stride_));
+    for (int i = 0; i < stages_; ++i) load(i, row_ + int64_t(i) * stride_, wanted(row_ + int64_t(i) * stride_));
     join();
   }
 
-  __device__ WideRows(const WideShape& shape, int64_t rows, int64_t width, const T* const (&arrays)[kArrays])
-      : WideRows(shape, rows, width, arrays, [](int64_t) { return true; }) {}
-
   __device__ bool more() {
     if (row_ < rows_) return true;
-    join();  // others may still write to this block's shared memory
+    join();  // other blocks may still write to this block's shared memory
     return false;
   }
 
   __device__ int64_t row() const { return row_; }
   __device__ int64_t next_row() const { return row_ + stride_; }
-  __device__ int64_t loaded_next() const {
-    return row_ + int64_t(stages_) * stride_;
-  }  // the row that next() begins to load
+  // The row whose load next() starts.
+  __device__ int64_t loaded_next() const { return row_ + int64_t(stages_) * stride_; }
   __device__ bool first_thread() const { return rank_ == 0 && threadIdx.x == 0; }
 
-  __device__ void next(bool wanted = true) {
-    if constexpr (kKept) {
-      load(slot_, loaded_next(), wanted);
-      if (++slot_ == stages_) {
-        slot_ = 0;
-        parity_ ^= 1;
-      }
+  __device__ void next(bool wanted) {
+    load(stage_, loaded_next(), wanted);
+    if (++stage_ == stages_) {
+      stage_ = 0;
+      parity_ ^= 1;
     }
     row_ += stride_;
   }
 
-  // Waits until this warp's part of the row has come. Once a row, before the first `each` or `write`.
+  // Waits for this warp's part of the row. To be called once per row, before `each` and `write`.
   __device__ void wait() {
-    if constexpr (kKept) {
 #if GPTKERNELS_HOPPER
-      mbarrier_wait(full(slot_), parity_);
+    mbarrier_wait(full(stage_), parity_);
 #else
-      __pipeline_wait_prior(stages_ - 1);
+    __pipeline_wait_prior(stages_ - 1);
 #endif
-    }
   }
 
-  // Columns that a kernel treats unlike the others: `column`, and all from `end` on.
-  struct Exceptions {
-    Column end;
-    Column column;
+  // Columns that a kernel treats differently from the others: one column, and all columns from `end` on.
+  struct BoundaryColumns {
+    int end;
+    int column;
   };
 
-  // fn(column, x, exceptional) with x the accumulators of the pack of every array that begins at `column`; what lies
-  // outside of the row is `outside`. A warp whose part has no exceptions is spared the look at each pack:
-  // `exceptional` is a constant.
+  // Calls fn(column, x, boundary) with the accumulators x of the pack that starts at `column`; elements outside the row
+  // are `outside`. `boundary` is a constant: false in warps whose part has no boundary column, so that these do not
+  // check each pack.
   template <typename Fn>
-  __device__ void each(A outside, Exceptions exceptions, const Fn& fn) const {
-    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
-      if (exceptional.value && !whole(column)) {
+  __device__ void each(A outside, BoundaryColumns columns, const Fn& fn) const {
+    packs(columns, [&](int column, A(&x)[kVec], auto boundary) {
+      if (boundary.value && !whole(column)) {
 #pragma unroll
         for (int k = 0; k < kVec; ++k)
-          if (column + k < 0 || column + k >= width_)
-#pragma unroll
-            for (int a = 0; a < kArrays; ++a) x[a][k] = outside;
+          if (column + k < 0 || column + k >= width_) x[k] = outside;
       }
-      fn(column, x, exceptional);
+      fn(column, x, boundary);
     });
   }
 
-  // The same, and what fn leaves in x[0] goes to the row of `out`; a pack at a time where that is in step.
+  // The same, and writes the x that fn leaves to the row of `out`.
   template <typename Fn>
-  __device__ void write(T* out, Exceptions exceptions, const Fn& fn) const {
+  __device__ void write(T* out, BoundaryColumns columns, const Fn& fn) const {
     T* row = out + row_ * width_;
-    if (elements_before<Pack>(row) != elements_before<Pack>(arrays_[0] + row_ * width_)) exceptions.end = 0;
-    packs(exceptions, [&](Column column, A(&x)[kArrays][kVec], auto exceptional) {
-      fn(column, x, exceptional);
-      if (exceptional.value)
-        store_within(row, column, width_, narrow<T>(x[0]));
+    if (elements_before<Pack>(row) != elements_before<Pack>(x_ + row_ * width_)) columns.end = 0;
+    packs(columns, [&](int column, A(&x)[kVec], auto boundary) {
+      fn(column, x, boundary);
+      if (boundary.value)
+        store_within(row, column, width_, narrow<T>(x));
       else
-        store_narrow<kVec>(row + column, x[0]);
+        store_narrow<kVec>(row + column, x);
     });
   }
 
-  // Every element of the row of `out` becomes `value`; nothing is read.
+  // Sets every element of the row of `out` to `value`; reads nothing.
   __device__ void fill(T* out, A value) const {
     Pack values;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) values.v[k] = narrow<T>(value);
     const Part part = part_of(row_);
-    for (Column i = lane(); i < part.count; i += kWarp)
-      store_within<kVec, Column>(out + row_ * width_, part.first + i * kVec, width_, values);
+    for (int i = lane(); i < part.count; i += kWarp)
+      store_within<kVec, int>(out + row_ * width_, part.first + i * kVec, width_, values);
   }
 
-  // Every thread gets what all threads' values together make. One meeting a row is all it takes: a warp sends its value
-  // to all blocks of the cluster and waits for those of all warps. Two sets of places, in turn, so that nobody writes
-  // to one that is still being read: who is at the reduction after the next has met all others in the next.
+  // Combines the values of all threads, with V's merge and warp_reduce (V() is neutral), and gives every thread the
+  // result. Each warp sends its value to all blocks of the cluster and waits for the values of all warps. Two sets of
+  // slots take turns: a warp that writes to a set has received the other set's values of all warps, and these had read
+  // this one.
   template <typename V>
   __device__ void reduce(V& value) {
     value.warp_reduce();
     const int parts = cluster_ * warps_;
     if (parts == 1) return;
-    V* places = reinterpret_cast<V*>(shared() + ring_packs() + (reductions_ & 1) * parts * kPlace);
+    V* slots = reinterpret_cast<V*>(shared() + ring_packs() + (reductions_ & 1) * parts * kSlot);
     if (cluster_ == 1) {
-      if (lane() == 0) places[warp()] = value;
+      if (lane() == 0) slots[warp()] = value;
       __syncthreads();
     } else {
 #if GPTKERNELS_HOPPER
       uint64_t* met = barriers() + (reductions_ & 1);
       if (threadIdx.x == 0) mbarrier_expect(met, parts * sizeof(V));
-      if (lane() < cluster_) store_in_block(places + rank_ * warps_ + warp(), value, met, lane());
+      if (lane() < cluster_) store_in_block(slots + rank_ * warps_ + warp(), value, met, lane());
       mbarrier_wait(met, reductions_ / 2 & 1);
 #endif
     }
     ++reductions_;
-    value = lane() < parts ? places[lane()] : V();
-    for (int i = lane() + kWarp; i < parts; i += kWarp) value.merge(places[i]);
+    value = lane() < parts ? slots[lane()] : V();
+    for (int i = lane() + kWarp; i < parts; i += kWarp) value.merge(slots[i]);
     value.warp_reduce();
   }
 
-  // Of dynamic shared memory: the rings, the places of two reductions, the barriers.
+  // Dynamic shared memory: the rings, the slots of two reductions, the barriers.
   static int64_t shared_bytes(const WideShape& shape) {
-    const int64_t meetings = 2 * (shape.cluster * shape.warps * kPlace * 16 + sizeof(uint64_t));
-    return (kKept ? shape.stages * stage_bytes(shape) : 0) + meetings;
+    const int64_t meetings = 2 * (shape.cluster * shape.warps * kSlot * 16 + sizeof(uint64_t));
+    return shape.stages * stage_bytes(shape) + meetings;
   }
 
-  // A slot and its barrier, for all warps.
-  static int64_t stage_bytes(const WideShape& shape) {
-    return shape.warps * (kArrays * shape.part * 16 + sizeof(uint64_t));
-  }
+  // One stage and its barrier, for all warps.
+  static int64_t stage_bytes(const WideShape& shape) { return shape.warps * (shape.part * 16 + sizeof(uint64_t)); }
 
  private:
   using Pack = Packed<T, kVec>;
-  static constexpr int kPlace = sizeof(A) / 4;  // of 16 bytes: room for two accumulators, and more
-  static constexpr int kInFlight = kKept || kArrays > 1 ? 2 : 4;
+  static constexpr int kSlot = sizeof(A) / 4;  // in units of 16 bytes: at least two accumulators
+  static constexpr int kInFlight = 2;
 
   static __device__ uint4* shared() {
     extern __shared__ uint4 wide_row_shared[];
@@ -222,99 +202,76 @@ class WideRows {
   }
   static __device__ int lane() { return threadIdx.x % kWarp; }
   static __device__ int warp() { return threadIdx.x / kWarp; }
-  __device__ int ring_packs() const { return kKept ? warps_ * stages_ * kArrays * static_cast<int>(part_) : 0; }
+  __device__ int ring_packs() const { return warps_ * stages_ * static_cast<int>(part_); }
   __device__ uint64_t* barriers() const {
-    return reinterpret_cast<uint64_t*>(shared() + ring_packs() + 2 * cluster_ * warps_ * kPlace);
+    return reinterpret_cast<uint64_t*>(shared() + ring_packs() + 2 * cluster_ * warps_ * kSlot);
   }
-  __device__ uint64_t* full(int slot) const { return barriers() + 2 + warp() * stages_ + slot; }
-  __device__ Pack* slot(int slot, int array) const {
-    return reinterpret_cast<Pack*>(ring_ + (slot * kArrays + array) * part_);
-  }
-  __device__ bool whole(Column column) const { return column >= 0 && column + kVec <= width_; }
+  __device__ uint64_t* full(int stage) const { return barriers() + 2 + warp() * stages_ + stage; }
+  __device__ Pack* stage(int stage) const { return reinterpret_cast<Pack*>(ring_ + stage * part_); }
+  __device__ bool whole(int column) const { return column >= 0 && column + kVec <= width_; }
 
-  // This warp's packs of a row. Where the row's first pack begins in another row, its column is negative.
+  // This warp's packs of a row. `first` is negative if the row's first pack starts in the previous row.
   struct Part {
-    Column first;
-    Column count;
+    int first;
+    int count;
   };
 
   __device__ Part part_of(int64_t row) const {
-    const int head = elements_before<Pack>(arrays_[0] + row * width_);
+    const int head = elements_before<Pack>(x_ + row * width_);
     const int64_t packs = (head + width_ + kVec - 1) / kVec;
     const int64_t before = (int64_t(rank_) * warps_ + warp()) * part_;
     const int64_t left = packs - before;
-    return {static_cast<Column>(before * kVec - head), static_cast<Column>(left < 0 ? 0 : left < part_ ? left : part_)};
+    return {static_cast<int>(before * kVec - head), static_cast<int>(left < 0 ? 0 : left < part_ ? left : part_)};
   }
 
-  // Begins to load this warp's part of a row, or nothing, which arrives at once. The lanes read the slot before they
-  // meet here, and the copy is begun after.
-  __device__ void load(int slot, int64_t row, bool wanted) {
+  // Starts the load of this warp's part of a row, or an empty one, which completes at once. All lanes have read the
+  // stage before the copy starts.
+  __device__ void load(int stage, int64_t row, bool wanted) {
     wanted = wanted && row < rows_;
     const Part part = part_of(row);
 #if GPTKERNELS_HOPPER
     __syncwarp();
     if (lane() == 0) {
       const unsigned bytes = wanted ? part.count * sizeof(Pack) : 0;
-      mbarrier_expect(full(slot), bytes * kArrays);
-      if (bytes)
-#pragma unroll
-        for (int a = 0; a < kArrays; ++a)
-          bulk_load(this->slot(slot, a), arrays_[a] + row * width_ + part.first, bytes, full(slot));
+      mbarrier_expect(full(stage), bytes);
+      if (bytes) bulk_load(this->stage(stage), x_ + row * width_ + part.first, bytes, full(stage));
     }
 #else
     if (wanted)
-#pragma unroll
-      for (int a = 0; a < kArrays; ++a)
-        for (Column i = lane(); i < part.count; i += kWarp)
-          __pipeline_memcpy_async(this->slot(slot, a) + i, arrays_[a] + row * width_ + part.first + i * kVec,
-                                  sizeof(Pack));
+      for (int i = lane(); i < part.count; i += kWarp)
+        __pipeline_memcpy_async(this->stage(stage) + i, x_ + row * width_ + part.first + i * kVec, sizeof(Pack));
     __pipeline_commit();
 #endif
   }
 
   template <typename Fn>
-  __device__ void packs(Exceptions exceptions, const Fn& fn) const {
+  __device__ void packs(BoundaryColumns columns, const Fn& fn) const {
     const Part part = part_of(row_);
-    const Column end = part.first + part.count * kVec;
-    const bool plain =
-        part.first >= 0 && end <= exceptions.end && (exceptions.column < part.first || exceptions.column >= end);
+    const int end = part.first + part.count * kVec;
+    const bool plain = part.first >= 0 && end <= columns.end && (columns.column < part.first || columns.column >= end);
     if (plain)
       packs(part, std::false_type(), fn);
     else
       packs(part, std::true_type(), fn);
   }
 
-  // Several packs are on their way from shared or global memory before the first is used.
-  template <typename Exceptional, typename Fn>
-  __device__ void packs(const Part& part, Exceptional exceptional, const Fn& fn) const {
+  // Loads kInFlight packs from shared memory before it uses the first.
+  template <typename Boundary, typename Fn>
+  __device__ void packs(const Part& part, Boundary boundary, const Fn& fn) const {
     const auto [first, count] = part;
-    for (Column start = lane(); start < count; start += kWarp * kInFlight) {
-      Pack raw[kInFlight][kArrays];
+    for (int start = lane(); start < count; start += kWarp * kInFlight) {
+      Pack raw[kInFlight];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u)
-        if (start + u * kWarp < count)
-#pragma unroll
-          for (int a = 0; a < kArrays; ++a) raw[u][a] = pack(a, first, start + u * kWarp, exceptional);
+        if (start + u * kWarp < count) raw[u] = stage(stage_)[start + u * kWarp];
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (start + u * kWarp >= count) break;
-        A x[kArrays][kVec];
-#pragma unroll
-        for (int a = 0; a < kArrays; ++a) widen(x[a], raw[u][a]);
-        fn(first + (start + u * kWarp) * kVec, x, exceptional);
+        A x[kVec];
+        widen(x, raw[u]);
+        fn(first + (start + u * kWarp) * kVec, x, boundary);
       }
     }
-  }
-
-  template <typename Exceptional>
-  __device__ Pack pack(int array, Column first, Column i, Exceptional) const {
-    const T* row = arrays_[array] + row_ * width_;
-    if constexpr (kKept)
-      return slot(slot_, array)[i];
-    else if constexpr (kVec > 1 && Exceptional::value)
-      return load_within<kVec>(row, first + i * kVec, width_);
-    else
-      return cuda::load<kVec>(row + first + i * kVec);
   }
 
   __device__ void initialise_barriers() {
@@ -333,9 +290,9 @@ class WideRows {
 #endif
   }
 
-  const T* arrays_[kArrays];
+  const T* x_;
   int64_t rows_;
-  Column width_;
+  int width_;
   int64_t part_;
   int stages_;
   int warps_;
@@ -344,7 +301,7 @@ class WideRows {
   int64_t row_;
   int stride_;
   uint4* ring_ = nullptr;
-  int slot_ = 0;
+  int stage_ = 0;
   unsigned parity_ = 0;
   unsigned reductions_ = 0;
 };

@@ -1,5 +1,5 @@
-// How wide rows (wide_row.cuh) are laid over the blocks of a device: what shares a row, how many rows it keeps, and how
-// many such groups there are at once.
+// The launch shape of a kernel on wide rows (wide_row.cuh): how many blocks share a row, how many stages their rings
+// have, and how many clusters are resident.
 #pragma once
 
 #include <algorithm>
@@ -7,28 +7,28 @@
 #include <cstdint>
 #include <limits>
 
-#include "launch.cuh"
+#include "common/launch.cuh"
 #include "wide_row.cuh"
 
 namespace gptkernels::cuda {
 
-// A way to lay rows: blocks that share one, blocks on a multiprocessor, and the fewest rows in a ring.
 struct WideLayout {
-  int cluster;
-  int blocks;
-  int stages;
+  int cluster;  // blocks that share a row
+  int blocks;   // on an SM
+  int stages;   // the least for a ring
 };
 
-// The first in which a row fits is taken; small clusters first, since a meeting costs more the more meet. Of a ring's
-// rows one is being worked on. Three blocks on a multiprocessor may do with that one: while one of them waits for its
-// meeting or its loads, the others work. Before sm_90 those of one block are left.
+// The first layout in which a row fits is taken. Small clusters come first, since a larger one synchronises more
+// slowly. One stage of a ring is in use, the others load. With three or more blocks on an SM one stage is enough: while
+// one block waits for its load or for the others of its cluster, the other blocks compute. Before sm_90 there are no
+// clusters.
 constexpr WideLayout kWideLayouts[] = {
     {1, 24, 2}, {1, 20, 1}, {1, 6, 1}, {1, 3, 1}, {1, 1, 2}, {2, 1, 2},
     {4, 3, 1},  {8, 3, 1},  {8, 2, 1}, {8, 1, 1}, {1, 1, 1},
 };
 
-// Divides a row among up to max_warps warps of a block, and not far fewer, so that the busiest of a multiprocessor's
-// four schedulers has the fewest packs to see to. Of equally good divisions that with the most warps.
+// Divides a row among at most max_warps warps of a block (at least 3/5 of them), so that the busiest of an SM's four
+// schedulers has the fewest packs. Of equally good divisions, the one with the most warps.
 inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) {
   constexpr int kSchedulers = 4;
   WideShape best = {};
@@ -43,15 +43,15 @@ inline WideShape divide(int64_t packs, const WideLayout& layout, int max_warps) 
   return best;
 }
 
-// `limit` is the dynamic shared memory that a block alone on a multiprocessor may have; stages = 0: no row fits.
-template <typename T, int kArrays>
+// `limit` is the most dynamic shared memory of a block that is alone on its SM. stages = 0: a row does not fit.
+template <typename T>
 WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster) {
-  using Rows = WideRows<T, kArrays, kPack<T>, true>;
-  constexpr int kReserved = 1024;  // by CUDA, in each block
+  using Rows = WideRows<T>;
+  constexpr int kReserved = 1024;  // bytes that CUDA reserves in each block
   constexpr int64_t kMostStages = 3;
   const int64_t packs = ceil_div(width, kPack<T>) + !aligned;
   const auto try_layout = [&](const WideLayout& layout) {
-    WideShape shape = divide(packs, layout, std::max(kWideThreads<T, true> / kWarp / layout.blocks, 1));
+    WideShape shape = divide(packs, layout, std::max(kWideThreads<T> / kWarp / layout.blocks, 1));
     const int64_t available = (limit + kReserved) / layout.blocks - kReserved - Rows::shared_bytes(shape);
     shape.stages = static_cast<int>(std::min(available / Rows::stage_bytes(shape), kMostStages));
     shape.shared_bytes = static_cast<unsigned>(Rows::shared_bytes(shape));
@@ -65,8 +65,8 @@ WideShape wide_shape(int64_t width, bool aligned, int64_t limit, int max_cluster
   return {};
 }
 
-// As many clusters as the current device holds at once. Asking for that takes longer than a launch, so that the last
-// answer is remembered, behind what it answers.
+// The number of clusters that are resident on the current device. The query takes longer than a launch, so the last
+// answer is cached together with its question, in one atomic word.
 template <auto kKernel>
 int64_t clusters_at_once(const WideShape& shape, const cudaLaunchConfig_t& config) {
   constexpr int kAnswerBits = 16;
@@ -88,7 +88,7 @@ int64_t clusters_at_once(const WideShape& shape, const cudaLaunchConfig_t& confi
   return clusters;
 }
 
-// Launches a kernel of (P, WideShape) as a persistent grid of as many clusters as a device holds.
+// Launches a kernel of (P, WideShape) with one resident wave of clusters.
 template <auto kKernel, typename P>
 void launch_wide(const P& p, WideShape shape, Stream stream) {
   cudaLaunchAttribute cluster = cluster_of(shape.cluster);
@@ -99,22 +99,13 @@ void launch_wide(const P& p, WideShape shape, Stream stream) {
   cudaLaunchKernelEx(&config, kKernel, p, shape);
 }
 
-// A row at a block, which reads it from memory in each pass.
-template <typename T, int kArrays, int kVec, auto kKernel, typename P>
-void launch_unkept(const P& p, Stream stream) {
-  WideShape shape = divide(ceil_div(p.width, kVec) + 1, {1, 1, 0}, kWideThreads<T, false> / kWarp);
-  shape.shared_bytes = static_cast<unsigned>(WideRows<T, kArrays, kVec, false>::shared_bytes(shape));
-  launch_wide<kKernel>(p, shape, stream);
-}
-
-template <typename T, int kArrays, auto kKept, auto kUnkept, typename P>
-void launch_wide_rows(const P& p, bool aligned, Stream stream) {
-  const int max_cluster = built_for_hopper<kKept>() ? 8 : 1;
-  const WideShape shape = wide_shape<T, kArrays>(p.width, aligned, max_dynamic_shared_memory<kKept>(), max_cluster);
-  if (shape.stages)
-    launch_wide<kKept>(p, shape, stream);
-  else
-    launch_unkept<T, kArrays, kPack<T>, kUnkept>(p, stream);
+// Returns false if a row fits in no layout.
+template <typename T, auto kKernel, typename P>
+bool launch_wide_rows(const P& p, bool aligned, Stream stream) {
+  const int max_cluster = built_for_hopper<kKernel>() ? 8 : 1;
+  const WideShape shape = wide_shape<T>(p.width, aligned, max_dynamic_shared_memory<kKernel>(), max_cluster);
+  if (shape.stages) launch_wide<kKernel>(p, shape, stream);
+  return shape.stages > 0;
 }
 
 }  // namespace gptkernels::cuda

@@ -1,7 +1,11 @@
 """GPT-2's training kernels, hand-written in C++ and CUDA, as PyTorch operators."""
 
-from gptkernels import _library, functional, models, nn, ops, optim
-from gptkernels._info import info
+from gptkernels import _openmp
+
+_openmp.wait_passively_in_training()  # before torch is imported
+
+from gptkernels import _library, functional, models, nn, ops, optim  # noqa: E402
+from gptkernels._info import info  # noqa: E402
 
 __version__ = _library.build()["version"]
 __all__ = ["__version__", "functional", "info", "models", "nn", "ops", "optim"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -25,24 +26,53 @@ _KINDS = {
 }
 
 
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Refuse to put a file in the place of anything but a regular file, such as a link or a device.
+
+    Raises:
+        ValueError: there is something else at `path`.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
+        kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
+        raise ValueError(f"{path}: {kind}, which is not replaced: name another file")
+
+
 @contextmanager
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write; it takes the place of `path` only once it is whole and on the disk.
 
     The temporary file lies in the same folder (made where missing), so that the renaming is atomic. When the
     body raises, the temporary file is removed and `path` stays as it was; when the process is killed, `path`
-    stays as it was and a hidden `.NAME.PID.tmp` is left beside it.
+    stays as it was and a hidden `.NAME.PID.tmp` is left beside it, for `remove_unfinished`.
+
+    Raises:
+        ValueError: `path` is a symbolic link, or no regular file.
+        OSError: the file cannot be written; the message names `path`.
     """
     path = Path(path)
+    check_replaceable(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.unlink(missing_ok=True)
+        open(temporary, "xb").close()  # never follows a link
         yield temporary
         _fsync(temporary)
         os.replace(temporary, path)
         _fsync(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename not in (None, str(temporary)):
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
+    """Remove what killed processes left of `replace_file(folder / name)`, while no other process writes there."""
+    for name in names:
+        for temporary in folder.glob(f".{name}.*.tmp"):
+            temporary.unlink(missing_ok=True)
 
 
 def _fsync(path: Path) -> None:

@@ -22,6 +22,7 @@ def info() -> dict[str, str]:
         "built against torch": build["torch"],
         "compiler": build["compiler"],
         "cpu library": str(_library.CPU_LIBRARY),
+        "cpu capability": _library.cpu_capability(),
         "cpu threads": f"{torch.get_num_threads()} of {os.cpu_count()}",
     }
     if _library.CUDA_LIBRARY.exists():

@@ -1,5 +1,6 @@
 """Loads the native libraries, and knows why the CUDA one is not in use when it isn't."""
 
+import ctypes
 import functools
 import json
 from pathlib import Path
@@ -37,6 +38,24 @@ def _load_cpu() -> None:
             f"{CPU_LIBRARY} is missing: build it with `pip install --no-build-isolation -e .` in the checkout"
         )
     torch.ops.load_library(str(CPU_LIBRARY))
+    if error := _string("gptkernels_cpu_capability_error"):
+        raise ImportError(f"gptkernels: {error}")
+
+
+def _string(function: str) -> str:
+    """What this function of the CPU library returns."""
+    found = getattr(ctypes.CDLL(str(CPU_LIBRARY)), function)
+    found.restype = ctypes.c_char_p
+    return found().decode()
+
+
+def cpu_capability() -> str:
+    """The instruction set that the CPU kernels use: "default", "avx2" or "avx512".
+
+    It is the processor's best, or what the environment variable GPTKERNELS_CPU_CAPABILITY said when the library was
+    loaded.
+    """
+    return _string("gptkernels_cpu_capability")
 
 
 _load_cpu()

@@ -8,7 +8,8 @@
   what the trainer counts.
 
 Every file appears whole or not at all, and is read without executing code. Damaged and foreign files raise a
-ValueError that names the file and the field, before memory is taken for their tensors.
+ValueError that names the file and the field, before memory is taken for their tensors. A `.safetensors` file has a
+checksum of every tensor and of its metadata, which are verified when it is read; llm.c's format has no place for one.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from ._files import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
+from ._regular import check_regular
+from ._safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
 
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
 
 # The tensors of a layer in llm.c's order; shapes in multiples of C.
@@ -52,6 +54,7 @@ _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c
 _BUFFERS = (".attn.bias", ".attn.masked_bias")
 
 StateDict = dict[str, torch.Tensor]
+Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -84,7 +87,8 @@ def save_model(
         state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not kept.
             `lm_head` is not written: it must equal `wte`.
         config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
-        dtype: what to convert to. `.bin` takes float32 (when not given) or bfloat16.
+        dtype: what to convert to; when not given, the parameters' own. `.bin` takes float32 or bfloat16: when not
+            given, bfloat16 where all parameters are, else float32.
         padded_vocab_size: Vp of the `.bin`, whose rows V..Vp-1 are 0; when not given V rounded up to 128.
 
     Raises:
@@ -98,12 +102,11 @@ def save_model(
             raise ValueError(f"{path}: padded_vocab_size is for .bin; .safetensors are not padded")
         state = _canonical(state_dict, config, str(path))
         tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
-        _save_safetensors(path, tensors, "model", {"config": config})
+        write_safetensors(path, tensors, "model", {"config": json.dumps(config)})
         return
     if path.suffix != ".bin":
         raise ValueError(f"{path}: a model is a .bin (llm.c's) or a .safetensors file")
-    dtype = dtype or torch.float32
-    if dtype not in _VERSIONS:
+    if dtype not in (None, *_VERSIONS):
         raise ValueError(f"{path}: dtype is {dtype}, .bin takes torch.float32 or torch.bfloat16")
     if not config["bias"]:
         raise ValueError(f"{path}: a .bin cannot say that a model has no biases: save it as .safetensors")
@@ -111,7 +114,11 @@ def save_model(
     Vp = -(-V // _PADDING) * _PADDING if padded_vocab_size is None else padded_vocab_size
     if Vp < V:
         raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {V}")
-    _save_bin(path, _canonical(state_dict, config, str(path)), config, dtype, Vp)
+    state = _canonical(state_dict, config, str(path))
+    if dtype is None:
+        is_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in state.values())
+        dtype = torch.bfloat16 if is_bfloat16 else torch.float32
+    _save_bin(path, state, config, dtype, Vp)
 
 
 def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> tuple[dict[str, Any], StateDict]:
@@ -153,6 +160,7 @@ def _save_bin(path: Path, state: StateDict, config: dict[str, Any], dtype: torch
 
 
 def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
+    check_regular(path)
     with open(path, "rb") as file:
         header = read_header(file, path, MODEL_MAGIC, tuple(_VERSIONS.values()))
         dtype = next(dtype for dtype, version in _VERSIONS.items() if version == header[1])
@@ -180,12 +188,12 @@ def _read_tensor(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Any], StateDict]:
-    with _open_safetensors(path, "model", "training") as (file, metadata):
-        config = _check_config(_parse(path, metadata, "config", file.get_tensor), str(path))
-        if metadata["kind"] == "gptkernels.training":
-            model = _parse(path, metadata, "model", file.get_tensor)
+    with open_safetensors(path, "model", "training") as file:
+        config = _check_config(_parse(path, file, "config"), str(path))
+        if file.metadata["kind"] == "gptkernels.training":
+            model = _parse(path, file, "model")
         else:
-            model = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            model = {name: file.tensor(name) for name in file.names()}
         return config, _canonical(model, config, str(path))
 
 
@@ -203,15 +211,32 @@ def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {name} is {value!r}, must be an integer in 1..2^31-1")
     if config["n_embd"] % config["n_head"]:
         raise ValueError(f"{where}: n_embd {config['n_embd']} is not divisible by n_head {config['n_head']}")
-    return {**{name: config[name] for name in _SIZES}, "bias": bool(config.get("bias", True))}
+    if type(bias := config.get("bias", True)) is not bool:
+        raise ValueError(f"{where}: bias is {bias!r}, must be true or false")
+    return {**{name: config[name] for name in _SIZES}, "bias": bias}
+
+
+def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:
+    """The configuration without what a file does not keep, once the parameters have the shapes that it says.
+
+    Raises:
+        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
+    """
+    config = _check_config(_as_dict(config), where)
+    _canonical(state_dict, config, where)
+    return config
 
 
 def _canonical(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
     """The parameters of `parameter_shapes`, none missing; without lm_head, padding and buffers."""
-    state = {name: tensor for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
+    state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{where}: unknown parameter {name!r}")
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{where}: {name} is a {type(tensor).__name__}, must be a tensor")
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{where}: {name} is of {tensor.dtype}, must be of a floating-point dtype of torch's")
         state[name] = tensor.detach()
     if config["n_layer"] > len(state):
         raise ValueError(f"{where}: n_layer is {config['n_layer']}, but there are {len(state)} parameters")
@@ -222,7 +247,7 @@ def _canonical(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], w
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise ValueError(f"{where}: {'missing' if missing else 'unknown'} parameter {min(names)}{more}")
     wte = state[_WTE]
-    if head is not None and head.data_ptr() != wte.data_ptr() and not torch.equal(head, wte):
+    if head is not None and not _are_tied(head, wte):
         raise ValueError(f"{where}: {_LM_HEAD} differs from {_WTE}: GPT-2 ties them")
     if wte.ndim == 2:
         state[_WTE] = wte[: config["vocab_size"]]
@@ -230,6 +255,23 @@ def _canonical(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], w
         if state[name].shape != shape:
             raise ValueError(f"{where}: {name} has shape {tuple(state[name].shape)}, must have {shape}")
     return state
+
+
+def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
+    """Whether they are one tensor, whose values may be NaN, or equal ones."""
+    if head.dtype != wte.dtype or head.shape != wte.shape:
+        return False
+    return head.data_ptr() == wte.data_ptr() or torch.equal(head, wte)
+
+
+def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
+    """The name of the first tensor that holds NaN or infinity, or None; waits for the device once."""
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not tensors:
+        return None
+    extremes = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]  # they propagate NaN
+    finite = torch.stack(extremes).isfinite().all(1).tolist()
+    return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
 
 
 def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
@@ -302,8 +344,8 @@ def save_training_state(
     }
     tensors: StateDict = {}
     names: dict[tuple, str] = {}
-    trees = {field: _flatten(value, field, tensors, names) for field, value in fields.items()}
-    _save_safetensors(path, tensors, "training", trees)
+    trees = {field: json.dumps(_flatten(value, field, tensors, names)) for field, value in fields.items()}
+    write_safetensors(path, tensors, "training", trees)
 
 
 def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
@@ -314,8 +356,8 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
     """
     path = Path(path)
     fields = [field.name for field in dataclasses.fields(TrainingState)]
-    with _open_safetensors(path, "training") as (file, metadata):
-        return TrainingState(**{field: _parse(path, metadata, field, file.get_tensor) for field in fields})
+    with open_safetensors(path, "training") as file:
+        return TrainingState(**{field: _parse(path, file, field) for field in fields})
 
 
 def rng_state() -> dict[str, Any]:
@@ -325,10 +367,18 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Set torch's generators to a `rng_state()`, those of CUDA as far as there are devices."""
-    torch.set_rng_state(state["cpu"])
-    for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(cuda, device)
+    """Set torch's generators to a `rng_state()`, those of CUDA as far as there are devices.
+
+    Raises:
+        ValueError: these are no states of torch's generators.
+    """
+    try:
+        cpu, cuda = state["cpu"], list(state["cuda"])
+        torch.set_rng_state(cpu)
+        for device, saved in zip(range(torch.cuda.device_count()), cuda, strict=False):
+            torch.cuda.set_rng_state(saved, device)
+    except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"rng: not the states of torch's random number generators: {error}") from error
 
 
 def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
@@ -371,55 +421,13 @@ def _unflatten(tree: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
     return {key: _unflatten(entry, get_tensor) for key, entry in items}
 
 
-_FORMAT_VERSION = "1"
-
-
-def _save_safetensors(path: Path, tensors: StateDict, kind: str, fields: Mapping[str, Any]) -> None:
-    """Write tensors, and fields as JSON in the metadata ("format": "pt" is for other readers)."""
-    metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": _FORMAT_VERSION}
-    metadata |= {name: json.dumps(value) for name, value in fields.items()}
-    with replace_file(path) as temporary:
-        save_file(_own_storage(tensors), temporary, metadata)
-
-
-def _own_storage(tensors: StateDict) -> StateDict:
-    """The tensors on the CPU, each alone in its storage, as safetensors writes them."""
-    owned: StateDict = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().cpu().contiguous()
-        storage = tensor.untyped_storage()
-        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages:
-            tensor = tensor.clone()
-        storages.add(tensor.untyped_storage().data_ptr())
-        owned[name] = tensor
-    return owned
-
-
-@contextmanager
-def _open_safetensors(path: Path, *kinds: str) -> Iterator[tuple[Any, dict[str, str]]]:
+def _parse(path: Path, file: CheckedFile, field: str) -> dict[str, Any]:
     try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("kind") not in [f"gptkernels.{kind}" for kind in kinds]:
-                raise ValueError(
-                    f"{path}: kind is {metadata.get('kind')!r} in the metadata, must be "
-                    + " or ".join(f"'gptkernels.{kind}'" for kind in kinds)
-                )
-            if metadata.get("version") != _FORMAT_VERSION:
-                raise ValueError(f"{path}: version is {metadata.get('version')!r}, known: {_FORMAT_VERSION!r}")
-            yield file, metadata
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
-
-
-def _parse(
-    path: Path, metadata: Mapping[str, str], field: str, get_tensor: Callable[[str], torch.Tensor]
-) -> dict[str, Any]:
-    try:
-        value = _unflatten(json.loads(metadata[field]), functools.cache(get_tensor))  # tied ones stay tied
-        if isinstance(value, dict):
-            return value
-        raise ValueError(f"{type(value).__name__} instead of dict")
+        value = _unflatten(json.loads(file.metadata[field]), functools.cache(file.tensor))  # tied ones stay tied
+    except DamagedError:
+        raise
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
         raise ValueError(f"{path}: {field} in the metadata is missing or damaged: {error!r}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: {field} in the metadata is damaged: {type(value).__name__} instead of dict")
+    return value

@@ -3,40 +3,100 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
+from gptkernels.foreign_flags import explain_flag
 from gptkernels.training.config import TrainConfig, flag
+from gptkernels.training.output import SafeOutput, flush_streams, prepare_streams
+from gptkernels.training.progress import ByteProgress
 
 USAGE_ERROR = 2
 FAILURE = 1
+DISK_ERROR = 3
 INTERRUPTED = 130
+UNREAD = 141
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done. 1: the training diverged. 2: the command or its input is wrong; stderr says why.
-    128 + N: stopped by signal N; 130 for Ctrl-C.
+    0: done. 1: the training diverged. 2: the command or its input is wrong. 3: the disk is full or failing.
+    128 + N: stopped by signal N; 130 for Ctrl-C, 141 where nobody reads the output. For 1 to 3 stderr says why.
     """
-    args = vars(_parser().parse_args(arguments))
+    prepare_streams()
+    try:
+        return _run(arguments)
+    finally:
+        flush_streams()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    args = vars(_parse(sys.argv[1:] if arguments is None else arguments))
     run: Callable[..., int] = args.pop("run")
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
-        return run(**args)
+        status = run(**args)
+        if run is not _train:  # what a run of training says is expendable
+            sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except (ValueError, OSError, FloatingPointError) as error:
-        if traceback:
+    except BrokenPipeError:  # as in `gptkernels generate ... | head`
+        return UNREAD
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+        sentence = _sentence(error)
+        if traceback or sentence is None:
             raise
-        print(f"gptkernels {command}: error: {error}", file=sys.stderr)
-        return FAILURE if isinstance(error, FloatingPointError) else USAGE_ERROR
+        print(f"gptkernels {command}: error: {sentence}", file=SafeOutput(sys.stderr))
+        return _status(error)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _status(error: Exception) -> int:
+    if isinstance(error, FloatingPointError):
+        return FAILURE
+    return DISK_ERROR if isinstance(error, OSError) and error.errno in _DISK_ERRORS else USAGE_ERROR
+
+
+def _sentence(error: Exception) -> str | None:
+    """What the user is told of an error; None where it is a fault of this program."""
+    if _is_out_of_memory(error):
+        return (
+            "out of memory. A smaller --batch-size with more --grad-accumulation, a shorter --sequence-length or a "
+            "smaller model takes less"
+        )
+    if isinstance(error, RuntimeError):
+        return None
+    return " ".join(str(error).splitlines())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; exits with a sentence about those that are wrong."""
+    parser, commands = _parser()
+    command = next((argument for argument in arguments if argument in commands), None)
+    if command is not None:
+        own = commands[command]
+        rest = arguments[list(arguments).index(command) + 1 :]
+        if sentence := explain_flag(command, rest, own._option_string_actions.keys()):
+            own.error(sentence)
+    return parser.parse_args(arguments)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands."""
     parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -49,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    return parser
+    return parser, commands.choices
 
 
 def _no_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,6 +155,8 @@ def _train(**options: Any) -> int:
 
     if "resume" in options:
         folder = options.pop("resume")
+        if folder == "":
+            raise ValueError("--resume is empty: name the folder of a run, or nothing for the latest")
         result = resume(folder or options.pop("output", None), **options)
     else:
         result = train(TrainConfig(**options))
@@ -114,7 +176,8 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer",
         default="bytes",
         metavar="NAME",
-        help="bytes; gpt2; bpe, byte pairs learnt from the text; or a tokenizer file (default: bytes)",
+        help="bytes; char, the characters of the text; gpt2; bpe, byte pairs learnt from the text; or a tokenizer "
+        "file (default: bytes)",
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)")
     parser.add_argument(
@@ -129,10 +192,16 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
     from gptkernels.data import prepare
 
-    written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction)
+    progress = ByteProgress()
+    try:
+        written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction, progress=progress)
+    finally:
+        progress.close()
     print(f"{written['train']}: {written['train_tokens']:,} tokens")
     print(f"{written['val']}: {written['val_tokens']:,} tokens")
     print(f"{written['tokenizer']}: a vocabulary of {written['vocab_size']:,}")
+    if tokenizer == "bytes" and written["eot"] is None:
+        print("the text has NUL bytes: no end-of-text token stands between the files")
     return 0
 
 
@@ -183,10 +252,10 @@ def _generate(
 
     writer = Writer(checkpoint, tokenizer, device, seed)
     sampling = Sampling(max_new_tokens, temperature, top_k or None)
+    if prompt or not interactive:
+        writer.print(prompt, sampling)
     if interactive:
         writer.converse(sampling)
-    else:
-        writer.print(prompt, sampling)
     return 0
 
 

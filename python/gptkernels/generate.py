@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gptkernels.data import Tokenizer, load_tokenizer, stream_text, tokenizer_for_prefix
+from gptkernels.checkpoint import find_non_finite
+from gptkernels.data import Tokenizer, find_tokenizer_file, load_tokenizer, stream_text
 from gptkernels.models import GPT2
+from gptkernels.training.model import model_file
 from gptkernels.training.processes import pick_device
 from gptkernels.training.progress import printable
-from gptkernels.training.runs import CHECKPOINT
+
+MIN_TEMPERATURE = 1e-6
+"""Logits of any model, divided by less, may leave float32."""
+MAX_SEED = 2**63 - 1
 
 
 class Sampling(NamedTuple):
@@ -42,18 +48,21 @@ class Writer:
         seed: of the draws.
 
     Raises:
-        ValueError: a file is damaged, or there is no tokenizer, or it is of another vocabulary.
+        ValueError: a file is damaged, there is no tokenizer, or it is of another vocabulary, a weight is NaN or
+            infinite, or the seed is beyond int64.
         OSError: a file cannot be read.
     """
 
     def __init__(
         self, checkpoint: str | Path, tokenizer: str | None = None, device: str = "auto", seed: int = 0
     ) -> None:
-        path = Path(checkpoint)
-        if path.is_dir():
-            path = path / CHECKPOINT
+        if not -MAX_SEED <= seed <= MAX_SEED:
+            raise ValueError(f"--seed is {seed}, must be in -(2^63-1)..2^63-1")
+        path = model_file(checkpoint)
         self.device = pick_device(device)
         self.model = GPT2.from_checkpoint(path, self.device).eval()
+        if name := find_non_finite(self.model.state_dict()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity: the model has diverged, and can write nothing")
         self.tokenizer = _find_tokenizer(path, tokenizer, self.model.config.vocab_size)
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
@@ -63,11 +72,10 @@ class Writer:
         An empty prompt is the beginning of a document.
 
         Raises:
-            ValueError: an option is out of its range.
+            ValueError: an option is out of its range, or the tokenizer has no tokens for the prompt.
         """
         _check(sampling)
-        eot = self.tokenizer.eot
-        tokens = self.tokenizer.encode(prompt) or [0 if eot is None else eot]
+        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.start]
         stream = self.model.stream(
             torch.tensor([tokens], device=self.device),
             sampling.max_new_tokens,
@@ -75,23 +83,33 @@ class Writer:
             sampling.top_k,
             self._generator,
         )
-        return stream_text(self.tokenizer, _until(eot, stream))
+        return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
 
     def print(self, prompt: str, sampling: Sampling) -> None:
         """Print the prompt and its continuation as it comes."""
-        sys.stdout.write(prompt)
-        for text in self.write(prompt, sampling):
+        continuation = self.write(prompt, sampling)
+        sys.stdout.write(printable(prompt))
+        for text in continuation:
             sys.stdout.write(printable(text))
             sys.stdout.flush()
         sys.stdout.write("\n")
 
     def converse(self, sampling: Sampling) -> None:
-        """Continue every line that is typed, until end of file; Ctrl-C ends a continuation."""
+        """Continue every line that is typed, until end of file; Ctrl-C ends a continuation.
+
+        A line that the tokenizer has no tokens for is answered with a sentence. Bytes that are no UTF-8 are
+        kept as "surrogateescape" does.
+        """
+        with suppress(AttributeError):  # an object in place of stdin
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        _check(sampling)
         while (prompt := _ask()) is not None:
             try:
                 self.print(prompt, sampling)
             except KeyboardInterrupt:
                 print()
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr)
 
 
 def _check(sampling: Sampling) -> None:
@@ -99,6 +117,8 @@ def _check(sampling: Sampling) -> None:
         raise ValueError(f"--max-new-tokens is {sampling.max_new_tokens}, must be at least 0")
     if not 0 <= sampling.temperature < float("inf"):
         raise ValueError(f"--temperature is {sampling.temperature}, must be finite and at least 0")
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise ValueError(f"--temperature is {sampling.temperature}, must be 0 or at least {MIN_TEMPERATURE}")
     if sampling.top_k is not None and sampling.top_k < 1:
         raise ValueError(f"--top-k is {sampling.top_k}, must be at least 1")
 
@@ -122,8 +142,8 @@ def _ask() -> str | None:
 def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
     if name is not None:
         tokenizer = load_tokenizer(name)
-    elif any(checkpoint.parent.glob(f"{checkpoint.stem}_tokenizer.*")):
-        tokenizer = tokenizer_for_prefix(checkpoint.with_suffix(""))
+    elif beside := find_tokenizer_file(checkpoint.with_suffix("")):
+        tokenizer = load_tokenizer(beside)
     elif vocab_size in (256, 50257):
         tokenizer = load_tokenizer("bytes" if vocab_size == 256 else "gpt2")
     else:

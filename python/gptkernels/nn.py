@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels._modules import is_unmodified
 from gptkernels.ops.attention import unpack
 
 __all__ = [
@@ -59,7 +60,14 @@ class Linear(torch.nn.Linear):
 
 
 class Embedding(torch.nn.Embedding):
-    """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse."""
+    """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse.
+
+    Attributes:
+        vocab_size: V, where the last rows of the weight are padding: tokens from there on are refused. -1, the default,
+            takes all ``num_embeddings`` tokens.
+    """
+
+    vocab_size: int = -1
 
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +90,7 @@ class Embedding(torch.nn.Embedding):
             self.norm_type,
             self.scale_grad_by_freq,
             self.sparse,
+            vocab_size=self.vocab_size,
         )
 
 
@@ -108,6 +117,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class MLP(torch.nn.Module):
     """GPT-2's feed-forward layer with the tanh GELU, as one operator.
 
+    If one of the two linear layers has been replaced, hooked or parametrised, both are called, as separate operators.
+
     Args:
         n_embd: C; the hidden layer has 4C.
         bias: whether the two linear layers have one.
@@ -122,7 +133,10 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
-        return functional.mlp(x, self.c_fc.weight, self.c_fc.bias, self.c_proj.weight, self.c_proj.bias)
+        fc, proj = self.c_fc, self.c_proj
+        if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
+            return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj.bias)
+        return proj(functional.gelu(fc(x), approximate="tanh"))
 
 
 class KeyValueCache:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import ops
+from gptkernels.ops import adamw, ops
+from gptkernels.ops._register import below_autograd
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 
@@ -16,8 +17,9 @@ class AdamW(torch.optim.AdamW):
 
     It takes torch's arguments and param groups, and each loads the other's state dict. The host never waits for the
     device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
-    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 copy that is updated in its stead
-    (state key ``master_param``); its moments are then float32 too.
+    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 master copy (state key
+    ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
+    Parameters may have any dense layout, for example channels_last.
 
     Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
     back, and skips the step when one is not finite. With ``max_grad_norm`` it also clips them as it reads them: the
@@ -31,7 +33,7 @@ class AdamW(torch.optim.AdamW):
         eps: added to the root of the second moment.
         weight_decay: decoupled decay, times lr a step.
         amsgrad: False; no kernel serves it.
-        maximize: go up instead of down.
+        maximize: maximise the objective instead of minimising it.
         foreach: without effect.
         capturable: without effect.
         differentiable: False; no kernel serves it.
@@ -100,25 +102,31 @@ class AdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Complete what torch's AdamW, or an earlier version, saved."""
+        """Add the options that torch's AdamW, or an earlier version of this one, did not save."""
+        for group in state["param_groups"]:
+            _check_options(group)  # before anything is replaced
         super().__setstate__(state)
         for group in self.param_groups:
-            _check_options(group)
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
         for parameter, state in self.state.items():
             if "step" in state:  # torch keeps it on the CPU unless it is fused or capturable
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which rounds all state to the parameter's dtype; what was float32 here stays float32."""
+        """As torch's, which rounds all state to the parameter's dtype; what was float32 here stays float32.
+
+        Raises:
+            ValueError: the state is of a run with an option that no kernel serves. Nothing is loaded then.
+        """
         super().load_state_dict(state_dict)
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
         parameters = (p for group in self.param_groups for p in group["params"])
         for i, parameter in zip(saved_ids, parameters, strict=True):
-            saved = state_dict["state"].get(i, {})
-            if "master_param" in saved:
-                for name in ("master_param", "exp_avg", "exp_avg_sq"):
-                    self.state[parameter][name] = saved[name].to(parameter.device, torch.float32)
+            saved, loaded = state_dict["state"].get(i, {}), self.state.get(parameter, {})
+            for name in ("master_param", "exp_avg", "exp_avg_sq"):
+                if name in loaded:
+                    value = saved[name].float() if "master_param" in saved else loaded[name]
+                    loaded[name] = _like(value, parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -152,13 +160,16 @@ class AdamW(torch.optim.AdamW):
         """One launch: the parameters have one device and dtype."""
         device = parameters[0].device
         masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
-        states = [self._state(parameter, masters) for parameter in parameters]
+        states = [self.state[parameter] for parameter in parameters]
+        newest = "master_param" if masters else "exp_avg"
+        if any(newest not in state for state in states):
+            states = [self._state(parameter, masters) for parameter in parameters]
         steps = [state["step"] for state in states]
         numbers = (getattr(self, "grad_scale", None), getattr(self, "found_inf", None), self.grad_norm)
         grad_scale, found_inf, grad_norm = (None if t is None else t.to(device) for t in numbers)
-        torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)  # a skipped step doesn't count
+        _count(steps, found_inf)
         beta1, beta2 = group["betas"]
-        ops.adamw_(
+        adamw.step(
             parameters,
             grads,
             [state["exp_avg"] for state in states],
@@ -203,8 +214,26 @@ def _check_options(options: dict[str, Any]) -> None:
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
     """In float64 on the CPU, where the launch reads it; in float32 on the device, where the kernel does."""
     if not isinstance(lr, Tensor):
-        return torch.tensor(lr, dtype=torch.float64)
+        return torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
     return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    """``value`` on the parameter's device and with its strides, as the kernel wants a parameter's state."""
+    value = value.to(parameter.device)
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+
+
+def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Count a step; one that is skipped does not count."""
+    if found_inf is not None:
+        torch._foreach_add_(steps, 1 - found_inf)
+    elif steps[0].is_cpu:  # a number would be made a tensor for each of them
+        torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)
+    else:
+        torch._foreach_add_(steps, 1)
 
 
 class _Alike(NamedTuple):
@@ -224,10 +253,11 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
         if grad.is_sparse:
             raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
         key = (parameter.device, parameter.dtype)
-        if key not in alike:
-            alike[key] = _Alike([], [])
-        alike[key].parameters.append(parameter)
-        alike[key].grads.append(grad)
+        found = alike.get(key)
+        if found is None:
+            found = alike[key] = _Alike([], [])
+        found.parameters.append(parameter)
+        found.grads.append(grad)
     return alike.values()
 
 
@@ -240,10 +270,12 @@ def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
     """The norm of all these tensors, on the first device."""
-    norms = [ops.global_norm(group) for group in by_device.values()]
+    norms = [below_autograd(ops.global_norm.default, group) for group in by_device.values()]
     if not norms:
-        return torch.zeros(())
-    return norms[0] if len(norms) == 1 else ops.global_norm([norm.to(norms[0].device) for norm in norms])
+        return torch.zeros((), device="cpu")
+    if len(norms) == 1:
+        return norms[0]
+    return below_autograd(ops.global_norm.default, [norm.to(norms[0].device) for norm in norms])
 
 
 @torch.no_grad()

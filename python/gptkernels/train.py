@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,20 +15,36 @@ from torch import Tensor
 
 from gptkernels.checkpoint import (
     TrainingState,
+    find_non_finite,
     load_training_state,
     restore_rng_state,
     save_training_state,
 )
 from gptkernels.data import DataLoader
 from gptkernels.optim import AdamW
+from gptkernels.training.clock import Mark
 from gptkernels.training.config import TrainConfig
-from gptkernels.training.corpus import Corpus
-from gptkernels.training.logs import TrainingLog, TrainingStep
+from gptkernels.training.fingerprint import fingerprint
+from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.training.model import build_model, parameter_groups
+from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
-from gptkernels.training.processes import Processes
+from gptkernels.training.processes import Processes, process_rank
 from gptkernels.training.progress import show_progress
-from gptkernels.training.runs import CHECKPOINT, TOKENIZER_PREFIX, find_run, new_run
+from gptkernels.training.run_data import RunData
+from gptkernels.training.runs import (
+    CHECKPOINT,
+    CSV,
+    LOG,
+    PLOT,
+    TOKENIZER_PREFIX,
+    find_run,
+    is_other_file,
+    log_of_run,
+    new_run,
+    open_run,
+)
+from gptkernels.training.saved import check_optimizer, saved_options
 from gptkernels.training.schedule import cosine_schedule
 from gptkernels.training.signals import stop_on_signals
 
@@ -57,10 +73,12 @@ def train(config: TrainConfig) -> TrainResult:
 
     Raises:
         ValueError: an option, or the data, cannot be used; the message is a sentence for the user.
-        OSError: a file cannot be read or written.
-        FloatingPointError: the loss is no longer finite. The last checkpoint is kept.
+        OSError: a file cannot be read or written. The last checkpoint is kept.
+        FloatingPointError: the loss or a weight is no longer finite. The last checkpoint is kept.
     """
-    return Trainer(config).run()
+    trainer = Trainer(config)
+    with open_run(trainer.output, trainer.processes.is_main):
+        return trainer.run()
 
 
 def resume(run: str | None = None, **given: Any) -> TrainResult:
@@ -74,12 +92,15 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
         ValueError: there is no such run, an option in `given` cannot change, or as `train`.
     """
     folder = find_run(run)
-    saved = load_training_state(folder / CHECKPOINT)
-    try:
-        config = TrainConfig(**saved.trainer["options"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / CHECKPOINT}: options: not those of this trainer: {error}") from error
-    return Trainer(config.updated(given), folder, saved).run()
+    checkpoint = folder / CHECKPOINT
+    with open_run(folder, is_main=process_rank() == 0):
+        saved = load_training_state(checkpoint)
+        options = saved_options(saved, checkpoint)
+        begun_in = options.log_file or folder / LOG
+        options.log_file = log_of_run(options.log_file, folder)
+        config = options.updated(given)
+        keep_log = config.log_file is not None and os.path.realpath(config.log_file) != os.path.realpath(begun_in)
+        return Trainer(config, folder, saved, keep_log=keep_log).run()
 
 
 class Trainer:
@@ -90,44 +111,70 @@ class Trainer:
     Args:
         config: the options.
         output: the folder of the run that is resumed; None makes that of a new one.
-        saved: the state that is resumed.
+        saved: the state that is resumed, which `saved_options` has checked.
+        keep_log: the log holds the lines of other runs.
     """
 
-    def __init__(self, config: TrainConfig, output: Path | None = None, saved: TrainingState | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        output: Path | None = None,
+        saved: TrainingState | None = None,
+        *,
+        keep_log: bool = False,
+    ) -> None:
         self.config = config
         self.processes = processes = Processes(config.device)
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         torch.manual_seed(config.seed)
-        self.corpus = corpus = Corpus(config, processes)
-        self.model = build_model(config, corpus.vocab_size, saved).to(processes.device)
+        self.data = data = RunData(config, processes)
+        self._fingerprint = fingerprint(data.train.data.path)
+        self.model = build_model(config, data.vocab_size, saved).to(processes.device)
         groups = parameter_groups(self.model, config.weight_decay)
         clip = config.grad_clip or math.inf
         self.optimizer = AdamW(groups, lr=config.learning_rate, betas=BETAS, master_weights=True, max_grad_norm=clip)
         self.total_steps = self._count_steps()
         self.step = 0  # updates made
-        self._pending: _PendingStep | None = None
+        self._saved_step: int | None = None
+        self._runs_ahead = processes.device.type != "cpu"
+        self._pending: PendingStep | None = None
         self._train_loss: float | None = None
         self._stop = False
-        if saved is not None:
-            self._restore(saved)
+        if saved is not None and output is not None:
+            self._restore(saved, output / CHECKPOINT)
+        self._keep_log = keep_log or (saved is None and config.log_file is not None)
+        if config.log_file is not None and processes.is_main:
+            check_log(Path(config.log_file))
         self.output = output or Path(
             processes.from_main(str(new_run(config.output, config.model)) if processes.is_main else "")
         )
-        if corpus.tokenizer and processes.is_main:
-            corpus.tokenizer.save(self.output / TOKENIZER_PREFIX)
+        self._log_path = self.output / LOG if config.log_file is None else Path(config.log_file)
+        if is_other_file(str(self._log_path), self.output):
+            raise ValueError(f"--log-file {self._log_path} is another file of this run")
 
     def _count_steps(self) -> int:
         if self.config.steps is not None:
             return self.config.steps
         assert self.config.epochs is not None
         windows_per_step = self.processes.world_size * self.config.batch_size * self.config.grad_accumulation
-        return math.ceil(self.config.epochs * self.corpus.train.num_windows / windows_per_step)
+        steps = self.config.epochs * self.data.train.num_windows / windows_per_step
+        if not math.isfinite(steps):
+            raise ValueError(f"--epochs is {self.config.epochs}, which is too many")
+        return math.ceil(steps)
 
-    def _restore(self, saved: TrainingState) -> None:
-        self.optimizer.load_state_dict(saved.optimizer)
-        self.corpus.train.load_state_dict(saved.trainer["data"])
-        self.step = saved.trainer["step"]
+    def _restore(self, saved: TrainingState, path: Path) -> None:
+        step, data = saved.trainer["step"], self.data.train.data.path
+        check_optimizer(saved.optimizer, self.optimizer, step, path)
+        if saved.trainer["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"{data} has changed: it was {saved.trainer['fingerprint']}, is {self._fingerprint}. A run is resumed "
+                "with the training data it had"
+            )
+        self.data.train.load_state_dict(saved.trainer["data"])
+        groups = self.optimizer.state_dict()["param_groups"]  # as the options say
+        self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+        self.step = self._saved_step = step
         restore_rng_state(saved.rng)
 
     # Training.
@@ -135,8 +182,10 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train to the end, or until Ctrl-C or SIGTERM; in both cases write the checkpoint and the plot."""
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
-        self._log = self._open_log() if self.processes.is_main else None
+        self._log: TrainingLog | None = None
         try:
+            if self.processes.is_main:
+                self._open_files()
             with stop_on_signals() as self._request:
                 self._introduce()
                 self._train()
@@ -158,13 +207,13 @@ class Trainer:
             # On a GPU the numbers of a step are read when the next one is launched: the GPU never idles.
             previous, self._pending = self._pending, self._launch_step()
             self._finish(previous)
-            if self.processes.device.type == "cpu":
+            if not self._runs_ahead:
                 self._finish_pending()
             if self.step < self.total_steps and _is_due(self.step, config.checkpoint_every):
                 self._save()
         self._finish_pending()
 
-    def _launch_step(self) -> _PendingStep:
+    def _launch_step(self) -> PendingStep:
         """Make the next update, without waiting for the device."""
         config = self.config
         rate = self._learning_rate()
@@ -172,7 +221,7 @@ class Trainer:
             group["lr"] = rate
         total = torch.zeros((), device=self.processes.device)
         for _ in range(config.grad_accumulation):
-            loss = self._loss(*self._next_batch(self.corpus.train)) / config.grad_accumulation
+            loss = self._loss(*self._next_batch(self.data.train)) / config.grad_accumulation
             loss.backward()
             total += loss.detach()
         self.processes.average_gradients(self.model.parameters())
@@ -183,7 +232,7 @@ class Trainer:
         assert norm is not None
         numbers = self.processes.average(torch.stack([total, norm, stop]))
         self.step += 1
-        return _PendingStep(self.step - 1, rate, numbers)
+        return PendingStep(self.step - 1, rate, numbers)
 
     def _learning_rate(self) -> float:
         config = self.config
@@ -204,20 +253,17 @@ class Trainer:
         pending, self._pending = self._pending, None
         self._finish(pending)
 
-    def _finish(self, pending: _PendingStep | None) -> None:
+    def _finish(self, pending: PendingStep | None) -> None:
         """Wait for a step's numbers, then log and show them."""
         if pending is None:
             return
         loss, norm, stop = pending.read()
         if not math.isfinite(loss + norm):
-            raise FloatingPointError(
-                f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}: training has "
-                "diverged; a lower --learning-rate may help. The last checkpoint is as it was"
-            )
+            raise self._diverged(f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}")
         self._stop = self._stop or stop > 0
         self._train_loss = loss
-        seconds = time.perf_counter() - self._clock
-        self._restart_clock()
+        seconds = pending.end.seconds_since(self._clock)
+        self._clock: Mark = pending.end
         record = TrainingStep(
             pending.step, loss, pending.learning_rate, norm, 1e3 * seconds, self._tokens_per_step() / seconds
         )
@@ -226,7 +272,14 @@ class Trainer:
             self._log.training(record)
 
     def _restart_clock(self) -> None:
-        self._clock = time.perf_counter()
+        self._clock = Mark(self.processes.device)
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        if self._saved_step is None:
+            kept = "There is no checkpoint yet"
+        else:
+            kept = f"The checkpoint of step {self._saved_step} is kept"
+        return FloatingPointError(f"{what}: training has diverged; a lower --learning-rate may help. {kept}")
 
     def _tokens_per_step(self) -> int:
         config = self.config
@@ -238,18 +291,20 @@ class Trainer:
     @torch.no_grad()
     def _validate(self) -> float | None:
         """The loss on the validation data, in nats per token, logged and shown; None without such data."""
-        if self.corpus.val is None:
+        if self.data.val is None:
             return None
         self._finish_pending()
         self.model.eval()
-        self.corpus.val.reset()
-        batches = min(self.corpus.val.batches_per_epoch, self.config.val_max_batches)
+        self.data.val.reset()
+        batches = min(self.data.val.batches_per_epoch, self.config.val_max_batches)
         total = torch.zeros((), device=self.processes.device)
         for _ in range(batches):
-            total += self._loss(*self._next_batch(self.corpus.val))
+            total += self._loss(*self._next_batch(self.data.val))
         self.model.train()
         loss = self.processes.average(total / batches).item()
-        self._progress.say(f"step {self.step}: validation loss {loss:.4f} {self.corpus.unit}")
+        if not math.isfinite(loss):
+            raise self._diverged(f"the validation loss is {loss} after {self.step} steps")
+        self._progress.say(f"step {self.step}: validation loss {loss:.4f} {self.data.unit}")
         if self._log:
             self._log.validation(self.step, loss)
         self._restart_clock()
@@ -263,19 +318,26 @@ class Trainer:
         self._finish_pending()
         device = self.processes.device
         generator = torch.Generator(device).manual_seed(self.config.seed + self.step)
-        start = torch.tensor([[self.corpus.first_token]], device=device)
+        start = torch.tensor([[self.data.first_token]], device=device)
         self.model.eval()
-        with self._autocast():
-            tokens = self.model.generate(start, self.config.sample_length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+        length = self.config.sample_length
+        try:
+            with self._autocast():
+                tokens = self.model.generate(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+        except FloatingPointError as error:
+            raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
         self.model.train()
-        text = self.corpus.text(tokens[0, 1:].tolist())
+        text = self.data.text(tokens[0, 1:].tolist())
         self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")
         self._restart_clock()
         return text
 
     def _save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint, whole or not at all, if all that it would hold is finite."""
         self._finish_pending()
+        state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
+        if find_non_finite(dict(enumerate([*self.model.parameters(), *state]))) is not None:
+            raise self._diverged(f"a weight or a moment is not finite after {self.step} steps")
         if self.processes.is_main:
             save_training_state(
                 self.output / CHECKPOINT,
@@ -284,36 +346,44 @@ class Trainer:
                 optimizer=self.optimizer.state_dict(),
                 trainer={
                     "step": self.step,
-                    "data": self.corpus.train.state_dict(),
+                    "data": self.data.train.state_dict(),
+                    "fingerprint": self._fingerprint,
                     "options": asdict(self.config),
                 },
             )
+        self._saved_step = self.step
         self._restart_clock()
 
     # Beginning and end.
 
-    def _open_log(self) -> TrainingLog:
-        config = self.config
-        return TrainingLog(
-            Path(config.log_file) if config.log_file else self.output / "main.log",
-            self.output / "log.csv",
+    def _open_files(self) -> None:
+        self._log = TrainingLog(
+            self._log_path,
+            self.output / CSV,
             self.step,
-            self.output / "tensorboard" if config.tensorboard else None,
+            self.output / "tensorboard" if self.config.tensorboard else None,
+            keep_log=self._keep_log,
         )
+        if self.data.tokenizer:
+            self.data.tokenizer.save(self.output / TOKENIZER_PREFIX)
 
     def _introduce(self) -> None:
         config, size = self.config, self.model.config
         processes = f" x {self.processes.world_size} processes" if self.processes.world_size > 1 else ""
-        validation = f"{len(self.corpus.val.data):,}" if self.corpus.val else f"none, {self.corpus.why_no_val}"
+        validation = f"{len(self.data.val.data):,}" if self.data.val else f"none, {self.data.why_no_val}"
         self._progress.say(
             f"model: {size.n_layer} layers, {size.n_head} heads, {size.n_embd} channels, "
             f"{self.model.num_parameters():,} parameters, "
-            f"{config.dtype} on {self.processes.device}{processes}\n"
-            f"data: {self.corpus.train.data.path}, {len(self.corpus.train.data):,} tokens; "
+            f"{config.dtype} on {self._describe_device()}{processes}\n"
+            f"data: {self.data.train.data.path}, {len(self.data.train.data):,} tokens; "
             f"validation: {validation}\n"
             f"run: steps {self.step} to {self.total_steps} of {self._tokens_per_step():,} tokens, "
-            f"in {self.output}"
+            f"in {self.output}, log in {self._log_path}"
         )
+
+    def _describe_device(self) -> str:
+        device, threads = self.processes.device, torch.get_num_threads()
+        return f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
 
     def _finish_run(self) -> TrainResult:
         self._save()
@@ -336,29 +406,11 @@ class Trainer:
         if not self._log:
             return
         try:
-            plot_losses(self.output / "log.csv", self.output / "loss.png", self.corpus.unit)
+            plot_losses(self.output / CSV, self.output / PLOT, self.data.unit)
         except ImportError:
             self._progress.say("no loss plot: it takes matplotlib (pip install matplotlib)")
         else:
-            self._progress.say(f"loss plot: {self.output / 'loss.png'}")
-
-
-class _PendingStep:
-    """The loss, gradient norm and request to stop of a step, on their way from the device."""
-
-    def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
-        self.step = step
-        self.learning_rate = learning_rate
-        self._numbers = numbers.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if numbers.is_cuda else None
-        if self._arrived:
-            self._arrived.record()
-
-    def read(self) -> list[float]:
-        """The numbers, once they are there."""
-        if self._arrived:
-            self._arrived.synchronize()
-        return self._numbers.tolist()
+            self._progress.say(f"loss plot: {self.output / PLOT}")
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -1,7 +1,7 @@
 """Text to tokens, token files, and batches of them."""
 
 from .loader import DataLoader
-from .prepare import prepare, prepare_standard_library, tokenizer_for_prefix
+from .prepare import find_tokenizer_file, prepare, prepare_standard_library, tokenizer_for_prefix
 from .tokenizer import Tokenizer, load_tokenizer, stream_text
 from .tokens import TokenFile, write_tokens
 
@@ -9,6 +9,7 @@ __all__ = [
     "DataLoader",
     "TokenFile",
     "Tokenizer",
+    "find_tokenizer_file",
     "load_tokenizer",
     "prepare",
     "prepare_standard_library",

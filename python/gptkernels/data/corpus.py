@@ -5,10 +5,13 @@ from __future__ import annotations
 import codecs
 import os
 import sysconfig
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
+from typing import NoReturn
+
+from .._regular import check_regular, is_regular
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
@@ -71,6 +74,17 @@ class Document:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
+    def character_start(self, position: int) -> int:
+        """Where the UTF-8 character that holds byte `position` begins; `position` where there is none."""
+        first = max(self.start, position - 4)
+        with open(self.path, "rb") as file:
+            file.seek(first)
+            data = file.read(min(self.stop, position + 1) - first)
+        for back in range(1, len(data) if position < self.stop else 0):
+            if data[-back] & 0xC0 != 0x80:  # no continuation byte: the first of a character, or no UTF-8
+                return position + 1 - back if data[-back] >= 0xC0 else position
+        return position
+
 
 def _last_break(text: str) -> int:
     """Where the last run of blanks begins, or the end of a text that has none."""
@@ -80,37 +94,74 @@ def _last_break(text: str) -> int:
     return len(text)
 
 
-def find_documents(paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[Document]:
-    """The files named, as documents, and those below the folders named; empty ones are left out.
+def find_documents(
+    paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str], outputs: Collection[Path] = ()
+) -> list[Document]:
+    """The files named, as documents, and those below the folders named.
 
-    A folder's files come in a fixed order that mixes them (by a hash of their names), so that its last ones
-    are a fair sample of it; hidden and binary ones are left out.
+    A file that is reached twice, by its name or by a link, is taken once; empty files are left out. The files
+    of a folder come in a fixed order that mixes them (by a hash of their names), so that the last ones are a
+    fair sample of the folder. Of a folder these are left out: hidden and binary files, what is no regular
+    file, links that lead nowhere, linked folders, and what `prepare` wrote.
+
+    Args:
+        paths: text files and folders of them, or a single one.
+        outputs: the files that will be written.
 
     Raises:
-        ValueError: a path does not exist, or nothing is left.
+        ValueError: a path does not exist, is neither a regular file nor a folder, or is one of `outputs`; or
+            nothing is left.
+        OSError: a file or a folder cannot be read.
     """
-    named = [Path(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
-    files: list[Path] = []
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    if not all(map(os.fspath, given)):
+        raise ValueError("the name of a file is empty")
+    named = [Path(path) for path in given]
+    overwritten = {_identity(path): path for path in outputs if path.exists()}
+    files: dict[tuple[int, int], Path] = {}
     for path in named:
         if path.is_dir():
-            files += filter(_is_text, _walk(path))
+            found = [file for file in _walk(path) if not _is_prepared_tokenizer(file) and _is_text(file)]
+            found = [file for file in found if _identity(file) not in overwritten]
         elif path.exists():
-            files.append(path)
+            check_regular(path)
+            found = [path]
+            if output := overwritten.get(_identity(path)):
+                raise ValueError(f"{path} is an input, and would be overwritten as {output}: choose another output")
         else:
             raise ValueError(f"no such file or folder: {path}")
-    documents = [document for document in map(Document.whole, files) if document.size]
+        for file in found:
+            files.setdefault(_identity(file), file)
+    documents = [document for document in map(Document.whole, files.values()) if document.size]
     if not documents:
         raise ValueError(f"no text in {', '.join(map(str, named)) or 'no files at all'}")
     return documents
 
 
+def _identity(path: Path) -> tuple[int, int]:
+    """The same for every name of a file."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _is_prepared_tokenizer(file: Path) -> bool:
+    """Whether `prepare` wrote this text file: PREFIX_tokenizer.json beside PREFIX_train.bin."""
+    prefix = file.name.removesuffix("_tokenizer.json")
+    return prefix != file.name and file.with_name(f"{prefix}_train.bin").exists()
+
+
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """The files below a folder but hidden ones and those in folders `skip`, ordered by their names' hash."""
+    """The regular files below a folder but hidden ones and those in folders `skip`, ordered by their names' hash."""
     files = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         files += [Path(folder, name) for name in names if not name.startswith(".")]
-    return sorted(files, key=lambda file: _name_hash(file, root))
+    return sorted(filter(is_regular, files), key=lambda file: _name_hash(file, root))
+
+
+def _raise(error: OSError) -> NoReturn:
+    """For os.walk, which would leave out a folder that it cannot read."""
+    raise error
 
 
 def _name_hash(file: Path, root: Path) -> bytes:
@@ -143,6 +194,7 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
     middle = document.start + cut
     if cut and ((line_end := document.line_end(middle - 1)) < document.stop or i + 1 < len(documents)):
         middle = line_end
+    middle = document.character_start(middle)
     train = [*documents[:i], replace(document, stop=middle)]
     val = [replace(document, start=middle), *documents[i + 1 :]]
     return [part for part in train if part.size], [part for part in val if part.size]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ import torch
 from numpy.typing import NDArray
 
 from .tokens import TokenFile, check_vocabulary
+
+MAX_SORTED = 1024
+"""Up to so many windows are ordered by sorting random numbers, beyond by `permute`'s keyed bijection."""
 
 
 class DataLoader:
@@ -150,6 +154,8 @@ class DataLoader:
         Raises:
             ValueError: an entry is missing or out of range, or the sequence length or the data's size differ.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -159,16 +165,23 @@ class DataLoader:
         for name in ("position", "seed"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**62:
                 raise ValueError(f"data loader state: {name} is {state[name]!r}, must be in 0..2^62-1")
-        self.position, self.seed, self.shuffle = state["position"], state["seed"], bool(state["shuffle"])
+        if type(state["shuffle"]) is not bool:
+            raise ValueError(f"data loader state: shuffle is {state['shuffle']!r}, must be True or False")
+        self.position, self.seed, self.shuffle = state["position"], state["seed"], state["shuffle"]
 
 
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
     """The images of `indices`, each in 0..n-1, under a pseudo-random bijection of 0..n-1 chosen by `key`.
 
-    The numbers are laid out in a table, as nearly square as covers n, and Feistel rounds shift each row by a
+    Up to `MAX_SORTED` numbers are put in the order of as many random ones, so that every order can come up. The
+    rounds below reach only some of the orders of a small table.
+
+    More numbers are laid out in a table, as nearly square as covers n, and Feistel rounds shift each row by a
     hash of the column and each column by a hash of the row. The few images that fall beyond n are sent
     through again until they fall inside ("cycle walking"), which keeps it a bijection.
     """
+    if n <= MAX_SORTED:
+        return _sorted_order(n, key)[indices]
     rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
     keys = np.random.SeedSequence(key).generate_state(4, np.uint64)
@@ -182,6 +195,11 @@ def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray
         images[outside] = row * columns + column
         outside = images >= n
     return images.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=8)
+def _sorted_order(n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
+    return np.random.SeedSequence(key).generate_state(n, np.uint64).argsort(kind="stable")
 
 
 def _hash(values: NDArray[Any]) -> NDArray[np.uint64]:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .._files import TOKENIZER_MAGIC, TOKENS_MAGIC, replace_file
+from .._regular import check_regular
 from .corpus import Document, find_documents, split, standard_library
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
-from .tokens import MAX_VOCAB_SIZE, write_tokens
+from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, train_bpe
+from .tokens import MAX_VOCAB_SIZE, fill_token_file
 
 DEFAULT_BPE_VOCAB_SIZE = 4096
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how many bytes of text of it are done, and of how many."""
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    pass
 
 
 def prepare(
@@ -24,30 +36,44 @@ def prepare(
     *,
     vocab_size: int | None = None,
     val_fraction: float = 0.05,
+    progress: Progress = _silent,
 ) -> dict[str, Any]:
     """Turn text into `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
     The end-of-text token, where the tokenizer has one, stands before every document. The last `val_fraction`
     of the text is for validation. The text is streamed: it may be larger than memory. Any bytes will do;
-    those that are no UTF-8 are kept by the byte tokenizer and become U+FFFD for the others.
+    those that are no UTF-8 are kept by the byte tokenizer and become U+FFFD for the others. The byte tokenizer's
+    end-of-text token is the byte NUL: where the text has NUL bytes, there is no end-of-text token.
+
+    Only what an earlier call wrote is overwritten, and only once everything is written.
 
     Args:
         files: text files and folders of them, or a single one.
         out_prefix: where the files go and how their names begin.
-        tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), or what `load_tokenizer` takes.
+        tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), "char" (the characters of the text),
+            or what `load_tokenizer` takes.
         vocab_size: of "bpe" only: at most so many tokens (4096 when not given).
         val_fraction: between 0 and 1, both excluded.
+        progress: called after every piece of text.
 
     Returns:
         What was written: the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens`,
         `vocab_size`, and `eot`, the end-of-text token or None.
 
     Raises:
-        ValueError: a file is missing, there is no text or too little to split, the tokenizer cannot be had,
-            or its vocabulary is beyond the 65536 tokens that token files can hold.
+        ValueError: a file is missing, there is no text or too little to split, the tokenizer cannot be had or lacks
+            a character, its vocabulary is beyond the 65536 tokens that token files can hold, or an output is a
+            file that `prepare` did not write.
+        OSError: a file cannot be read or written.
     """
-    train, val = split(find_documents(files), val_fraction)
-    return _write(train, val, out_prefix, _make_tokenizer(tokenizer, vocab_size, train))
+    if not os.fspath(tokenizer):
+        raise ValueError("the name of the tokenizer is empty")
+    outputs = _output_files(out_prefix)
+    train, val = split(find_documents(files, outputs), val_fraction)
+    for path in outputs:
+        _check_replaceable(path)
+    made = _make_tokenizer(tokenizer, vocab_size, train, val, out_prefix, progress)
+    return _write(train, val, out_prefix, made, progress)
 
 
 def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int = 16 << 20) -> dict[str, Any]:
@@ -57,23 +83,101 @@ def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int 
 
 def tokenizer_for_prefix(prefix: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer that `prepare` wrote beside `PREFIX_train.bin`; ValueError where there is none."""
-    for suffix in ("bin", "json"):
-        path = Path(f"{prefix}_tokenizer.{suffix}")
-        if path.exists():
-            return load_tokenizer(path)
-    raise ValueError(f"no tokenizer beside the data: neither {prefix}_tokenizer.bin nor .json")
+    path = find_tokenizer_file(prefix)
+    if path is None:
+        raise ValueError(f"no tokenizer beside the data: neither {prefix}_tokenizer.bin nor .json")
+    return load_tokenizer(path)
 
 
-def _make_tokenizer(name: str | os.PathLike[str], vocab_size: int | None, documents: Sequence[Document]) -> Tokenizer:
-    if name != "bpe":
-        if vocab_size is not None:
-            raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
+def find_tokenizer_file(prefix: str | os.PathLike[str]) -> Path | None:
+    """`PREFIX_tokenizer.bin` or `.json`, the newer one where there are both; None where there is neither."""
+    found = [path for path in _tokenizer_files(prefix) if path.exists()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _tokenizer_files(prefix: str | os.PathLike[str]) -> list[Path]:
+    return [Path(f"{prefix}_tokenizer.{suffix}") for suffix in ("bin", "json")]
+
+
+def _output_files(prefix: str | os.PathLike[str]) -> list[Path]:
+    """All that `prepare` may write or remove."""
+    if not os.fspath(prefix):
+        raise ValueError("the output prefix is empty")
+    return [Path(f"{prefix}_train.bin"), Path(f"{prefix}_val.bin"), *_tokenizer_files(prefix)]
+
+
+def _check_replaceable(path: Path) -> None:
+    """ValueError where `path` exists and is of another kind than what `prepare` writes there."""
+    if not path.exists():
+        return
+    check_regular(path)
+    if path.suffix == ".json":
+        ours = _is_tokenizer_json(path)
+    else:
+        magic = TOKENIZER_MAGIC if path.name.endswith("_tokenizer.bin") else TOKENS_MAGIC
+        with open(path, "rb") as file:
+            ours = file.read(4) == magic.to_bytes(4, "little")
+    if not ours:
+        raise ValueError(f"{path} exists, and prepare did not write it: remove it, or choose another output")
+
+
+def _is_tokenizer_json(path: Path) -> bool:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "model" in content
+
+
+def _check_writable(prefix: str | os.PathLike[str]) -> None:
+    """OSError where no file can be made beside PREFIX: known before the text is read."""
+    folder = Path(f"{prefix}_train.bin").parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _make_tokenizer(
+    name: str | os.PathLike[str],
+    vocab_size: int | None,
+    train: Sequence[Document],
+    val: Sequence[Document],
+    prefix: str | os.PathLike[str],
+    progress: Progress,
+) -> Tokenizer:
+    """The tokenizer called `name`: made of the text, or loaded."""
+    if name != "bpe" and vocab_size is not None:
+        raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
+    both = [*train, *val]
+    tokenizer: Tokenizer
+    if name == "bpe":
+        vocab_size = DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size
+        _check_vocab_size(vocab_size)
+        _check_writable(prefix)
+        tokenizer = train_bpe(_texts(train, "reading for byte pairs", progress), vocab_size)
+    elif name == "char":
+        _check_writable(prefix)
+        tokenizer = CharTokenizer.of_texts(_texts(both, "reading for characters", progress))
+    else:
         tokenizer = load_tokenizer(name)
-        _check_vocab_size(tokenizer.vocab_size)
-        return tokenizer
-    vocab_size = DEFAULT_BPE_VOCAB_SIZE if vocab_size is None else vocab_size
-    _check_vocab_size(vocab_size)
-    return train_bpe((text for document in documents for text in document.text()), vocab_size)
+        if isinstance(tokenizer, ByteTokenizer) and _has_nul(both):
+            tokenizer = ByteTokenizer(eot=None)
+    _check_vocab_size(tokenizer.vocab_size)
+    return tokenizer
+
+
+def _has_nul(documents: Iterable[Document]) -> bool:
+    return any(b"\0" in chunk for document in documents for chunk in document.chunks())
+
+
+def _texts(documents: Sequence[Document], what: str, progress: Progress) -> Iterator[str]:
+    """The text of all documents, piece by piece."""
+    done, total = 0, sum(document.size for document in documents)
+    for document in documents:
+        for text in document.text():
+            yield text
+            done += len(text.encode("utf-8", "surrogateescape"))
+            progress(what, done, total)
 
 
 def _check_vocab_size(vocab_size: int) -> None:
@@ -82,23 +186,36 @@ def _check_vocab_size(vocab_size: int) -> None:
 
 
 def _write(
-    train: Sequence[Document], val: Sequence[Document], prefix: str | os.PathLike[str], tokenizer: Tokenizer
+    train: Sequence[Document],
+    val: Sequence[Document],
+    prefix: str | os.PathLike[str],
+    tokenizer: Tokenizer,
+    progress: Progress = _silent,
 ) -> dict[str, Any]:
+    """Write the token files and the tokenizer. They take their places together, when all are written."""
     summary: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
-    for name, documents in (("train", train), ("val", val)):
-        path = f"{prefix}_{name}.bin"
-        summary[name] = path
-        summary[f"{name}_tokens"] = write_tokens(path, _encode(documents, tokenizer), tokenizer.vocab_size)
-    written = tokenizer.save(prefix)
-    summary["tokenizer"] = str(written)
-    other = ".json" if written.suffix == ".bin" else ".bin"
-    written.with_suffix(other).unlink(missing_ok=True)  # of an earlier run, for other tokens
+    with ExitStack() as renamed_at_the_end:
+        for name, documents in (("train", train), ("val", val)):
+            path = f"{prefix}_{name}.bin"
+            temporary = renamed_at_the_end.enter_context(replace_file(os.path.realpath(path)))
+            tokens = _encode(documents, tokenizer, f"encoding {name}", progress)
+            summary[name] = path
+            summary[f"{name}_tokens"] = fill_token_file(temporary, tokens, tokenizer.vocab_size, path)
+        written = tokenizer.save(prefix)
+        summary["tokenizer"] = str(written)
+        other = ".json" if written.suffix == ".bin" else ".bin"
+        written.with_suffix(other).unlink(missing_ok=True)  # of an earlier run, for other tokens
     return summary
 
 
-def _encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[NDArray[np.int64]]:
+def _encode(
+    documents: Sequence[Document], tokenizer: Tokenizer, what: str, progress: Progress
+) -> Iterator[NDArray[np.int64]]:
+    done, total = 0, sum(document.size for document in documents)
     for document in documents:
         if tokenizer.eot is not None:
             yield np.array([tokenizer.eot])
         for text in document.text():
             yield np.array(tokenizer.encode(text), np.int64)
+            done += len(text.encode("utf-8", "surrogateescape"))
+            progress(what, done, total)

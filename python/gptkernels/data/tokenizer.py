@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's, byte-pair encodings trained on the spot, and llm.c's tokenizer files.
+"""Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained on the spot, and llm.c's tokenizer files.
 
 llm.c's file is 256 uint32 of header (magic 20240328, version 1, vocabulary size; version 2 adds the
 end-of-text token), then for each token a byte with its length and its bytes.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._files import HEADER_BYTES, TOKENIZER_MAGIC, file_size, make_header, read_header, replace_file
+from .._regular import check_regular
 
 if TYPE_CHECKING:
     import tiktoken
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 """How GPT-2 cuts text into words before it merges bytes (tiktoken's spelling of it)."""
+MAX_TRAINING_WORD = 256
+"""Characters. Training takes time quadratic in the longest word, and one line of dashes can be a word."""
 
 
 class Tokenizer(ABC):
@@ -42,9 +45,20 @@ class Tokenizer(ABC):
         """How many tokens there are: 0..vocab_size-1."""
         return len(self.vocabulary)
 
+    @property
+    def start(self) -> int:
+        """What a text that continues nothing begins with: `eot`, or else a newline, or else token 0."""
+        if self.eot is not None:
+            return self.eot
+        return self.vocabulary.index(b"\n") if b"\n" in self.vocabulary else 0
+
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Text that spells a special token is text: `eot` never comes of it."""
+        """The tokens of a text. Text that spells a special token is text: `eot` never comes of it.
+
+        Raises:
+            ValueError: the vocabulary has no tokens for this text.
+        """
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
         """The bytes of tokens; ValueError for a token outside the vocabulary."""
@@ -77,17 +91,62 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 class ByteTokenizer(Tokenizer):
-    """Every byte of the text's UTF-8 is a token; the end-of-text token is NUL, which text does not contain.
+    """Every byte of the text's UTF-8 is a token.
 
     Bytes that Python decoded with "surrogateescape" are encoded as what they were.
+
+    Args:
+        eot: the end-of-text token: 0, for text without NUL bytes; None for data in which NUL is a byte like any other.
     """
 
-    def __init__(self) -> None:
-        super().__init__([bytes([byte]) for byte in range(256)], eot=0)
+    def __init__(self, eot: int | None = 0) -> None:
+        super().__init__([bytes([byte]) for byte in range(256)], eot)
 
     def encode(self, text: str) -> list[int]:
         """The bytes of a text."""
         return list(text.encode("utf-8", "surrogateescape"))
+
+
+class CharTokenizer(Tokenizer):
+    """Every character is a token. The vocabulary holds the characters of one text, and no others can be encoded.
+
+    Args:
+        vocabulary: the UTF-8 of a character for every token, other than `eot`.
+        eot: the end-of-text token, or None.
+
+    Raises:
+        ValueError: a token is not one character, or is there twice.
+    """
+
+    def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
+        super().__init__(vocabulary, eot)
+        self._tokens: dict[str, int] = {}
+        for token, data in enumerate(vocabulary):
+            character = data.decode("utf-8", "replace")
+            if token == eot:
+                continue
+            if len(character) != 1 or character.encode() != data or character in self._tokens:
+                raise ValueError(f"token {token}, {data!r}, is not one character, or is there twice")
+            self._tokens[character] = token
+
+    @classmethod
+    def of_texts(cls, texts: Iterable[str]) -> CharTokenizer:
+        """The characters of the texts, in the order of their code points; bytes that are no UTF-8 are U+FFFD."""
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(_replace_surrogates(text))
+        return cls([character.encode() for character in sorted(characters)])
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text.
+
+        Raises:
+            ValueError: a character is not in the vocabulary.
+        """
+        try:
+            return [self._tokens[character] for character in _replace_surrogates(text)]
+        except KeyError as error:
+            raise ValueError(f"the vocabulary of {self.vocab_size} characters has no {error.args[0]!r}") from error
 
 
 class LLMCTokenizer(Tokenizer):
@@ -101,9 +160,19 @@ class LLMCTokenizer(Tokenizer):
         """The tokens of a text.
 
         Raises:
-            ValueError: tiktoken is not installed, or the vocabulary lacks some byte or has a token twice.
+            ValueError: tiktoken is not installed, the vocabulary has a token twice, or it has no token for a byte of
+                the text.
         """
-        return self._encoding.encode_ordinary(_replace_surrogates(text))
+        tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
+        if self._missing and tokens and max(tokens) >= self.vocab_size:
+            raise _no_token_for(self._missing[max(tokens) - self.vocab_size])
+        return tokens
+
+    @cached_property
+    def _missing(self) -> list[int]:
+        """The bytes that are no tokens. Text with one of them cannot be encoded, unless a merge takes it in."""
+        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
+        return [byte for byte in range(256) if bytes([byte]) not in single]
 
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
@@ -112,11 +181,10 @@ class LLMCTokenizer(Tokenizer):
         except ImportError as error:
             raise ValueError("encoding with this tokenizer takes tiktoken: pip install tiktoken") from error
         ranks = {token: rank for rank, token in enumerate(self.vocabulary) if rank != self.eot}
-        missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-        if missing:
-            raise ValueError(f"the vocabulary cannot encode text: it has no token for byte {missing[0]}")
         if len(ranks) != self.vocab_size - (self.eot is not None):
             raise ValueError("the vocabulary cannot encode text: it has the same token twice")
+        # tiktoken wants every byte to be a token: the missing ones are numbered from vocab_size on.
+        ranks |= {bytes([byte]): self.vocab_size + i for i, byte in enumerate(self._missing)}
         return tiktoken.Encoding("llm.c", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={})
 
 
@@ -158,10 +226,19 @@ class BPETokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         super().__init__(_vocabulary(tokenizer), tokenizer.token_to_id(END_OF_TEXT))
+        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
+        self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text."""
-        return self._tokenizer.encode(_replace_surrogates(text), add_special_tokens=False).ids
+        """The tokens of a text.
+
+        Raises:
+            ValueError: the vocabulary has no token for a byte of the text, which `tokenizers` would leave out.
+        """
+        text = _replace_surrogates(text)
+        if self._missing and (bad := set(text.encode()).intersection(self._missing)):
+            raise _no_token_for(min(bad))
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def save(self, prefix: str | os.PathLike[str]) -> Path:
         """Write `PREFIX_tokenizer.json` and return that path."""
@@ -185,6 +262,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         raise ValueError(f"vocab_size is {vocab_size}, must be at least 257: bytes and end-of-text")
     tokenizers = _import_tokenizers()
     tokenizer = _byte_level(tokenizers.models.BPE())
+    byte_level = tokenizer.pre_tokenizer
+    runs = tokenizers.Regex(rf"\S{{{MAX_TRAINING_WORD}}}|\s{{{MAX_TRAINING_WORD}}}")
+    cut_runs = tokenizers.pre_tokenizers.Split(runs, "isolated")
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([cut_runs, byte_level])
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
@@ -192,6 +273,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(_replace_surrogates, texts), trainer)
+    tokenizer.pre_tokenizer = byte_level
     return BPETokenizer(tokenizer)
 
 
@@ -199,8 +281,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a name or a file.
 
     Args:
-        source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`); a `tokenizer.json`; a `vocab.json`
-            with `merges.txt` beside it; or a folder with one of these two.
+        source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
+            `tokenizer.json`; a `vocab.json` with `merges.txt` beside it; or a folder with one of these two.
 
     Raises:
         ValueError: there is no such name or file, or the file is damaged; the message says what is wrong.
@@ -216,21 +298,33 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"no tokenizer {str(path)!r}: takes 'bytes', 'gpt2', or a .bin or .json file")
     if path.suffix == ".json":
         return _load_json(path)
-    tokenizer = read_llmc_tokenizer(path)
-    return ByteTokenizer() if tokenizer.vocabulary == ByteTokenizer().vocabulary else tokenizer
+    return _encoder_of(read_llmc_tokenizer(path))
+
+
+def _encoder_of(tokenizer: LLMCTokenizer) -> Tokenizer:
+    """A tokenizer file does not say how to encode: bytes and characters are known by their vocabulary."""
+    if tokenizer.vocabulary == ByteTokenizer().vocabulary and tokenizer.eot in (0, None):
+        return ByteTokenizer(tokenizer.eot)
+    try:
+        return CharTokenizer(tokenizer.vocabulary, tokenizer.eot)
+    except ValueError:
+        return tokenizer
 
 
 def _load_json(path: Path) -> BPETokenizer:
     tokenizers = _import_tokenizers()
     try:
         if path.name == "vocab.json":
+            check_regular(path.with_name("merges.txt"))
             model = tokenizers.models.BPE.from_file(str(path), str(path.with_name("merges.txt")))
             tokenizer = _byte_level(model)
             tokenizer.add_special_tokens([END_OF_TEXT])
         else:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         return BPETokenizer(tokenizer)
-    except Exception as error:  # `tokenizers` raises Exception itself
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # `tokenizers` raises Exception itself, and a panic in it is a BaseException
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -277,6 +371,10 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def _no_token_for(byte: int) -> ValueError:
+    return ValueError(f"the vocabulary cannot encode this text: it has no token for byte {byte}, {bytes([byte])!r}")
+
+
 def _replace_surrogates(text: str) -> str:
     """The text as UTF-8 can hold it: bytes decoded with "surrogateescape" become U+FFFD."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
@@ -305,6 +403,7 @@ def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
         ValueError: the file is truncated, of another kind, or does not agree with its header; the message
             names the file and the field.
     """
+    check_regular(path)
     with open(path, "rb") as file:
         size = file_size(file)
         _, version, vocab_size, eot, *_ = read_header(file, path, TOKENIZER_MAGIC, (1, 2))

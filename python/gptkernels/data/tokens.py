@@ -22,6 +22,7 @@ from .._files import (
     read_header,
     replace_file,
 )
+from .._regular import check_regular
 
 VERSION = 1
 MAX_VOCAB_SIZE = 2**16
@@ -44,12 +45,13 @@ class TokenFile:
         dtype: how a token is stored, uint16 or int32.
 
     Raises:
-        ValueError: the file is empty, truncated, of another kind or longer than its header says; the message
-            names the file and the field.
+        ValueError: the file is no regular one, empty, truncated, of another kind or longer than its header says; the
+            message names the file and the field.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        check_regular(self.path)
         with open(self.path, "rb") as file:
             offset, self.dtype, count = _layout(file, self.path)
         mapped = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=(count,))
@@ -115,10 +117,21 @@ def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], voca
         ValueError: a token lies outside `0..vocab_size-1`, there is no token, or there are more than the
             header can count (2^31 - 1).
     """
+    with replace_file(path) as temporary:
+        return fill_token_file(temporary, chunks, vocab_size, path)
+
+
+def fill_token_file(
+    temporary: str | os.PathLike[str],
+    chunks: Iterable[ArrayLike],
+    vocab_size: int,
+    path: str | os.PathLike[str],
+) -> int:
+    """`write_tokens` into the file `temporary`, which is to be renamed to `path`; messages name `path`."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
     count = 0
-    with replace_file(path) as temporary, open(temporary, "wb") as file:
+    with open(temporary, "wb") as file:
         file.write(make_header().data)
         for chunk in chunks:
             tokens = np.asarray(chunk)

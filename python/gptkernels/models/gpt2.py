@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019), every part of its training step a kernel of this package.
+"""GPT-2 (Radford et al., 2019). Every operation of its training step is a kernel of this package.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
 and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional, nn
-from gptkernels.ops._register import ops
+from gptkernels._modules import is_unmodified
+from gptkernels.ops import ops
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
@@ -32,7 +33,8 @@ class GPT2Config:
     Args:
         block_size: the longest sequence.
         vocab_size: V.
-        padded_vocab_size: Vp, the rows of the embedding, as matrix products like them; V rounded up to 128 when None.
+        padded_vocab_size: Vp, the number of rows of the embedding; V rounded up to a multiple of 128 when None, for
+            which matrix products are faster.
         n_layer: L.
         n_head: NH, which divides n_embd.
         n_embd: C.
@@ -45,7 +47,7 @@ class GPT2Config:
 
     block_size: int = 1024
     vocab_size: int = 50257
-    padded_vocab_size: int | None = None
+    padded_vocab_size: int = None  # type: ignore[assignment]  # V rounded up, once the configuration is made
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -58,19 +60,15 @@ class GPT2Config:
         for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"GPT2Config: {name} must be at least 1, got {getattr(self, name)}")
-        if self.rows < self.vocab_size:
+        if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
-                f"GPT2Config: padded_vocab_size must be at least vocab_size {self.vocab_size}, got {self.rows}"
+                f"GPT2Config: padded_vocab_size must be at least vocab_size {self.vocab_size}, "
+                f"got {self.padded_vocab_size}"
             )
         if self.n_embd % self.n_head:
             raise ValueError(f"GPT2Config: n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.dropout:
             raise ValueError(f"GPT2Config: dropout must be 0, got {self.dropout}: gptkernels has no kernel for it")
-
-    @property
-    def rows(self) -> int:
-        """Vp, which is never None once the configuration is made."""
-        return self.padded_vocab_size or self.vocab_size
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
@@ -89,11 +87,7 @@ class GPT2Config:
 
 
 class Block(torch.nn.Module):
-    """A layer. Its additions to the residual stream are fused with the norms that follow them.
-
-    So that every addition has a norm beside it, a layer takes its input already normalised, and ends with the norm of
-    the next layer (or the final one).
-    """
+    """A layer: ``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -103,26 +97,56 @@ class Block(torch.nn.Module):
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
         self.mlp = nn.MLP(C, bias, device, dtype)
 
-    def forward(
-        self, normed: Tensor, stream: Tensor, next_norm: nn.LayerNorm, cache: nn.KeyValueCache | None = None
+    def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
+        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        return _add(*self.without_last_addition(x, None, cache))
+
+    def without_last_addition(
+        self, stream: Tensor, pending: Tensor | None, cache: nn.KeyValueCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``ln_1(stream)`` and ``stream`` (B, T, C) -> the same two after this layer, by ``next_norm``."""
-        normed, stream = _add_and_norm(self.attn(normed, cache), stream, self.ln_2)
-        return _add_and_norm(self.mlp(normed), stream, next_norm)
+        """The layer without its last residual addition, which the next layer does.
+
+        An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
+        next layer, so the addition is passed on to it.
+
+        Args:
+            stream: (B, T, C), the residual stream.
+            pending: (B, T, C), not yet added to the stream; None if nothing is pending.
+            cache: as in :meth:`forward`.
+
+        Returns:
+            The stream, and what is now to be added to it.
+        """
+        normed, stream = _add_and_norm(stream, pending, self.ln_1)
+        attended = self.attn(normed) if cache is None else self.attn(normed, cache)
+        normed, stream = _add_and_norm(stream, attended, self.ln_2)
+        return stream, self.mlp(normed)
 
 
-def _add_and_norm(x: Tensor, stream: Tensor, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """``norm(x + stream)`` and ``x + stream``."""
-    return functional.residual_layer_norm(x, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+def _add(stream: Tensor, pending: Tensor | None) -> Tensor:
+    return stream if pending is None else stream + pending
+
+
+def _add_and_norm(stream: Tensor, pending: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """``norm(stream + pending)`` and ``stream + pending``, in one kernel unless the norm must be called."""
+    if pending is None or not is_unmodified(norm, nn.LayerNorm):
+        stream = _add(stream, pending)
+        return norm(stream), stream
+    return functional.residual_layer_norm(pending, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
 
 
 class Transformer(torch.nn.Module):
-    """All of GPT-2 but its head."""
+    """All of GPT-2 but its head.
+
+    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of the
+    modules has been replaced, wrapped, hooked or parametrised: such a module is called.
+    """
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         C = config.n_embd
-        self.wte = nn.Embedding(config.rows, C, device=device, dtype=dtype)
+        self.wte = nn.Embedding(config.padded_vocab_size, C, device=device, dtype=dtype)
+        self.wte.vocab_size = self.vocab_size = config.vocab_size
         self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
@@ -132,21 +156,29 @@ class Transformer(torch.nn.Module):
 
         With caches, one a layer, the tokens are those that follow what is in them.
         """
-        positions = self.wpe.weight if caches is None else self.wpe.weight[caches[0].length :]
-        stream = ops.encoder(tokens, self.wte.weight, positions)
-        layers = cast("list[Block]", list(self.h))
-        next_norms = [*(layer.ln_1 for layer in layers[1:]), self.ln_f]
-        normed = layers[0].ln_1(stream)
-        for i, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-            normed, stream = layer(normed, stream, next_norm, None if caches is None else caches[i])
-        return normed
+        stream, pending = self._embed(tokens, 0 if caches is None else caches[0].length), None
+        for i, layer in enumerate(self.h):
+            cache = None if caches is None else caches[i]
+            if is_unmodified(layer, Block):
+                stream, pending = cast(Block, layer).without_last_addition(stream, pending, cache)
+            else:  # an adapter need not know of caches
+                stream = _add(stream, pending)
+                stream, pending = layer(stream) if cache is None else layer(stream, cache), None
+        return _add_and_norm(stream, pending, self.ln_f)[0]
+
+    def _embed(self, tokens: Tensor, start: int) -> Tensor:
+        """Tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
+        if is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding):
+            positions = self.wpe.weight[start:] if start else self.wpe.weight
+            return ops.encoder(tokens, self.wte.weight, positions, self.vocab_size)
+        return self.wte(tokens) + self.wpe(torch.arange(start, start + tokens.shape[1], device=tokens.device))
 
 
 class GPT2(torch.nn.Module):
     """GPT-2 with a language-model head that is tied to the token embedding.
 
-    The embedding has Vp rows, of which the last Vp - V are 0 and take part in nothing. A state dict with any number
-    of rows from V on can be loaded, with or without ``lm_head.weight``.
+    The embedding has Vp rows. The last Vp - V are 0 and are not used. A state dict with V or more rows can be loaded,
+    with or without ``lm_head.weight``.
 
     Args:
         config: the model's shape.
@@ -158,7 +190,7 @@ class GPT2(torch.nn.Module):
         super().__init__()
         self.config = config
         self.transformer = Transformer(config, device, dtype)
-        self.lm_head = nn.Linear(config.n_embd, config.rows, bias=False, device=device, dtype=dtype)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self.lm_head.weight = self.transformer.wte.weight
         self.register_load_state_dict_pre_hook(_fit_vocabulary)
         self.reset_parameters()
@@ -184,7 +216,8 @@ class GPT2(torch.nn.Module):
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
             targets: (B, T), int64 or int32, -100 where there is none; None for no loss.
-            return_logits: False, with targets, computes the loss without ever holding all the logits.
+            return_logits: False, with targets, computes the loss without ever holding all the logits, unless
+                ``lm_head`` has been replaced or hooked and so must be called.
 
         Returns:
             logits (B, T, V), a view of the padded (B, T, Vp), or None; loss, 0-dim float32 (float64 for float64), or
@@ -196,7 +229,7 @@ class GPT2(torch.nn.Module):
         """
         self._check(tokens, targets)
         hidden = self.transformer(tokens)
-        if targets is not None and not return_logits:
+        if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
             loss = functional.linear_cross_entropy(
                 hidden, self.lm_head.weight, targets, vocab_size=self.config.vocab_size
             )
@@ -206,8 +239,8 @@ class GPT2(torch.nn.Module):
         if targets is None:
             return logits, None
         flat = targets.reshape(-1)
-        losses, _ = ops.fused_classifier(padded.view(-1, self.config.rows), flat, self.config.vocab_size)
-        return logits, losses.sum() / (flat != -100).sum()
+        losses, _ = ops.fused_classifier.default(padded.reshape(-1, padded.shape[-1]), flat, self.config.vocab_size)
+        return logits if return_logits else None, losses.sum() / (flat != -100).sum()
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
         for name, t in (("tokens", tokens), ("targets", targets)):
@@ -265,6 +298,7 @@ class GPT2(torch.nn.Module):
             ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, or top_k is
                 below 1.
             TypeError: tokens has another dtype.
+            FloatingPointError: at a step, whose logits are NaN or infinite.
         """
         window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
         self._check(window)
@@ -302,7 +336,7 @@ class GPT2(torch.nn.Module):
             window = torch.cat([window, unseen], dim=1)
             yield unseen[:, 0]
 
-    # ---- on disk, and what it costs ----------------------------------------------------------------------------------
+    # ---- checkpoints and sizes --------------------------------------------------------------------------------------
 
     @classmethod
     def from_checkpoint(
@@ -336,8 +370,8 @@ class GPT2(torch.nn.Module):
         save_model(path, self.state_dict(), self.config)
 
     def num_parameters(self) -> int:
-        """How many numbers are learnt; the padding of the vocabulary is not counted."""
-        padding = (self.config.rows - self.config.vocab_size) * self.config.n_embd
+        """The number of trained parameters, without the padding of the vocabulary."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(parameter.numel() for parameter in self.parameters()) - padding
 
     def flops_per_token(self, length: int | None = None) -> int:
@@ -358,7 +392,7 @@ class GPT2(torch.nn.Module):
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing."""
     wte, head = prefix + "transformer.wte.weight", prefix + "lm_head.weight"
-    V, Vp = model.config.vocab_size, model.config.rows
+    V, Vp = model.config.vocab_size, model.config.padded_vocab_size
     if wte in state_dict and head not in state_dict:
         state_dict[head] = state_dict[wte]
     for name in (wte, head):
@@ -369,9 +403,12 @@ def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_:
 
 def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
     """(B, V) -> (B, 1)."""
+    if temperature:
+        logits = logits.float() / temperature
+    if not bool(logits.amax(-1).isfinite().all()):  # torch.multinomial would end the process's CUDA context
+        raise FloatingPointError("GPT2: the logits are NaN or infinite: the model has diverged, and can write nothing")
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
-    logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(functional.softmax(logits, -1), 1, generator=generator)

@@ -1,18 +1,42 @@
 """How an op's Python rules reach torch's dispatcher.
 
-The rules are the leanest that ``torch.compile`` still traces: autograd is one ``torch.autograd.Function`` at the
-``Autograd`` dispatch key, without the argument handling of ``torch.library.register_autograd``.
+An op's file holds its rules and ends with one call for each:
+
+| call | what the op then does |
+|---|---|
+| ``fake(name, f)`` | shapes and dtypes without data: meta and fake tensors, ``torch.compile``, ``torch.export`` |
+| ``autograd(name, Function, jvp=rule)`` | derivatives, reverse and forward, under ``torch.func``'s transforms too |
+| ``vmap(name, rule)`` | ``torch.vmap``, and with it ``jacrev``, ``jacfwd``, ``hessian`` and per-sample gradients |
+| ``autocast(name, cuda=..., cpu=...)`` | casts inside ``torch.autocast`` |
+| ``flops(name, f)`` | ``torch.utils.flop_counter`` |
+| ``mutates(name)``, ``without_derivative(name)`` | for an op that writes into an argument; for one with no derivative |
+
+- ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
+  ``backward`` calls the ``_backward`` op. It needs no ``setup_context``: the dispatcher calls it once for each
+  transform, as it calls the autograd kernels of torch's own ops.
+- ``jvp`` is written for the outputs' tangents (see ``_forward.py``): by an op that is linear in the argument, or by
+  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs one as well: forward over reverse calls
+  it.
+- ``vmap`` is a rule from ``_vmap.py``: ``rows(...)`` where the mapped dimension is only one more leading dimension,
+  ``loop`` where it is not.
+
+The autograd kernel is the leanest that ``torch.compile`` still traces: it calls ``Function`` without the argument
+handling of ``torch.library.register_autograd`` and of ``Function.apply``.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import filterfalse
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from gptkernels import _library
+from gptkernels.ops import _autocast, _forward, _inductor, _vmap
 
 ops = torch.ops.gptkernels
 _registrations = torch.library.Library("gptkernels", "FRAGMENT")
@@ -20,33 +44,111 @@ _registrations = torch.library.Library("gptkernels", "FRAGMENT")
 
 def fake(name: str, function: Callable[..., Any]) -> None:
     """The op's output shapes and dtypes, for tracing without data."""
-    torch.library.register_fake(f"gptkernels::{name}", function, lib=_registrations)
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        _inductor.register_fallbacks()
+        return function(*args, **kwargs)
+
+    torch.library.register_fake(f"gptkernels::{name}", rule, lib=_registrations)
 
 
-def autograd(name: str, function: type[torch.autograd.Function]) -> None:
-    """``function`` takes the op's arguments by position, calls it through ``below_autograd``, and differentiates it."""
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _forward.Rule) -> None:
+    """Differentiate the op.
+
+    Args:
+        name: the op.
+        function: takes the op's arguments by position, calls it through ``below_autograd``, and differentiates it.
+        jvp: the tangents of its outputs, for forward-mode AD.
+    """
     op = getattr(ops, name).default
-    defaults = [argument.default_value for argument in op._schema.arguments]
-    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
-    apply = function.apply
+    complete = completer(op)
+    apply, apply_forward = recorder(function), recorder(_forward.with_jvp(function, jvp))
+
+    # Looked up once: an op on a small tensor takes 5 us in all.
+    transforms_active, below = torch._C._are_functorch_transforms_active, torch._C._AutoDispatchBelowAutograd
+    grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs)):
-            with torch._C._AutoDispatchBelowAutograd():
+        if forward_ad._current_level >= 0 or transforms_active():  # _forward.active()
+            positional = complete(args, kwargs)
+            if _forward.any_tangent(positional):
+                return apply_forward(*positional)
+        if not (grad_enabled() and any_requires_grad(*args, **kwargs)):
+            with below():
                 return op(*args, **kwargs)
-        if len(args) + len(keywords) < len(defaults):  # the dispatcher drops trailing arguments at their defaults
-            args += tuple(defaults[len(args) : len(defaults) - len(keywords)])
-        for i, keyword in enumerate(keywords, len(args)):
-            args += (kwargs.get(keyword, defaults[i]),)
-        return apply(*args)
+        return apply(*complete(args, kwargs))
 
     _registrations.impl(name, kernel, "Autograd")
 
 
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for an autograd kernel.
+
+    ``Function.apply`` in Python settles for each call what the dispatcher has settled before it comes to the kernel;
+    only its C++ part is called here.
+    """
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def record(*args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args)
+        before = _outer.modes
+        _outer.modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        try:
+            with enable_single_level_autograd_function():  # of the transform that has called the kernel
+                return apply(*args)
+        finally:
+            _outer.modes = before
+
+    return record
+
+
+class _Outer(threading.local):
+    """The modes of reverse and forward AD where an op was called under a transform: those of the transforms around it.
+
+    ``apply`` turns both off in ``forward``; a transform further out would then miss the op.
+    """
+
+    modes = True, True
+
+
+_outer = _Outer()
+
+
+def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """``function``, which is called as the op is, called with all arguments by position."""
+    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    split = len(op._schema.arguments) - len(keywords)
+    return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
+
+
+def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+    """What makes all of the op's arguments positional: the dispatcher drops trailing ones at their defaults."""
+    defaults = [argument.default_value for argument in op._schema.arguments]
+    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    positional = len(defaults) - len(keywords)
+
+    def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if len(args) < positional:
+            args += tuple(defaults[len(args) : positional])
+        for i, keyword in enumerate(keywords, positional):
+            args += (kwargs.get(keyword, defaults[i]),)
+        return args
+
+    return complete
+
+
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op's kernel from its own autograd rule."""
+    """Call the op's kernel from its own autograd rule, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*args, **kwargs)
+        if not torch._C._are_functorch_transforms_active():
+            return op(*args, **kwargs)
+        reverse, forward = _outer.modes
+        with torch.set_grad_enabled(reverse), forward_ad._set_fwd_grad_enabled(forward):
+            return op(*args, **kwargs)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -79,6 +181,8 @@ def differentiate(
     Returns:
         A gradient or None for each input.
     """
+    if torch._C._are_functorch_transforms_active():
+        return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # A view joins this piece of graph to the inputs' own, so that third derivatives pass through.
@@ -99,6 +203,45 @@ def differentiate(
     return tuple(next(found) if v is not None and need else None for v, need in zip(variables, needs, strict=True))
 
 
+def _differentiate_by_func(
+    formula: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad_outputs: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """``differentiate`` under a transform of torch.func, where ``requires_grad`` may belong to another level."""
+    places = [i for i, (t, need) in enumerate(zip(inputs, needs, strict=True)) if t is not None and need]
+    found: list[Tensor | None] = [None] * len(inputs)
+    if places and any(g is not None for g in grad_outputs):
+
+        def used(*variables: Tensor) -> tuple[Tensor, ...]:
+            every = list(inputs)
+            for i, variable in zip(places, variables, strict=True):
+                every[i] = variable
+            return tuple(o for o, g in zip(formula(*every), grad_outputs, strict=True) if g is not None)
+
+        pull = torch.func.vjp(used, *(inputs[i] for i in places))[1]
+        gradients: tuple[Tensor, ...] = pull(tuple(g for g in grad_outputs if g is not None))
+        for i, gradient in zip(places, gradients, strict=True):
+            found[i] = gradient
+    return tuple(found)
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def vmap(name: str, rule: _vmap.Rule) -> None:
+    """What the op does under ``torch.vmap``."""
+    op = getattr(ops, name).default
+    complete, call = completer(op), call_by_position(op, op)
+
+    def kernel(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        args = complete(args, kwargs)
+        return rule(call, info.batch_size, (*in_dims, *(None,) * (len(args) - len(in_dims))), args)
+
+    torch.library.register_vmap(f"gptkernels::{name}", kernel, lib=_registrations)
+
+
 # ---- autocast --------------------------------------------------------------------------------------------------------
 
 
@@ -111,41 +254,22 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
             for no rule.
         cpu: likewise.
     """
-    for device_type, key, policy in (("cuda", "AutocastCUDA", cuda), ("cpu", "AutocastCPU", cpu)):
+    for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
-            _registrations.impl(name, _autocast_kernel(getattr(ops, name).default, device_type, key, policy), key)
+            kernel = _autocast.kernel(getattr(ops, name).default, device_type, policy)
+            _registrations.impl(name, kernel, _autocast.KEYS[device_type])
 
 
-def _autocast_kernel(op: Callable[..., Any], device_type: str, key: str, policy: str) -> Callable[..., Any]:
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
+    """Run ``rule(op, cast, *arguments)`` inside autocast: for an op whose arguments are not all cast alike.
 
-    def eligible(value: Any) -> bool:
-        return (
-            isinstance(value, Tensor)
-            and value.device.type == device_type
-            and value.is_floating_point()
-            and value.dtype != torch.float64
-        )
-
-    def target(values: Sequence[Any]) -> torch.dtype:
-        if policy == "lower":
-            return torch.get_autocast_dtype(device_type)
-        floating = {value.dtype for value in values if eligible(value)}
-        return torch.float32 if policy == "float32" or len(floating) != 1 else floating.pop()
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        dtype = target((*args, *kwargs.values()))
-        args = tuple(value.to(dtype) if eligible(value) else value for value in args)
-        kwargs = {name: value.to(dtype) if eligible(value) else value for name, value in kwargs.items()}
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return op(*args, **kwargs)
-
-    return kernel
+    ``cast(value, dtype)`` leaves alone what autocast does. Inside the rule autocast is off.
+    """
+    kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
+    _registrations.impl(name, kernel, _autocast.KEYS[device_type])
 
 
 # ---- ops that write into their arguments -----------------------------------------------------------------------------
-
-
 def mutates(name: str) -> None:
     """Count up the versions of the tensors that the op writes into, as torch's own in-place ops do.
 
@@ -172,12 +296,18 @@ def without_derivative(name: str) -> None:
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
 
+    def refuse(t: Tensor) -> None:
+        if t.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
+        if _forward.any_tangent((t,)):
+            raise RuntimeError(f"gptkernels::{name} has no derivative: an argument has a forward-mode tangent")
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or _forward.active():
             for value in (*args, *kwargs.values()):
                 for t in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(t, Tensor) and t.requires_grad:
-                        raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
+                    if isinstance(t, Tensor):
+                        refuse(t)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             out = op(*args, **kwargs)
         count_versions(args, kwargs)

@@ -1,6 +1,10 @@
 """One step of AdamW on a list of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
 
-from gptkernels.ops._register import _registrations, fake, mutates, without_derivative
+from typing import Any
+
+import torch
+
+from gptkernels.ops._register import _registrations, _version_counter, fake, mutates, ops, without_derivative
 
 
 def _fake(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
@@ -17,3 +21,20 @@ fake("adamw_", _fake)
 mutates("adamw_")
 without_derivative("adamw_")
 _registrations.impl("adamw_", _without_kernel, "CompositeExplicitAutograd")
+
+
+_count_versions = _version_counter(ops.adamw_.default)
+
+
+def step(*lists: Any, **options: Any) -> None:
+    """``adamw_`` for callers that record no gradients.
+
+    The rules above are Python, and would each be handed the lists, of hundreds of tensors, once more. What they do is
+    done here.
+    """
+    if torch.compiler.is_compiling():
+        ops.adamw_.default(*lists, **options)
+        return
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        ops.adamw_.default(*lists, **options)
+    _count_versions(lists, options)

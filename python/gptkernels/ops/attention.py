@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels.ops._forward import by_formula
 from gptkernels.ops._register import (
     accumulate_dtype,
     autocast,
@@ -18,7 +19,9 @@ from gptkernels.ops._register import (
     fake,
     flops,
     ops,
+    vmap,
 )
+from gptkernels.ops._vmap import batches, loop
 
 
 class Options(NamedTuple):
@@ -212,6 +215,27 @@ class ScaledDotProductAttentionBackward(torch.autograd.Function):
         return *found, *(None,) * 11
 
 
+def _tangents(query, key, value, *options):
+    """The op's outputs in torch ops."""
+    return forward_formula(query, key, value, Options(*options))
+
+
+def _backward_tangents(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
+    """The backward's outputs in torch ops; out and logsumexp are functions of the inputs."""
+    return backward_formula(dout, dlogsumexp, query, key, value, Options(*options))
+
+
+def _folded(*positions: int):
+    """The mapped dimension folded into the batch, where no mask or bound is of single sequences."""
+
+    def rule(op, size, in_dims, args):
+        options = Options(*args[positions[-1] + 1 :])
+        plain = options.attn_mask is None and options.key_begin is None and options.key_end is None
+        return (batches(*positions) if plain else loop)(op, size, in_dims, args)
+
+    return rule
+
+
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
     """Two products of 2*B*NH*Tq*Tk*HS each: torch counts no discount for masks, and nor is one taken here."""
     b, heads, queries, size = query_shape
@@ -229,6 +253,30 @@ def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, va
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), views."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+def _packed_options(scale: float | None, dropout_p: float, seed: Tensor | None, offset: Tensor | None) -> Options:
+    return Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
+
+
+def packed_backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, options: Options) -> Tensor:
+    """Dqkv (B, T, 3C) in torch ops."""
+    dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
+    query, key, value = unpack(qkv, num_heads)
+    gradients = backward_formula(dout, None, query, key, value, options)
+    return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def _packed_tangents(qkv, num_heads, *options):
+    """Out in torch ops; the packed op's logsumexp has no derivative."""
+    query, key, value = unpack(qkv, num_heads)
+    out, _ = forward_formula(query, key, value, _packed_options(*options))
+    return out.transpose(1, 2).flatten(2), None
+
+
+def _packed_backward_tangents(dout, qkv, out, logsumexp, num_heads, *options):
+    """Dqkv in torch ops; out and logsumexp are functions of qkv."""
+    return packed_backward_formula(dout, qkv, num_heads, _packed_options(*options))
 
 
 class Attention(torch.autograd.Function):
@@ -270,26 +318,25 @@ class AttentionBackward(torch.autograd.Function):
         """By formula."""
         dout, qkv, seed, offset = ctx.saved_tensors
         num_heads, scale, dropout_p = ctx.options
-        options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-
-        def formula(dout, qkv):
-            dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-            gradients = backward_formula(dout, None, *unpack(qkv, num_heads), options)
-            return (torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2),)
-
-        found = differentiate(formula, (dout, qkv), ctx.needs_input_grad[:2], (grad,))
+        options = _packed_options(scale, dropout_p, seed, offset)
+        found = differentiate(
+            lambda dout, qkv: (packed_backward_formula(dout, qkv, num_heads, options),),
+            (dout, qkv),
+            ctx.needs_input_grad[:2],
+            (grad,),
+        )
         return *found, *(None,) * 7
 
 
-def attention_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
+def attention_flops(qkv_shape, *args, **kwargs) -> int:
     """As ``sdpa_flops``."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
 
-def attention_backward_flops(dout_shape, qkv_shape, out_shape, logsumexp_shape, num_heads, *args, **kwargs) -> int:
+def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
     """As ``sdpa_backward_flops``."""
-    return 5 * attention_flops(qkv_shape, num_heads) // 2
+    return 5 * attention_flops(qkv_shape) // 2
 
 
 fake("attention", _fake_packed)
@@ -297,10 +344,14 @@ fake("attention_backward", _fake_packed_backward)
 fake("scaled_dot_product_attention", _fake)
 fake("scaled_dot_product_attention_backward", _fake_backward)
 fake("attention_dropout_mask", _fake_dropout_mask)
-autograd("attention", Attention)
-autograd("attention_backward", AttentionBackward)
-autograd("scaled_dot_product_attention", ScaledDotProductAttention)
-autograd("scaled_dot_product_attention_backward", ScaledDotProductAttentionBackward)
+autograd("attention", Attention, jvp=by_formula(_packed_tangents))
+autograd("attention_backward", AttentionBackward, jvp=by_formula(_packed_backward_tangents))
+autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_tangents))
+autograd("scaled_dot_product_attention_backward", ScaledDotProductAttentionBackward, jvp=by_formula(_backward_tangents))
+vmap("attention", batches(0))
+vmap("attention_backward", batches(0, 1, 2, 3))
+vmap("scaled_dot_product_attention", _folded(0, 1, 2))
+vmap("scaled_dot_product_attention_backward", _folded(0, 1, 2, 3, 4, 5, 6))
 for _name in ("attention", "scaled_dot_product_attention"):
     autocast(_name, cuda="lower", cpu="lower")
 flops("attention", attention_flops)

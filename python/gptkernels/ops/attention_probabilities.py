@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops, vmap
+from gptkernels.ops._vmap import batches
 
 
 def _fake(qkv, num_heads, scale=None):
@@ -39,15 +41,32 @@ class AttentionProbabilities(torch.autograd.Function):
         return ops.attention_probabilities_backward(dout, qkv, probabilities, ctx.num_heads, ctx.scale), None, None
 
 
-def backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, scale: float | None) -> Tensor:
-    """dqkv in torch ops, with the probabilities as a function of qkv."""
+def _probabilities(qkv: Tensor, num_heads: int, scale: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """q, k and v (B, NH, T, HS), the probabilities (B, NH, T, T), and the scale, in torch ops."""
     b, t, c3 = qkv.shape
     size = c3 // 3 // num_heads
     factor = 1 / math.sqrt(size) if scale is None else scale
     q, k, v = qkv.view(b, t, 3, num_heads, size).permute(2, 0, 3, 1, 4)
-    dout = dout.view(b, t, num_heads, size).transpose(1, 2)
     future = torch.ones(t, t, dtype=torch.bool, device=qkv.device).triu(1)
-    p = (q @ k.mT * factor).masked_fill(future, -math.inf).softmax(-1)
+    return q, k, v, (q @ k.mT * factor).masked_fill(future, -math.inf).softmax(-1), factor
+
+
+def formula(qkv: Tensor, num_heads: int, scale: float | None):
+    """out in torch ops; the probabilities have no derivative of their own."""
+    _, _, v, p, _ = _probabilities(qkv, num_heads, scale)
+    return (p @ v).transpose(1, 2).flatten(2), None
+
+
+def tangent_formula(dout, qkv, probabilities, num_heads, scale):
+    """The backward's output as a function of all its arguments."""
+    return backward_formula(dout, qkv, num_heads, scale)
+
+
+def backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, scale: float | None) -> Tensor:
+    """dqkv in torch ops, with the probabilities as a function of qkv."""
+    b, t, c3 = qkv.shape
+    q, k, v, p, factor = _probabilities(qkv, num_heads, scale)
+    dout = dout.view(b, t, num_heads, -1).transpose(1, 2)
     dp = dout @ v.mT
     ds = factor * p * (dp - (dp * p).sum(-1, keepdim=True))
     dqkv = torch.stack((ds @ k, ds.mT @ q, p.mT @ dout))
@@ -91,8 +110,10 @@ def attention_probabilities_backward_flops(
 
 fake("attention_probabilities", _fake)
 fake("attention_probabilities_backward", _fake_backward)
-autograd("attention_probabilities", AttentionProbabilities)
-autograd("attention_probabilities_backward", AttentionProbabilitiesBackward)
+autograd("attention_probabilities", AttentionProbabilities, jvp=by_formula(formula))
+autograd("attention_probabilities_backward", AttentionProbabilitiesBackward, jvp=by_formula(tangent_formula))
+vmap("attention_probabilities", batches(0))
+vmap("attention_probabilities_backward", batches(0, 1, 2))
 autocast("attention_probabilities", cuda="lower", cpu="lower")
 flops("attention_probabilities", attention_probabilities_flops)
 flops("attention_probabilities_backward", attention_probabilities_backward_flops)

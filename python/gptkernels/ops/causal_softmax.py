@@ -2,7 +2,9 @@
 
 import torch
 
-from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops, vmap
+from gptkernels.ops._vmap import rows
 
 
 def _fake(scores, scale=1.0):
@@ -57,8 +59,22 @@ class CausalSoftmaxBackward(torch.autograd.Function):
         return ddout.to(out.dtype), dp.to(out.dtype), None
 
 
+def tangent(inputs, tangents, outputs):
+    """The Jacobian of a row is symmetric: the backward, of the tangent."""
+    return ops.causal_softmax_backward(tangents[0], outputs[0], inputs[1])
+
+
+def backward_formula(dout, out, scale):
+    """dscores in torch ops."""
+    wide = accumulate_dtype(out.dtype)
+    dout, p = dout.tril().to(wide), out.tril().to(wide)
+    return scale * p * (dout - (dout * p).sum(-1, keepdim=True))
+
+
 fake("causal_softmax", _fake)
 fake("causal_softmax_backward", _fake_backward)
-autograd("causal_softmax", CausalSoftmax)
-autograd("causal_softmax_backward", CausalSoftmaxBackward)
+autograd("causal_softmax", CausalSoftmax, jvp=tangent)
+autograd("causal_softmax_backward", CausalSoftmaxBackward, jvp=by_formula(backward_formula))
+vmap("causal_softmax", rows(0, least=2))
+vmap("causal_softmax_backward", rows(0, 1, least=2))
 autocast("causal_softmax", cuda="float32")

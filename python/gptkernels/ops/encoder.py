@@ -2,10 +2,12 @@
 
 import torch
 
-from gptkernels.ops._register import autograd, below_autograd, fake, ops
+from gptkernels.ops._forward import linear_in
+from gptkernels.ops._register import autograd, below_autograd, fake, ops, vmap
+from gptkernels.ops._vmap import batches, leading, loop, offset_tokens, rows
 
 
-def _fake(tokens, wte, wpe):
+def _fake(tokens, wte, wpe, vocab_size=-1):
     return wte.new_empty((*tokens.shape, wte.shape[-1]))
 
 
@@ -14,7 +16,7 @@ def _fake_backward(dout, tokens, vocab_size, max_positions):
     return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
 
 
-def _fake_embedding(tokens, weight):
+def _fake_embedding(tokens, weight, vocab_size=-1):
     return weight.new_empty((*tokens.shape, weight.shape[-1]))
 
 
@@ -23,20 +25,20 @@ def _fake_embedding_backward(dout, tokens, vocab_size):
 
 
 class Encoder(torch.autograd.Function):
-    """tokens (B, T), wte (V, C), wpe (P, C) with P >= T -> (B, T, C)."""
+    """tokens (B, T), wte (Vp, C), wpe (P, C) with P >= T -> (B, T, C)."""
 
     @staticmethod
-    def forward(ctx, tokens, wte, wpe):
+    def forward(ctx, tokens, wte, wpe, vocab_size):
         """Save the tokens: the gradient does not depend on the weights."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
-        return below_autograd(ops.encoder, tokens, wte, wpe)
+        return below_autograd(ops.encoder, tokens, wte, wpe, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Sums of dout's rows, over the places where a token stands and over the batch."""
+        """dwte: sums of dout's rows over the positions of each token. dwpe: sums over the batch."""
         (tokens,) = ctx.saved_tensors
-        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes)
+        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes), None
 
 
 class EncoderBackward(torch.autograd.Function):
@@ -56,20 +58,20 @@ class EncoderBackward(torch.autograd.Function):
 
 
 class Embedding(torch.autograd.Function):
-    """tokens (...), weight (V, C) -> (..., C)."""
+    """tokens (...), weight (Vp, C) -> (..., C)."""
 
     @staticmethod
-    def forward(ctx, tokens, weight):
+    def forward(ctx, tokens, weight, vocab_size):
         """Save the tokens."""
         ctx.save_for_backward(tokens)
-        ctx.vocab_size = weight.shape[0]
-        return below_autograd(ops.embedding, tokens, weight)
+        ctx.rows = weight.shape[0]
+        return below_autograd(ops.embedding, tokens, weight, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Sums of dout's rows over the places where a token stands."""
+        """Sums of dout's rows over the positions of each token."""
         (tokens,) = ctx.saved_tensors
-        return None, ops.embedding_backward(dout, tokens, ctx.vocab_size)
+        return None, ops.embedding_backward(dout, tokens, ctx.rows), None
 
 
 class EmbeddingBackward(torch.autograd.Function):
@@ -88,11 +90,30 @@ class EmbeddingBackward(torch.autograd.Function):
         return ops.embedding(tokens, ddweight), None, None
 
 
+def encoder_tangent(inputs, tangents, outputs):
+    """The look-up itself: it is linear in both weights together."""
+    tokens, *weights, vocab_size = inputs
+    filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
+    return ops.encoder(tokens, *filled, vocab_size)
+
+
+def embedding_backward_vmap(op, size, in_dims, args):
+    """One sum over a vocabulary for each index, all in one call."""
+    dout, tokens, vocab_size = args
+    dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
+    dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)
+    return dweights.view(size, vocab_size, -1), 0
+
+
 fake("encoder", _fake)
 fake("encoder_backward", _fake_backward)
 fake("embedding", _fake_embedding)
 fake("embedding_backward", _fake_embedding_backward)
-autograd("encoder", Encoder)
-autograd("encoder_backward", EncoderBackward)
-autograd("embedding", Embedding)
-autograd("embedding_backward", EmbeddingBackward)
+autograd("encoder", Encoder, jvp=encoder_tangent)
+autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
+autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
+autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
+vmap("encoder", batches(0))
+vmap("encoder_backward", loop)
+vmap("embedding", rows(0, least=0))
+vmap("embedding_backward", embedding_backward_vmap)

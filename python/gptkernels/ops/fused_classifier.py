@@ -8,7 +8,20 @@ need not be kept: in place they no longer exist.
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import accumulate_dtype, autograd, below_autograd, fake, mutates, ops
+from gptkernels.ops import _forward
+from gptkernels.ops._forward import linear_in
+from gptkernels.ops._register import (
+    _registrations,
+    accumulate_dtype,
+    autograd,
+    below_autograd,
+    fake,
+    mutates,
+    ops,
+    recorder,
+    vmap,
+)
+from gptkernels.ops._vmap import leading
 
 
 def _fake_losses(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
@@ -40,6 +53,14 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
     return (p * (v - (p * v).sum(-1, keepdim=True))).to(dlogits.dtype)
 
 
+def refuse_scaled() -> None:
+    """Raise what a call with dlosses has instead of a derivative."""
+    raise RuntimeError(
+        "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
+        "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
+    )
+
+
 class FusedClassifier(torch.autograd.Function):
     """logits (..., Vp), targets (...) -> losses (...), dlogits (..., Vp), both differentiable in the logits."""
 
@@ -64,10 +85,7 @@ class FusedClassifier(torch.autograd.Function):
     def backward(ctx, dlosses, ddlogits):
         """Scale dlogits; of dlogits itself, by formula."""
         if ctx.scaled:
-            raise RuntimeError(
-                "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
-                "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
-            )
+            refuse_scaled()
         dlogits, targets = ctx.saved_tensors
         found = None
         if dlosses is not None:
@@ -89,30 +107,43 @@ class FusedClassifierInPlace(FusedClassifier):
         FusedClassifier.remember(ctx, dlogits, targets, ignore_index, dlosses)
         return losses, dlogits
 
-    @classmethod
-    def apply(cls, logits, *args):
-        """Give the logits the history of dlogits.
 
-        ``mark_dirty`` would do that, but not for views beside a second output. ``copy_`` does it for views too, and
-        moves nothing, since both are the same memory; what was saved is of the version the kernel left behind.
-        """
-        if not logits.requires_grad:
-            return below_autograd(ops.fused_classifier_.default, logits, *args)
-        cls.refuse_leaf(logits)
-        losses, dlogits = super().apply(logits, *args)
-        with torch.autograd._unsafe_preserve_version_counter(logits):
-            logits.copy_(dlogits)
-        return losses
+_record_in_place = recorder(FusedClassifierInPlace)
 
-    @staticmethod
-    def refuse_leaf(logits):
-        """Raise what torch's in-place ops raise, before anything is written."""
-        view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
-        if logits.is_leaf or view:
-            raise RuntimeError(
-                f"gptkernels::fused_classifier_: a {'view of a ' if view else ''}leaf Variable that requires grad is "
-                "being used in an in-place operation."
-            )
+
+def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
+    """The autograd kernel of fused_classifier_: gives the logits the history of dlogits.
+
+    ``mark_dirty`` would do that, but not for views beside a second output. ``copy_`` does it for views too, and moves
+    nothing, since both are the same memory; what was saved is of the version the kernel left behind.
+    """
+    args = (targets, vocab_size, ignore_index, dlosses)
+    if _forward.active():
+        return _in_place_by_copy(logits, *args)
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return below_autograd(ops.fused_classifier_.default, logits, *args)
+    refuse_leaf(logits)
+    losses, dlogits = _record_in_place(logits, *args)
+    with torch.autograd._unsafe_preserve_version_counter(logits):
+        logits.copy_(dlogits)
+    return losses
+
+
+def _in_place_by_copy(logits, *args):
+    """By the op that is not in place: torch's own ``copy_`` knows tangents, mapped dimensions and transforms."""
+    losses, dlogits = ops.fused_classifier(logits.clone(), *args)  # what it saves is not written into
+    logits.copy_(dlogits)
+    return losses
+
+
+def refuse_leaf(logits):
+    """Raise what torch's in-place ops raise, before anything is written."""
+    view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
+    if logits.is_leaf or view:
+        raise RuntimeError(
+            f"gptkernels::fused_classifier_: a {'view of a ' if view else ''}leaf Variable that requires grad is "
+            "being used in an in-place operation."
+        )
 
 
 class FusedClassifierBackward(torch.autograd.Function):
@@ -137,12 +168,38 @@ class FusedClassifierBackward(torch.autograd.Function):
         return ddlosses, ddlogits
 
 
+def tangent(inputs, tangents, outputs):
+    """Of the losses: dlogits times the logits' tangent; of dlogits: the Hessian times it."""
+    _, targets, _, ignore_index, dlosses = inputs
+    if dlosses is not None:
+        refuse_scaled()
+    losses, dlogits = outputs
+    v = tangents[0]
+    return (v.to(losses.dtype) * dlogits.to(losses.dtype)).sum(-1), hessian_product(dlogits, targets, ignore_index, v)
+
+
+def vmap_rule(op, size, in_dims, args):
+    """The mapped dimension becomes the first of all tensors; a 0-dim dlosses is for all the rows it is mapped with."""
+    mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
+    shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
+    mapped = [
+        t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t
+        for t in mapped
+    ]
+    outputs = op(*mapped)
+    return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
+
+
 # No autocast rule: the losses are float32 whatever the logits are, which is what autocast makes of cross_entropy, and
 # the kernels compute in float32 without a float32 copy of the logits.
 fake("fused_classifier", _fake)
 fake("fused_classifier_", _fake_losses)
 fake("fused_classifier_backward", _fake_backward)
-autograd("fused_classifier", FusedClassifier)
-autograd("fused_classifier_", FusedClassifierInPlace)
-autograd("fused_classifier_backward", FusedClassifierBackward)
+autograd("fused_classifier", FusedClassifier, jvp=tangent)
+_registrations.impl("fused_classifier_", _in_place, "Autograd")
+autograd("fused_classifier_backward", FusedClassifierBackward, jvp=linear_in(0, 1)(ops.fused_classifier_backward))
+vmap("fused_classifier", vmap_rule)
+_registrations.impl("fused_classifier_", _in_place_by_copy, "FuncTorchBatched")
+vmap("fused_classifier_backward", vmap_rule)
 mutates("fused_classifier_")

@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import accumulate_dtype, autograd, below_autograd, differentiate, fake, ops
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import accumulate_dtype, autograd, below_autograd, differentiate, fake, ops, vmap
+from gptkernels.ops._vmap import rows
 
 
 def _fake(x, *, approximate="tanh"):
@@ -46,6 +48,12 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
     return dout * (s + x * s * (1 - s) * (linear + 3 * cubic * x * x))
 
 
+def tangent(inputs, tangents, outputs):
+    """The derivative of each element times its tangent, as in the backward."""
+    x, approximate = inputs
+    return ops.gelu_backward(tangents[0], x, approximate=approximate)
+
+
 class GeluBackward(torch.autograd.Function):
     """dx as a differentiable function of dout and x."""
 
@@ -70,5 +78,7 @@ class GeluBackward(torch.autograd.Function):
 
 fake("gelu", _fake)
 fake("gelu_backward", _fake_backward)
-autograd("gelu", Gelu)
-autograd("gelu_backward", GeluBackward)
+autograd("gelu", Gelu, jvp=tangent)
+autograd("gelu_backward", GeluBackward, jvp=by_formula(backward_formula))
+vmap("gelu", rows(0, least=0))
+vmap("gelu_backward", rows(0, 1, least=0))

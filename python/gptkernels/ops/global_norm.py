@@ -2,7 +2,9 @@
 
 import torch
 
-from gptkernels.ops._register import _registrations, below_autograd, fake, ops
+from gptkernels.ops import _forward
+from gptkernels.ops._register import _registrations, below_autograd, fake, ops, recorder, vmap
+from gptkernels.ops._vmap import loop
 
 
 def _fake(tensors):
@@ -23,17 +25,34 @@ class GlobalNorm(torch.autograd.Function):
     def backward(ctx, dnorm):
         """dx = dnorm * x / norm, in torch ops; 0 where all x are 0, which is the subgradient torch takes."""
         norm, *tensors = ctx.saved_tensors
-        factor = torch.where(norm == 0, 0.0, dnorm / norm)
-        return tuple(
-            (t * factor.to(torch.promote_types(t.dtype, torch.float32))).to(t.dtype) if needed else None
-            for t, needed in zip(tensors, ctx.needs_input_grad, strict=True)
-        )
+        # x / norm is at most 1; dnorm / norm would overflow where the norm is denormal.
+        divisor = torch.where(norm == 0, 1.0, norm)
+
+        def gradient(t):
+            dtype = torch.promote_types(t.dtype, torch.float32)
+            return (t.to(dtype) / divisor.to(dtype) * dnorm.to(dtype)).to(t.dtype)
+
+        return tuple(gradient(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=True))
+
+
+def tangent(tensors, tangents, outputs):
+    """sum(x * dx) / norm, in torch ops; 0 where all x are 0."""
+    (norm,) = outputs
+    wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
+    pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
+    total = sum((x * dx).sum() for x, dx in pairs).to(norm.dtype)
+    return torch.where(norm == 0, 0.0, total / norm)
+
+
+_record, _record_forward = recorder(GlobalNorm), recorder(_forward.with_jvp(GlobalNorm, tangent))
 
 
 def _autograd(tensors):
+    if _forward.active() and _forward.any_tangent(tensors):
+        return _record_forward(*tensors)
     if not torch.is_grad_enabled():
         return below_autograd(ops.global_norm, tensors)
-    return GlobalNorm.apply(*tensors)
+    return _record(*tensors)
 
 
 def _without_kernel(tensors):
@@ -45,4 +64,5 @@ def _without_kernel(tensors):
 
 fake("global_norm", _fake)
 _registrations.impl("global_norm", _autograd, "Autograd")
+vmap("global_norm", loop)
 _registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

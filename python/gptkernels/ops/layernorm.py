@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gptkernels.ops._forward import by_formula
 from gptkernels.ops._register import (
     accumulate_dtype,
     autocast,
@@ -12,7 +13,9 @@ from gptkernels.ops._register import (
     fake,
     ops,
     present,
+    vmap,
 )
+from gptkernels.ops._vmap import rows, rows_and_sums
 
 
 def _fake(x, weight, bias, eps=1e-5):
@@ -47,6 +50,19 @@ class LayerNorm(torch.autograd.Function):
         return *present(ops.layernorm_backward(dout, x, weight, mean, rstd, mask), mask), None
 
 
+def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
+    """out in torch ops; the statistics have no derivative of their own.
+
+    Torch's own layer_norm takes its statistics for constants in the second derivative of forward mode.
+    """
+    wide = accumulate_dtype(x.dtype)
+    x = x.to(wide)
+    centred = x - x.mean(-1, keepdim=True)
+    out = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight.to(wide)
+    return out if bias is None else out + bias.to(wide), None, None
+
+
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
     """dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
 
@@ -63,6 +79,11 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tenso
     dx = rstd * (g - g.mean(-1, keepdim=True) - norm * (g * norm).mean(-1, keepdim=True))
     rows = tuple(range(x.dim() - 1))
     return dx, (dout * norm).sum(rows) if rows else dout * norm, dout.sum(rows) if rows else dout
+
+
+def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    return present(backward_formula(dout, x, weight, rstd), output_mask)
 
 
 class LayerNormBackward(torch.autograd.Function):
@@ -91,6 +112,8 @@ class LayerNormBackward(torch.autograd.Function):
 
 fake("layernorm", _fake)
 fake("layernorm_backward", _fake_backward)
-autograd("layernorm", LayerNorm)
-autograd("layernorm_backward", LayerNormBackward)
+autograd("layernorm", LayerNorm, jvp=by_formula(formula))
+autograd("layernorm_backward", LayerNormBackward, jvp=by_formula(masked_backward_formula))
+vmap("layernorm", rows(0))
+vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
 autocast("layernorm", cuda="float32", cpu="promote")

@@ -5,7 +5,19 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops, present
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import (
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    flops,
+    ops,
+    present,
+    vmap,
+)
+from gptkernels.ops._vmap import rows, rows_and_sums
 
 
 def _fake(x, weight, bias=None):
@@ -40,6 +52,20 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, .
     return dout @ weight, dout_rows.T @ rows, dout_rows.sum(0)
 
 
+def tangent(inputs, tangents, outputs):
+    """The product rule."""
+    (x, weight, _), (dx, dweight, dbias) = inputs, tangents
+    parts = [ops.linear(dx, weight)] if dx is not None else []
+    parts += [ops.linear(x, dweight)] if dweight is not None else []
+    parts += [dbias.expand_as(outputs[0])] if dbias is not None else []
+    return sum(parts[1:], parts[0])
+
+
+def masked_backward_formula(dout, x, weight, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    return present(backward_formula(dout, x, weight), output_mask)
+
+
 class LinearBackward(torch.autograd.Function):
     """The gradients of linear as differentiable functions of dout, x and weight."""
 
@@ -70,8 +96,10 @@ def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwar
 
 fake("linear", _fake)
 fake("linear_backward", _fake_backward)
-autograd("linear", Linear)
-autograd("linear_backward", LinearBackward)
+autograd("linear", Linear, jvp=tangent)
+autograd("linear_backward", LinearBackward, jvp=by_formula(masked_backward_formula))
+vmap("linear", rows(0))
+vmap("linear_backward", rows_and_sums(0, 1))
 autocast("linear", cuda="lower", cpu="lower")
 flops("linear", linear_flops)
 flops("linear_backward", linear_backward_flops)

@@ -4,7 +4,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptkernels.ops._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops, present
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import (
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    flops,
+    ops,
+    present,
+    vmap,
+)
+from gptkernels.ops._vmap import rows, rows_and_sums
 from gptkernels.ops.linear import linear_flops
 
 
@@ -60,6 +72,11 @@ def backward_formula(
     return du @ fc_weight, du_rows.T @ rows, du_rows.sum(0), dout_rows.T @ post_rows, dout_rows.sum(0)
 
 
+def masked_backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    return present(backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu), output_mask)
+
+
 class MLPBackward(torch.autograd.Function):
     """The gradients of mlp as differentiable functions of all its tensors."""
 
@@ -94,8 +111,10 @@ def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, pos
 
 fake("mlp", _fake)
 fake("mlp_backward", _fake_backward)
-autograd("mlp", MLP)
-autograd("mlp_backward", MLPBackward)
+autograd("mlp", MLP, jvp=by_formula(formula))
+autograd("mlp_backward", MLPBackward, jvp=by_formula(masked_backward_formula))
+vmap("mlp", rows(0))
+vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
 autocast("mlp", cuda="lower", cpu="lower")
 flops("mlp", mlp_flops)
 flops("mlp_backward", mlp_backward_flops)

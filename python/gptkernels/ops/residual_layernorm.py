@@ -2,16 +2,21 @@
 
 import torch
 
+from gptkernels.ops import layernorm
+from gptkernels.ops._forward import by_formula
 from gptkernels.ops._register import (
     accumulate_dtype,
     autocast,
+    autocast_by,
     autograd,
     below_autograd,
     differentiate,
     fake,
     ops,
     present,
+    vmap,
 )
+from gptkernels.ops._vmap import rows, rows_and_sums
 from gptkernels.ops.layernorm import backward_formula
 
 
@@ -50,6 +55,19 @@ class ResidualLayerNorm(torch.autograd.Function):
         return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None
 
 
+def formula(x, residual, weight, bias, eps):
+    """out and sum in torch ops; the statistics have no derivative of their own."""
+    wide = accumulate_dtype(x.dtype)
+    sum = x.to(wide) + residual.to(wide)
+    return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
+
+
+def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    dx, dweight, dbias = backward_formula(dout, sum, weight, rstd)
+    return present((dx if dsum is None else dx + dsum, dweight, dbias), output_mask)
+
+
 class ResidualLayerNormBackward(torch.autograd.Function):
     """The gradients of residual_layernorm as differentiable functions of dout, dsum, sum and weight."""
 
@@ -76,8 +94,23 @@ class ResidualLayerNormBackward(torch.autograd.Function):
         return ddout, grads[0] if needs_dsum else None, dsum, dweight, None, None, None
 
 
+def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5):
+    """On CUDA autocast leaves an addition in its operands' dtype and makes layer_norm float32.
+
+    A sum in float32 is part of the fused op; a narrower one is added first, as in torch.
+    """
+    if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
+        return op(*(cast(t, torch.float32) for t in (x, residual, weight, bias)), eps)
+    sum = x + residual
+    out, mean, rstd = ops.layernorm(*(cast(t, torch.float32) for t in (sum, weight, bias)), eps)
+    return out, sum, mean, rstd
+
+
 fake("residual_layernorm", _fake)
 fake("residual_layernorm_backward", _fake_backward)
-autograd("residual_layernorm", ResidualLayerNorm)
-autograd("residual_layernorm_backward", ResidualLayerNormBackward)
-autocast("residual_layernorm", cuda="float32", cpu="promote")
+autograd("residual_layernorm", ResidualLayerNorm, jvp=by_formula(formula))
+autograd("residual_layernorm_backward", ResidualLayerNormBackward, jvp=by_formula(masked_backward_formula))
+vmap("residual_layernorm", rows(0, 1))
+vmap("residual_layernorm_backward", rows_and_sums(0, 1, 2, 4, 5))
+autocast("residual_layernorm", cpu="promote")
+autocast_by("residual_layernorm", "cuda", as_torchs_steps)

@@ -2,7 +2,9 @@
 
 import torch
 
-from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops
+from gptkernels.ops._forward import by_formula
+from gptkernels.ops._register import accumulate_dtype, autocast, autograd, below_autograd, fake, ops, vmap
+from gptkernels.ops._vmap import rows
 
 
 def _fake(x):
@@ -49,8 +51,22 @@ class SoftmaxBackward(torch.autograd.Function):
         return (p * (g - gp)).to(out.dtype), (g * (dout - s) - dout * gp).to(out.dtype)
 
 
+def tangent(inputs, tangents, outputs):
+    """The Jacobian of a row is symmetric: the backward, of the tangent."""
+    return ops.softmax_backward(tangents[0], outputs[0])
+
+
+def backward_formula(dout, out):
+    """dx in torch ops."""
+    wide = accumulate_dtype(out.dtype)
+    dout, p = dout.to(wide), out.to(wide)
+    return p * (dout - (dout * p).sum(-1, keepdim=True))
+
+
 fake("softmax", _fake)
 fake("softmax_backward", _fake_backward)
-autograd("softmax", Softmax)
-autograd("softmax_backward", SoftmaxBackward)
+autograd("softmax", Softmax, jvp=tangent)
+autograd("softmax_backward", SoftmaxBackward, jvp=by_formula(backward_formula))
+vmap("softmax", rows(0))
+vmap("softmax_backward", rows(0, 1))
 autocast("softmax", cuda="float32")

@@ -1,1 +1,1 @@
-"""The parts of the trainer: options, schedule, logs, plot, progress, processes, signals."""
+"""The parts of the trainer: options, data, schedule, files of a run, logs, progress, processes, signals."""

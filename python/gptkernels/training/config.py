@@ -31,13 +31,15 @@ PRESETS = {
     "gpt2-xl": Preset(48, 25, 1600, 1024, 4, 1024, 2e-4, None),
 }
 DTYPES = ("float32", "bfloat16", "autocast")
+MAX_SEED = 2**62 - 1
+MAX_SAMPLE_LENGTH = 2**20
 
 
 def _option(default: Any, help: str, **metadata: Any) -> Any:
     """A field that is also a command-line flag; `metadata` is read by `gptkernels.cli`.
 
-    Keys: `short`, the flag of the original program; `choices`; `metavar`; `at_least` or `above`, what the
-    value must reach or exceed; `fixed`, whether a resumed run has to keep it.
+    Keys: `short`, the flag of the original program; `choices`; `metavar`; `at_least`, `at_most` or `above`,
+    the bounds of the value; `fixed`, whether a resumed run has to keep it.
     """
     return field(default=default, metadata={"help": help, **metadata})
 
@@ -84,7 +86,7 @@ class TrainConfig:
     channels: int = _option(None, "channels C, a multiple of the heads (default: the model's)", at_least=1, fixed=True)
     init_from: str | None = _option(
         None,
-        "begin with the weights of this model or checkpoint, of the same size",
+        "begin with the weights of this run, checkpoint or model, of the same size",
         metavar="FILE",
         fixed=True,
     )
@@ -112,12 +114,16 @@ class TrainConfig:
     )
     weight_decay: float = _option(0.1, "AdamW's weight decay, on matrices only", at_least=0, fixed=True)
     grad_clip: float = _option(1.0, "clip the gradient to this norm; 0: never", at_least=0)
-    seed: int = _option(1337, "seed of the weights, the order of the data and the samples", at_least=0, fixed=True)
+    seed: int = _option(
+        1337, "seed of the weights, the order of the data and the samples", at_least=0, at_most=MAX_SEED, fixed=True
+    )
 
     val_every: int = _option(50, "validate every so many steps and at the end; 0: never", short="-v", at_least=0)
     val_max_batches: int = _option(20, "validate on at most so many batches", short="-m", at_least=0)
     sample_every: int = _option(200, "print a sample every so many steps; 0: only at the end", short="-s", at_least=0)
-    sample_length: int = _option(256, "tokens of a sample; 0: no sample", short="-g", at_least=0)
+    sample_length: int = _option(
+        256, "tokens of a sample; 0: no sample", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
+    )
     checkpoint_every: int = _option(
         200, "write the checkpoint every so many steps and at the end; 0: only at the end", at_least=0
     )
@@ -172,10 +178,14 @@ def flag(name: str) -> str:
 def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
     if value is None:
         return
+    if value == "":
+        raise ValueError(f"{name} is empty")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} is {value}, must be finite")
     if "at_least" in metadata and value < metadata["at_least"]:
         raise ValueError(f"{name} is {value}, must be at least {metadata['at_least']}")
+    if "at_most" in metadata and value > metadata["at_most"]:
+        raise ValueError(f"{name} is {value}, must be at most {metadata['at_most']}")
     if "above" in metadata and value <= metadata["above"]:
         raise ValueError(f"{name} is {value}, must be more than {metadata['above']}")
     if "choices" in metadata and value not in metadata["choices"]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from gptkernels._files import replace_file
+from gptkernels._regular import check_regular
 
 CSV_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
-_LOG_STEP = re.compile(r"s:(\d+) .*\n")
-_CSV_STEP = re.compile(r"(\d+),.*\n")
+_MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
@@ -25,26 +27,63 @@ class TrainingStep(NamedTuple):
     tokens_per_second: float
 
 
+class _Form(NamedTuple):
+    """What a file has to look like to be continued."""
+
+    header: bytes
+    line: re.Pattern[bytes]  # its first group is the step
+    unfinished: re.Pattern[bytes]  # the last line, when the process was killed within it
+    others: bool  # lines of another kind are let stand
+
+    def is_known(self, line: bytes) -> bool:
+        """Whether a line is one that the file may hold."""
+        return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
+
+
+_LOG = _Form(
+    b"",
+    re.compile(rb"s:(\d+) t[re]l:\S+\n"),
+    re.compile(rb"s(:(\d+( (t([re](l(:\S*)?)?)?)?)?)?)?"),
+    others=False,
+)
+_CSV = _Form(
+    ",".join(CSV_COLUMNS).encode() + b"\n", re.compile(rb"(\d+),(?:train|val),.*\n"), re.compile(rb".*"), others=True
+)
+
+
 class TrainingLog:
     """Writes the losses of a run, each line as it comes.
 
     The log has llm.c's lines, `s:STEP trl:LOSS` for training and `s:STEP tel:LOSS` for validation; the CSV
     has a row for each, of `CSV_COLUMNS`. Losses are in nats per token.
 
+    Files that exist are appended to, after the lines of `first_step` and later steps at their end have been dropped:
+    those that a run wrote after its last checkpoint.
+
     Args:
         log_file: the log.
         csv_file: the CSV.
-        first_step: lines of earlier steps are kept, as of a run that is resumed; later ones are dropped.
+        first_step: the step that the run goes on with; 0 drops what an earlier run left.
         tensorboard: a folder for TensorBoard's files, or None.
+        keep_log: drop nothing from the log: it is not, or not only, of this run.
 
     Raises:
-        ValueError: TensorBoard is asked for and not installed.
+        ValueError: a file exists and is no such log, or TensorBoard is asked for and not installed.
+        OSError: a file cannot be written.
     """
 
-    def __init__(self, log_file: Path, csv_file: Path, first_step: int = 0, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self,
+        log_file: Path,
+        csv_file: Path,
+        first_step: int = 0,
+        tensorboard: Path | None = None,
+        *,
+        keep_log: bool = False,
+    ) -> None:
         self._board = None if tensorboard is None else _summary_writer(tensorboard, first_step)
-        self._log = _continue(log_file, _LOG_STEP, first_step)
-        self._csv = _continue(csv_file, _CSV_STEP, first_step, header=",".join(CSV_COLUMNS) + "\n")
+        self._log = _continue(log_file, _LOG, None if keep_log else first_step)
+        self._csv = _continue(csv_file, _CSV, first_step)
         self._rows = csv.writer(self._csv, lineterminator="\n")
 
     def training(self, record: TrainingStep) -> None:
@@ -66,17 +105,60 @@ class TrainingLog:
         """Close the files."""
         for file in (self._log, self._csv, self._board):
             if file:
-                file.close()
+                with suppress(OSError):  # of a line that could not be written, as writing it has said
+                    file.close()
 
 
-def _continue(path: Path, step: re.Pattern[str], first_step: int, header: str = "") -> IO[str]:
-    """Open `path` for appending; of what it holds, the lines of steps before `first_step` are kept."""
-    old = path.read_text().splitlines(keepends=True) if first_step and path.exists() else []
-    matches = ((line, step.fullmatch(line)) for line in old)
-    kept = [line for line, match in matches if match and int(match[1]) < first_step]
-    with replace_file(path) as temporary:
-        temporary.write_text(header + "".join(kept))
-    return open(path, "a", buffering=1, newline="")
+def check_log(path: Path) -> None:
+    """Whether a `TrainingLog` would write to this log, which need not exist.
+
+    Raises:
+        ValueError: it would not.
+    """
+    _check_form(path, _LOG)
+
+
+def _check_form(path: Path, form: _Form) -> None:
+    if not os.path.lexists(path):
+        return
+    try:
+        check_regular(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path}: a symbolic link to nothing") from None
+    with open(path, "rb") as file:
+        if not form.header.startswith(file.read(len(form.header))):  # it may be cut short, or empty
+            raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
+        number = 1 + bool(form.header)
+        while line := file.readline(_MAX_LINE):
+            if not form.is_known(line):
+                raise ValueError(f"{path}: line {number} is not that of a log, so the file is not written to")
+            number += 1
+
+
+def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
+    """Open `path` for appending; what it holds of `first_step` and later steps, at its end, is dropped first."""
+    _check_form(path, form)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab+") as file:
+        file.seek(0)
+        lines = file.readlines()
+        kept = _kept_lines(lines if lines and lines[0].startswith(form.header) else [form.header], form, first_step)
+        if kept != lines:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, lines, strict=False)))
+            file.truncate(sum(map(len, lines[:same])))
+            file.writelines(kept[same:])
+    return open(path, "a", buffering=1, newline="", encoding="utf-8")
+
+
+def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
+    """Without an unfinished last line, and without the lines from `first_step` on that follow all earlier steps."""
+    if lines and not lines[-1].endswith(b"\n"):
+        lines = lines[:-1]
+    if first_step is None:
+        return lines
+    steps = [int(match[1]) if (match := form.line.fullmatch(line)) else None for line in lines]
+    end = max((i + 1 for i, step in enumerate(steps) if step is not None and step < first_step), default=0)
+    return lines[:end] + [line for line, step in zip(lines[end:], steps[end:], strict=True) if step is None]
 
 
 def _summary_writer(folder: Path, first_step: int):

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from gptkernels._regular import check_regular
 from gptkernels.checkpoint import TrainingState, load_model
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.training.config import PRESETS, TrainConfig
+from gptkernels.training.runs import CHECKPOINT
+
+LAYER_BYTES = 30_000
+"""What the Python objects of a layer take, however few channels it has."""
+BYTES_PER_PARAMETER = 16
+"""A parameter, its gradient and AdamW's two moments, in float32."""
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The file of a model that a user names: a run's folder, a training checkpoint, `.bin` or `.safetensors`.
+
+    Raises:
+        ValueError: it is no regular file.
+        OSError: there is no such file.
+    """
+    path = Path(path)
+    path = path / CHECKPOINT if path.is_dir() else path
+    check_regular(path)
+    return path
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
@@ -25,16 +47,37 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         sizes, weights = saved.config, saved.model
     elif config.init_from is not None:
         wanted = sizes
-        sizes, weights = load_model(config.init_from)
+        sizes, weights = load_model(model_file(config.init_from))
         _check_same_size(config.init_from, sizes, wanted)
     else:
         positions = PRESETS[config.model].positions or config.sequence_length
         sizes |= {"block_size": positions, "vocab_size": vocab_size}
+        _check_memory(sizes)
     _check_fits(sizes, config.sequence_length, vocab_size)
     model = GPT2(GPT2Config(**sizes))
     if weights is not None:
         model.load_state_dict(weights)
     return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+
+
+def _check_memory(sizes: dict[str, Any]) -> None:
+    """Refuse what this machine cannot hold, before a part of it is made."""
+    L, C = sizes["n_layer"], sizes["n_embd"]
+    parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
+    needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
+    memory = _memory_of_machine()
+    if needed > memory:
+        raise ValueError(
+            f"--layers {L} and --channels {C} are {parameters:,} parameters, which take {needed / 1e9:,.0f} GB "
+            f"in training; this machine has {memory / 1e9:,.0f} GB of memory"
+        )
+
+
+def _memory_of_machine() -> int:
+    """Bytes of memory, of the CPU or of all GPUs, whichever are more."""
+    cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    return max(cpu, sum(gpus))
 
 
 def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -9,13 +9,17 @@ from gptkernels._files import replace_file
 
 
 def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of a run's CSV, for "train" and for "val"."""
+    """Steps and losses of a run's CSV, for "train" and for "val"; rows of another kind are skipped."""
     curves: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "val": ([], [])}
-    with open(csv_file, newline="") as file:
+    with open(csv_file, newline="", encoding="utf-8", errors="replace") as file:
         for row in csv.DictReader(file):
-            steps, losses = curves[row["split"]]
-            steps.append(int(row["step"]))
-            losses.append(float(row["loss"]))
+            try:
+                step, loss = int(row["step"]), float(row["loss"])
+                steps, losses = curves[row["split"]]
+            except (KeyError, TypeError, ValueError):
+                continue
+            steps.append(step)
+            losses.append(loss)
     return curves
 
 

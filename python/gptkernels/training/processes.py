@@ -32,7 +32,7 @@ class Processes:
     """
 
     def __init__(self, device: str = "auto") -> None:
-        self.rank = int(os.environ.get("RANK", 0))
+        self.rank = process_rank()
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         if self.device.type == "cuda":
@@ -79,6 +79,11 @@ class Processes:
         """Leave the group."""
         if self.world_size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def process_rank() -> int:
+    """The number of this process in its run."""
+    return int(os.environ.get("RANK", 0))
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:

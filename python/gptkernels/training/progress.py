@@ -1,12 +1,16 @@
-"""What a run shows while it goes: a bar on a terminal, plain lines elsewhere, nothing in other processes."""
+"""What a command shows while it runs: a bar on a terminal, plain lines elsewhere, nothing in other processes.
+
+Output never ends a run: `SafeOutput` drops what cannot be written (a closed pipe, a full disk).
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from gptkernels.training.logs import TrainingStep
+from gptkernels.training.output import SafeOutput
 
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -45,13 +49,14 @@ class Silence:
 class Lines:
     """Plain lines: the first and last steps, and between them one every two seconds at most."""
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
+        self._output = output
         self._last = -SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
         """Print a text."""
-        print(text, flush=True)
+        print(text, file=self._output, flush=True)
 
     def step(self, record: TrainingStep) -> None:
         """Print a line, unless the last one was a moment ago."""
@@ -63,6 +68,7 @@ class Lines:
             f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}, "
             f"norm {record.gradient_norm:.3f}, lr {record.learning_rate:.2e}, "
             f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s",
+            file=self._output,
             flush=True,
         )
 
@@ -73,14 +79,16 @@ class Lines:
 class Bar:
     """A progress bar of `rich`, with loss, tokens/s, ms/step and the time left; texts scroll above it."""
 
-    def __init__(self, total_steps: int, first_step: int) -> None:
+    def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
+            TextColumn("step {task.completed}/{task.total}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(),
+            console=Console(file=cast("IO[str]", output), emoji=False),
             expand=True,
         )
         self._task = self._progress.add_task("", total=total_steps, completed=first_step, numbers="")
@@ -88,7 +96,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print a text above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, record: TrainingStep) -> None:
         """Move the bar."""
@@ -100,8 +108,41 @@ class Bar:
         self._progress.stop()
 
 
+class ByteProgress:
+    """Shows how far a text is read, on stderr: on a terminal a line that is written over, elsewhere lines.
+
+    The first line comes after `SECONDS_BETWEEN_LINES`, so that a short text shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._output = SafeOutput(sys.stderr)
+        self._overwrite = self._output.isatty()
+        self._shown = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are read, at the end and every few seconds."""
+        now = time.monotonic()
+        wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
+        if now - self._last < wait and not (done >= total and self._shown):
+            return
+        self._last = now
+        self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
+
+    def close(self) -> None:
+        """Begin a new line, if one is shown."""
+        if self._shown and self._overwrite:
+            self._write("", end="\r")
+
+    def _write(self, line: str, end: str) -> None:
+        blank = " " * (len(self._shown) - len(line))
+        print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=self._output, flush=True)
+        self._shown = line
+
+
 def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
     """The Progress for this process and what its output goes to."""
     if not is_main:
         return Silence()
-    return Bar(total_steps, first_step) if sys.stdout.isatty() else Lines(total_steps)
+    output = SafeOutput(sys.stdout)
+    return Bar(total_steps, first_step, output) if output.isatty() else Lines(total_steps, output)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from gptkernels._files import check_replaceable, remove_unfinished
 from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
+from gptkernels.training.lock import LOCK_FILE, lock_folder
 
 RUNS = Path("runs")
 CHECKPOINT = "checkpoint.safetensors"
 TOKENIZER_PREFIX = "checkpoint"
+LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
+FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
+"""What a run writes into its folder."""
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
 
 
@@ -16,10 +24,11 @@ def new_run(folder: str | None, model: str) -> Path:
     """Make the folder of a new run: the one named, or the first that is free of runs/MODEL, runs/MODEL-2, ...
 
     Raises:
-        ValueError: the one named holds a checkpoint.
+        ValueError: the one named holds a checkpoint, or a file of this name that no run has written.
     """
     if folder is not None:
         path = Path(folder)
+        _check_own(path)
         if (path / CHECKPOINT).exists():
             raise ValueError(
                 f"--output {folder} holds a run: --resume {folder} continues it, another folder starts anew"
@@ -35,6 +44,46 @@ def new_run(folder: str | None, model: str) -> Path:
             return path
         except FileExistsError:
             number += 1
+
+
+def _check_own(folder: Path) -> None:
+    """A folder that was never locked holds no run: what has the name of a run's file there is somebody else's."""
+    if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
+        return
+    for name in FILES:
+        if os.path.lexists(folder / name):
+            raise ValueError(f"--output {folder} holds a {name} that is not of a run: name another folder")
+
+
+@contextmanager
+def open_run(folder: Path, is_main: bool) -> Iterator[None]:
+    """Within, the main process has the run's folder for itself; what killed runs left unfinished is removed.
+
+    Raises:
+        ValueError: another process writes there, or one of the files of a run is a link, a device or a folder.
+    """
+    if not is_main:
+        yield
+        return
+    with lock_folder(folder):
+        for name in FILES:
+            check_replaceable(folder / name)
+        remove_unfinished(folder, FILES)
+        yield
+
+
+def log_of_run(log_file: str | None, folder: Path) -> str | None:
+    """The log that a checkpoint names, where it lies in the run's own folder; else None, which is the default one."""
+    if log_file is None:
+        return None
+    real, parent = (os.path.realpath(path) for path in (log_file, folder))
+    return log_file if os.path.dirname(real) == parent and not is_other_file(log_file, folder) else None
+
+
+def is_other_file(log_file: str, folder: Path) -> bool:
+    """Whether a log of this name would be the checkpoint, or another of the files of the run in `folder`."""
+    others = [os.path.realpath(folder / name) for name in (*FILES, LOCK_FILE) if name != LOG]
+    return os.path.realpath(log_file) in others
 
 
 def find_run(folder: str | None) -> Path:

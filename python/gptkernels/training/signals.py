@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+ACKNOWLEDGEMENT = b"\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
 
 
 class StopRequest:
@@ -18,6 +22,8 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Within, the first SIGINT or SIGTERM is noted in the StopRequest; a second one acts as it would have.
 
+    The first one is acknowledged at once, on standard error.
+
     Outside the main thread, where Python handles no signals, nothing is noted.
     """
     request = StopRequest()
@@ -28,6 +34,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def note(number: int, _frame: object) -> None:
         request.signal = number
         signal.signal(number, previous[number])
+        _acknowledge()
 
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:
@@ -37,3 +44,10 @@ def stop_on_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _acknowledge() -> None:
+    """Not through `sys.stderr`'s buffer: the signal may have interrupted a write to it."""
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno(), ACKNOWLEDGEMENT)

@@ -1,0 +1,61 @@
+// Which copy of the kernels runs: the instruction sets that they are compiled for (simd.h), and the choice among them.
+#pragma once
+
+#include <cstdlib>
+#include <string>
+
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define GPTKERNELS_X86 1
+#endif
+
+namespace gptkernels::cpu {
+
+// Ordered: a processor that has one has all before it. kDefault is what the compiler targets without options.
+enum class Capability { kDefault, kAvx2, kAvx512 };
+
+inline const char* name(Capability capability) {
+  switch (capability) {
+    case Capability::kAvx512: return "avx512";
+    case Capability::kAvx2: return "avx2";
+    default: return "default";
+  }
+}
+
+// The most that this processor has.
+inline Capability processor_capability() {
+#ifdef GPTKERNELS_X86
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return Capability::kDefault;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? Capability::kAvx512 : Capability::kAvx2;
+#else
+  return Capability::kDefault;
+#endif
+}
+
+struct CapabilityChoice {
+  Capability capability;
+  std::string error;  // empty, or why the environment's wish cannot be met
+};
+
+// The environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512) if it is set, else the processor's most.
+inline CapabilityChoice choose_capability(const char* wish, Capability most) {
+  if (wish == nullptr || *wish == '\0') return {most, {}};
+  for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {
+    if (std::string(wish) != name(capability)) continue;
+    if (capability <= most) return {capability, {}};
+    return {most,
+            std::string("GPTKERNELS_CPU_CAPABILITY asks for ") + wish + ", but this processor has only " + name(most)};
+  }
+  return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + wish};
+}
+
+// Made once, when it is first asked for.
+inline const CapabilityChoice& capability_choice() {
+  static const CapabilityChoice choice =
+      choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());
+  return choice;
+}
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,156 @@
+// Grid sizes, device limits and launch attributes.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "../device.h"
+
+namespace gptkernels::cuda {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Calls ask(device) once for each device and caches the answer, which must not be 0. Every lambda has a type of its
+// own, so every call site has a cache of its own.
+template <typename Ask>
+int once_a_device(const Ask& ask) {
+  constexpr int kMaxDevices = 64;
+  static std::atomic<int> known[kMaxDevices];
+  int device = 0;
+  cudaGetDevice(&device);
+  if (device >= kMaxDevices) return ask(device);
+  int value = known[device].load(std::memory_order_relaxed);
+  if (value == 0) {
+    value = ask(device);
+    known[device].store(value, std::memory_order_relaxed);
+  }
+  return value;
+}
+
+inline int multiprocessors() {
+  return once_a_device([](int device) {
+    int count = 0;
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    return count;
+  });
+}
+
+// Whether the current device runs this kernel's code for sm_90 or later, so that what the kernel has under
+// `__CUDA_ARCH__ >= 900` is present. (A new device may run PTX of an older architecture.)
+template <auto kKernel>
+bool built_for_hopper() {
+  return once_a_device([](int) {
+           cudaFuncAttributes attributes = {};
+           cudaFuncGetAttributes(&attributes, kKernel);
+           return attributes.ptxVersion;
+         }) >= 90;
+}
+
+// The grid size for a grid-stride loop over `blocks` units of work.
+inline unsigned grid_size(int64_t blocks) {
+  constexpr int64_t kMaxGrid = 0x7FFFFFFF;
+  return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
+}
+
+// How many blocks of kThreads threads of this kernel are resident on an SM of the current device.
+template <auto kKernel, int kThreads>
+int blocks_per_multiprocessor() {
+  return once_a_device([](int) {
+    int blocks = 0;
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kKernel, kThreads, 0);
+    return std::max(blocks, 1);
+  });
+}
+
+// The second argument of __launch_bounds__: two resident blocks of kThreads per SM, or one where an SM has too few
+// threads for two (sm_86 to sm_89, and sm_110 and later).
+#if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
+constexpr int kMultiprocessorThreads = 1536;
+#else
+constexpr int kMultiprocessorThreads = 2048;
+#endif
+template <int kThreads>
+constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
+
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
+// Calls fn(Constant<value>()), for a value of kMin..kMax: inside fn its `.value` is a compile-time constant and can be
+// a template argument.
+template <int kMin, int kMax, typename Fn>
+void with_constant(int value, const Fn& fn) {
+  if constexpr (kMax > kMin)
+    if (value != kMax) return with_constant<kMin, kMax - 1>(value, fn);
+  fn(Constant<kMax>{});
+}
+
+// The most dynamic shared memory that a block of this kernel can have on the current device, in bytes: the device's
+// limit less the kernel's static shared memory. The first call on a device raises the kernel's limit to this value (the
+// default is 48 KB).
+template <auto kKernel>
+int64_t max_dynamic_shared_memory() {
+  return once_a_device([](int device) {
+    cudaFuncAttributes kernel = {};
+    int bytes = 0;
+    cudaFuncGetAttributes(&kernel, kKernel);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    bytes -= static_cast<int>(kernel.sharedSizeBytes);
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    return bytes;
+  });
+}
+
+// The configuration for cudaLaunchKernelEx. It points to the attribute (or null), which must outlive it.
+inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
+                                        cudaLaunchAttribute* attribute) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  config.attrs = attribute;
+  config.numAttrs = attribute ? 1 : 0;
+  return config;
+}
+
+inline cudaLaunchAttribute cluster_of(unsigned blocks) {
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks;
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  return cluster;
+}
+
+// ---- programmatic dependent launch ----------------------------------------------------------------------------------
+
+// From sm_90 on, a kernel can be launched while the previous kernel of its stream still runs, which hides the 1 to 2 us
+// between them (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it reads
+// what the previous one wrote. The previous kernel may call let_next_kernel_start() to start it before its own end.
+
+template <auto kKernel, typename... Arguments>
+void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  const bool can = CUDART_VERSION >= 12030 && built_for_hopper<kKernel>();
+  const cudaLaunchConfig_t config = launch_config(grid, block, shared_bytes, stream, can ? &early : nullptr);
+  cudaLaunchKernelEx(&config, kKernel, arguments...);
+}
+
+__device__ inline void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ inline void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace gptkernels::cuda

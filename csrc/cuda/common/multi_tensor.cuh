@@ -1,0 +1,70 @@
+// One launch over many tensors. Their pointers and sizes are part of the kernel's argument, so nothing is copied to the
+// device first, and a captured graph contains them. Every tensor is divided into chunks of equal size; a block works on
+// one chunk and finds its tensor by a binary search in constant memory.
+#pragma once
+
+#include <cstdint>
+
+#include "launch.cuh"
+
+namespace gptkernels::cuda {
+
+// The size limit of a kernel's arguments that contain a list. CUDA allows 32764 bytes (from CUDA 12.1 and driver 530
+// on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer (docs/adamw.md).
+constexpr size_t kArgumentBytes = 9216;
+
+template <int kPointers, int kCapacity>
+struct TensorList {
+  static constexpr int capacity = kCapacity;
+  int32_t count;
+  int32_t first_chunk[kCapacity + 1];  // the number of chunks of all tensors before this one; last, of all tensors
+  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all others have kSize
+  void* pointers[kCapacity][kPointers];
+};
+
+struct Chunk {
+  int tensor;
+  int64_t begin;
+  int size;
+};
+
+// This block's chunk: kSize elements, fewer at the end of a tensor.
+template <int kSize, typename List>
+__device__ Chunk this_chunk(const List& list) {
+  const int block = static_cast<int>(blockIdx.x);
+  int tensor = 0;
+  for (int beyond = list.count; beyond - tensor > 1;) {
+    const int middle = (tensor + beyond) / 2;
+    if (list.first_chunk[middle] <= block)
+      tensor = middle;
+    else
+      beyond = middle;
+  }
+  const bool last = list.first_chunk[tensor + 1] == block + 1;
+  return {tensor, int64_t(block - list.first_chunk[tensor]) * kSize, last ? list.last_chunk_size[tensor] : kSize};
+}
+
+// Divides the tensors into chunks of kSize elements and calls launch(list, blocks) for each full list and for the rest.
+// Empty tensors are skipped. set(pointers, i) stores the pointers of tensor i.
+template <typename List, int kSize, typename Set, typename Launch>
+void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
+  List list;
+  list.count = 0;
+  list.first_chunk[0] = 0;
+  const auto flush = [&] {
+    if (list.count > 0) launch(list, static_cast<unsigned>(list.first_chunk[list.count]));
+    list.count = 0;
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (sizes[i] == 0) continue;
+    const int slot = list.count++;
+    const int64_t chunks = ceil_div(sizes[i], kSize);
+    set(list.pointers[slot], i);
+    list.last_chunk_size[slot] = static_cast<int32_t>(sizes[i] - (chunks - 1) * kSize);
+    list.first_chunk[slot + 1] = list.first_chunk[slot] + static_cast<int32_t>(chunks);
+    if (list.count == List::capacity) flush();
+  }
+  flush();
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,145 @@
+// Vectorized memory accesses of 16 bytes. Packed<T, N> (a pack) is N neighbouring elements that one instruction loads
+// or stores. load_within and store_within are for the first and last pack of a row that does not start or end at a
+// multiple of 16 bytes.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../device.h"
+
+namespace gptkernels::cuda {
+
+template <typename T, int N>
+struct alignas(sizeof(T) * N) Packed {
+  T v[N];
+};
+
+// Elements of a 16-byte pack: 8 of bfloat16, 4 of float32, 2 of float64.
+template <typename T>
+constexpr int kPack = 16 / sizeof(T);
+
+// The dtype of a sum over many elements of T. A float32 result would owe most of its error to a float32 sum, so it
+// takes float64; a bfloat16 or float16 result is rounded far more coarsely than a float32 sum.
+template <typename T>
+using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
+
+template <typename T>
+__host__ __device__ accumulate_t<T> widen(T value) {
+  return static_cast<accumulate_t<T>>(value);
+}
+
+template <typename T>
+__host__ __device__ T narrow(accumulate_t<T> value) {
+  return static_cast<T>(value);
+}
+
+// Converts a pack to accumulators (float32; float64 for float64), and back. A bfloat16 is the upper half of a float32,
+// so each of the two in a 32-bit word takes one instruction (a shift or a mask).
+template <typename T, int N>
+__device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
+  if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const uint32_t word = reinterpret_cast<const uint32_t&>(packed.v[i]);
+      out[i] = __uint_as_float(word << 16);
+      out[i + 1] = __uint_as_float(word & 0xFFFF0000u);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = widen(packed.v[i]);
+  }
+}
+
+// Adds the pack's elements to `sum`, one by one.
+template <typename T, int N>
+__device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) {
+  accumulate_t<T> values[N];
+  widen(values, packed);
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum[i] += values[i];
+}
+
+template <typename T, int N>
+__device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
+  Packed<T, N> packed;
+#pragma unroll
+  for (int i = 0; i < N; i += 2) {
+    if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0)
+      reinterpret_cast<__nv_bfloat162&>(packed.v[i]) = __floats2bfloat162_rn(values[i], values[i + 1]);
+    else if constexpr (std::is_same_v<T, float16> && N % 2 == 0)
+      reinterpret_cast<__half2&>(packed.v[i]) = __floats2half2_rn(values[i], values[i + 1]);
+    else
+      for (int j = i; j < i + 2 && j < N; ++j) packed.v[j] = narrow<T>(values[j]);
+  }
+  return packed;
+}
+
+template <int N, typename T>
+__device__ Packed<T, N> load(const T* p) {
+  return *reinterpret_cast<const Packed<T, N>*>(p);
+}
+
+// Stores to global memory. The intrinsic guarantees one 16-byte store; assigning the struct may compile to a store for
+// each member, which the compiler does not always merge in unrolled loops.
+template <int N, typename T>
+__device__ void store(T* p, const Packed<T, N>& value) {
+  if constexpr (sizeof(value) == sizeof(uint4))
+    __stwb(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&value));
+  else
+    *reinterpret_cast<Packed<T, N>*>(p) = value;
+}
+
+// Loads N neighbouring elements as accumulators.
+template <int N, typename T>
+__device__ void load_wide(accumulate_t<T> (&out)[N], const T* p) {
+  widen(out, load<N>(p));
+}
+
+template <int N, typename T>
+__device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
+  store<N>(p, narrow<T>(values));
+}
+
+// Whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time. A null pointer counts as aligned.
+template <typename T, typename... Pointers>
+bool can_vectorize(int64_t width, const Pointers*... pointers) {
+  return width % kPack<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Whether all these pointers have the same offset from a multiple of 16 bytes.
+template <typename First, typename... Pointers>
+bool same_misalignment(const First* first, const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
+}
+
+// The number of elements between the last multiple of sizeof(Pack) bytes and `row`: the elements of the row before that
+// share a pack with the first ones of this row.
+template <typename Pack, typename T>
+__device__ int elements_before(const T* row) {
+  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
+}
+
+// Stores the part of a pack that lies within its row: 16 bytes at once if all of it does and it is aligned, else
+// element by element.
+template <int kVec, typename Column, typename T>
+__device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
+  const bool whole = column >= 0 && column + kVec <= width;
+  if (whole && elements_before<Packed<T, kVec>>(row + column) == 0) return store(row + column, pack);
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
+}
+
+// Loads the part of an aligned pack that lies within its row; the other elements become 0.
+template <int kVec, typename Column, typename T>
+__device__ Packed<T, kVec> load_within(const T* row, Column column, Column width) {
+  if (column >= 0 && column + kVec <= width) return load<kVec>(row + column);
+  Packed<T, kVec> pack = {};
+#pragma unroll
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= 0 && column + k < width) pack.v[k] = row[column + k];
+  return pack;
+}
+
+}  // namespace gptkernels::cuda

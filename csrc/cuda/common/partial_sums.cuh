@@ -1,0 +1,56 @@
+// The second stage of a sum over the rows of a large matrix. Each block of the first stage wrote one row of partial
+// sums; this kernel adds these rows in a fixed order.
+#pragma once
+
+#include <cstdint>
+
+#include "launch.cuh"
+#include "packed.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+// Adds partials (count, width) over count. The first `split` columns of the result go to `first`, the others to
+// `second`; either may be null, and is then not written.
+template <typename T, typename A = accumulate_t<T>>
+struct PartialSums {
+  T* first;
+  T* second;
+  const A* partials;
+  int64_t count;
+  int64_t width;
+  int64_t split;
+};
+
+// A block takes kWarp columns. Each of its kSumRows warps adds every kSumRows-th row; the warps' sums are then added
+// through shared memory. There are at most a few hundred rows, so a thread has a handful of loads, all in flight at
+// once.
+constexpr int kSumRows = 32;
+
+template <typename T, typename A>
+__global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const PartialSums<T, A> p) {
+  __shared__ A sums[kSumRows][kWarp + 1];
+  const int64_t column = int64_t(blockIdx.x) * kWarp + threadIdx.x;
+  A sum = 0;
+  wait_for_previous_kernel();
+  if (column < p.width) {
+#pragma unroll 8
+    for (int64_t row = threadIdx.y; row < p.count; row += kSumRows) sum += p.partials[row * p.width + column];
+  }
+  sums[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  // Transposed: each warp adds the kSumRows sums of one column.
+  const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
+  const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
+  if (threadIdx.x != 0 || mine >= p.width) return;
+  T* out = mine < p.split ? p.first : p.second;
+  if (out) out[mine < p.split ? mine : mine - p.split] = narrow<T>(accumulate_t<T>(total));
+}
+
+template <typename T, typename A = accumulate_t<T>>
+void launch_partial_sums(const PartialSums<T, A>& p, Stream stream) {
+  static_assert(kSumRows == kWarp);
+  launch_early<partial_sums_kernel<T, A>>(grid_size(ceil_div(p.width, kWarp)), dim3(kWarp, kSumRows), 0, stream, p);
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,81 @@
+// A row in the registers of its team (the drawing is in teams.cuh).
+//
+// The packs stay in the dtype of memory, which takes half of float32's registers for 16-bit types, and every pass
+// converts them again. The first kUnguarded packs of every thread are always within the row; only the others are
+// compared with the width. (Comparing all of them in every pass takes about 10 % more instructions.)
+#pragma once
+
+#include <cstdint>
+
+#include "packed.cuh"
+#include "teams.cuh"
+
+namespace gptkernels::cuda {
+
+template <typename T_, typename Team_, int kItems_, int kUnguarded = 0>
+struct Row {
+  using T = T_;
+  using Team = Team_;
+  using A = accumulate_t<T>;
+  static constexpr int kVec = kPack<T>;
+  static constexpr int kItems = kItems_;  // packs per thread
+  Packed<T, kVec> packs[kItems];
+
+  // The first column of this thread's pack i.
+  static __device__ int column(int i) { return (i * Team::threads() + Team::thread()) * kVec; }
+
+  // Whether this thread's pack i is within the row.
+  static __device__ bool has(int i, int width) { return i < kUnguarded || column(i) < width; }
+
+  // Issues every load before the first value is used, to have as many bytes in flight as possible.
+  __device__ void load(const T* row, int width) {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
+  }
+
+  // Writes whole 32-bit words; written element by element, the compiler keeps each 16-bit half in its own register.
+  __device__ void fill(A value) {
+    A values[kVec];
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) values[k] = value;
+    const Packed<T, kVec> pack = narrow<T>(values);
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
+  }
+
+  // Prevents the compiler from converting 16-bit packs before a loop and keeping the float32 values in registers, twice
+  // as many: it has to assume that this call changes the packs.
+  __device__ void stay_packed() {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+      for (int i = 0; i < kItems; ++i) {
+        uint4& words = reinterpret_cast<uint4&>(packs[i]);
+        asm volatile("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+      }
+    }
+  }
+
+  // Calls fn(i, x) for the packs within the row, with x the kVec elements of pack i as accumulators.
+  template <typename Fn>
+  __device__ void each(int width, const Fn& fn) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i) {
+      if (!has(i, width)) continue;
+      A x[kVec];
+      widen(x, packs[i]);
+      fn(i, x);
+    }
+  }
+
+  // As each(), and stores the x that fn leaves back into the pack.
+  template <typename Fn>
+  __device__ void update(int width, const Fn& fn) {
+    each(width, [&](int i, A(&x)[kVec]) {
+      fn(i, x);
+      packs[i] = narrow<T>(x);
+    });
+  }
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,27 @@
+// For the simple kernels (*_simple_kernel): one block per row, which reads the row from memory again in each pass. They
+// take every width, alignment and dtype that an op's fast kernels do not.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.cuh"
+#include "reduce.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kSimpleThreads = 512;
+
+// The block of a simple kernel: whole warps, no more than a row has packs of kVec elements.
+template <int kVec>
+unsigned simple_threads(int64_t width) {
+  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
+}
+
+// Calls fn(column) with the first column of each of this thread's packs.
+template <int kVec, typename Fn>
+__device__ void for_each_pack(int64_t width, const Fn& fn) {
+  for (int64_t column = int64_t(threadIdx.x) * kVec; column < width; column += int64_t(blockDim.x) * kVec) fn(column);
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,123 @@
+// A ring in shared memory through which a block's rows pass, for a kernel in which each block walks over many rows.
+//
+// At 4.2 TB/s and 1 us of latency, each SM of an H200 needs some 60 KB of loads in flight at all times. Registers have
+// no room for that beside the row in use, so every thread copies its packs of the next rows to shared memory (cp.async,
+// which bypasses the registers) and reads them from there when their turn comes. A thread reads only what it has copied
+// itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+//
+//     stage 0         stage 1         stage 2         stage 3
+//   +-------------+ +-------------+ +-------------+ +-------------+
+//   | row r       | | row r + 1   | | row r + 2   | | row r + 3   |
+//   | in use      | | in flight   | | in flight   | | in flight   |
+//   +-------------+ +-------------+ +-------------+ +-------------+
+//
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row is its x, dout and dsum,
+// one after another. A stage has one such row for each of the blockDim.y teams of a block.
+#pragma once
+
+#include <cuda_pipeline_primitives.h>
+
+#include <algorithm>
+
+#include "common/launch.cuh"
+#include "common/row.cuh"
+
+namespace gptkernels::cuda {
+
+// A block has blockDim.y rows in use, of blockDim.x threads each, and `stages` times as many in shared memory.
+struct RingShape {
+  dim3 block;
+  unsigned grid;
+  int stages;  // 0: not even two stages of one row fit
+  int64_t shared_bytes;
+};
+
+// One block per SM, with as many rows as its threads allow and as many stages as fit. row_bytes: one row of all arrays.
+inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
+  constexpr int kMaxStages = 4;
+  constexpr int64_t kBytesInFlight = 40 << 10;  // beside the rows in use; more would only delay the first row
+  const int64_t fitting = max_shared_bytes / (2 * row_bytes);
+  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMostRows);
+  const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
+  if (height == 0) return {};
+  const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
+  const int64_t steps =
+      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: no more stages than these
+  const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
+  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
+  return {.block = dim3(threads, static_cast<unsigned>(height)),
+          .grid = grid_size(grid),
+          .stages = static_cast<int>(stages),
+          .shared_bytes = stages * height * row_bytes};
+}
+
+// R is the Row that a team holds; rows of kArrays arrays pass through the ring together. Rows are whole packs.
+template <typename R, int kArrays>
+class RowRing {
+  using T = typename R::T;
+
+ public:
+  template <int kGiven>
+  __device__ RowRing(void* shared, const T* const (&arrays)[kGiven], int64_t rows, int width, int stages)
+      : width_(width),
+        stages_(stages),
+        left_(static_cast<int>(rows > R::Team::row() ? (rows - R::Team::row() - 1) / step() + 1 : 0)) {
+    static_assert(kGiven >= kArrays);
+    stage_step_ = static_cast<int>(blockDim.y) * kArrays * width;
+    read_ = write_ = begin_ = static_cast<T*>(shared) + threadIdx.y * kArrays * width;
+    for (int a = 0; a < kArrays; ++a) from_[a] = arrays[a] + R::Team::row() * width;
+    row_step_ = step() * width;
+    for (int i = 0; i < stages - 1; ++i) copy();
+  }
+
+  // A team works on the rows Team::row(), Team::row() + step(), ...
+  static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
+
+  // The next of these rows in the first array; that of array a follows a * width elements later. This overwrites the
+  // row that the previous call returned.
+  __device__ const T* next() {
+    copy();
+    if (stages_ == 4)
+      __pipeline_wait_prior(3);
+    else if (stages_ == 3)
+      __pipeline_wait_prior(2);
+    else
+      __pipeline_wait_prior(1);
+    const T* row = read_;
+    read_ = after(read_);
+    return row;
+  }
+
+ private:
+  __device__ T* after(T* stage) const {
+    stage += stage_step_;
+    return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
+  }
+
+  // Starts the copy of one more row. Beyond the last row it commits an empty copy, because waiting counts copies.
+  __device__ void copy() {
+    if (left_ > 0) {
+      for (int a = 0; a < kArrays; ++a) {
+        for (int i = 0; i < R::kItems; ++i)
+          if (R::has(i, width_))
+            __pipeline_memcpy_async(write_ + a * width_ + R::column(i), from_[a] + R::column(i), 16);
+        from_[a] += row_step_;
+      }
+      --left_;
+    }
+    write_ = after(write_);
+    __pipeline_commit();
+  }
+
+  const T* from_[kArrays];
+  int64_t row_step_;
+  T* begin_;
+  T* read_;
+  T* write_;
+  int width_;
+  int stage_step_;
+  int stages_;
+  int left_;  // rows whose copy has not started
+};
+
+}  // namespace gptkernels::cuda

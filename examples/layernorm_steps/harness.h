@@ -1,0 +1,28 @@
+// What the steps share: one problem, and a main() (harness.cu) that checks and times the kernel that a step defines.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+using bfloat16 = __nv_bfloat16;
+
+// out = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(variance + eps), for each of N rows of C columns.
+struct Layernorm {
+  bfloat16* out;           // (N, C)
+  float* mean;             // (N)
+  float* rstd;             // (N)
+  const bfloat16* x;       // (N, C)
+  const bfloat16* weight;  // (C)
+  const bfloat16* bias;    // (C)
+  int rows;                // N
+  int width;               // C
+  float eps;
+};
+
+constexpr int kWidth = 768;  // the steps that keep a row in registers are compiled for this width
+
+// Defined by each step.
+extern const char* const kStep;
+void layernorm(const Layernorm& p);

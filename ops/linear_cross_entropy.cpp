@@ -1,0 +1,247 @@
+// cross_entropy(x @ weight^T, targets) without all the logits: the rows are worked on in chunks, whose logits become
+// their own gradient in place. Nothing here depends on the values in a tensor, so that a CUDA graph can replay it.
+
+#include "../csrc/linear_cross_entropy.h"
+
+#include "../csrc/fused_classifier.h"
+#include "matmul.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+// ---- arguments ------------------------------------------------------------------------------------------------------
+
+enum class Reduction { kMean, kSum, kNone };
+
+Reduction reduction_of(const char* op, const std::string& name) {
+  if (name == "mean") return Reduction::kMean;
+  if (name == "sum") return Reduction::kSum;
+  if (name == "none") return Reduction::kNone;
+  fail(op, "reduction must be 'mean', 'sum' or 'none', got '", name, "'");
+}
+
+struct Problem {
+  const char* op;
+  Matrix x;        // (N, C)
+  Matrix weight;   // (Vp, C)
+  Tensor targets;  // (N), dense
+  int64_t vocab_size;
+  int64_t ignore_index;
+  int64_t chunk;  // rows at a time
+
+  int64_t rows() const { return x.rows; }
+  int64_t columns() const { return weight.rows; }
+  ScalarType accumulate() const { return accumulate_dtype(x.tensor); }
+};
+
+// Even chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows, which suit a matrix product. Each
+// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best: at GPT-2's vocabulary
+// 5248 rows, where that pass is a twentieth of the chunk's three products.
+int64_t default_chunk(int64_t rows, int64_t columns) {
+  constexpr int64_t kMaxLogits = int64_t(1) << 28;
+  constexpr int64_t kMultiple = 128;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t most = std::max(kMaxLogits / columns / kMultiple * kMultiple, kMultiple);
+  const int64_t chunks = ceil_div(rows, most);
+  return chunks < 2 ? most : ceil_div(ceil_div(rows, chunks), kMultiple) * kMultiple;
+}
+
+Problem checked(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
+                int64_t ignore_index, int64_t chunk_size) {
+  check_dim_at_least(op, "x", x, 1);
+  check_floating(op, "x", x);
+  check_like(op, "weight", weight, "x", x);
+  if (weight.dim() != 2 || weight.size(1) != width_of(x))
+    fail(op, "weight must have shape (vocabulary, ", width_of(x), "), got ", describe(shape_of(weight)));
+  check_index(op, "targets", targets);
+  check_same_device(op, "targets", targets, "x", x);
+  check_shape(op, "targets", targets, leading_shape(x));
+  const int64_t columns = weight.size(0);
+  if (columns == 0) fail(op, "weight must have at least 1 row, got shape ", describe(shape_of(weight)));
+  if (vocab_size != -1 && (vocab_size < 1 || vocab_size > columns))
+    fail(op, "vocab_size must be from 1 to ", columns, " (the rows of weight), or -1 for all of them, got ",
+         vocab_size);
+  if (chunk_size != -1 && chunk_size < 1)
+    fail(op, "chunk_size must be at least 1, or -1 for a size chosen here, got ", chunk_size);
+  const Matrix rows = matrix(x);
+  return {.op = op,
+          .x = rows,
+          .weight = matrix(weight),
+          .targets = dense(targets),
+          .vocab_size = vocab_size == -1 ? columns : vocab_size,
+          .ignore_index = ignore_index,
+          .chunk = chunk_size == -1 ? default_chunk(rows.rows, columns) : chunk_size};
+}
+
+// ---- one chunk ------------------------------------------------------------------------------------------------------
+
+// Rows begin .. begin + count of a matrix.
+Matrix part(Matrix m, int64_t begin, int64_t count) {
+  m.offset += begin * m.row_stride;
+  m.rows = count;
+  return m;
+}
+
+template <typename T>
+T* advance(T* p, int64_t offset) {
+  return p ? p + offset : nullptr;
+}
+
+const void* targets_from(const Problem& p, int64_t begin) {
+  const bool wide = p.targets.scalar_type() == ScalarType::Long;
+  return advance(pointer<const char>(p.targets), begin * (wide ? sizeof(int64_t) : sizeof(int32_t)));
+}
+
+// Rows begin .. begin + count: their losses, and their logits replaced by the gradient of the losses times dlosses,
+// which is (N), 0-dim, or absent.
+void classify(const Launcher& launcher, const Problem& p, const Tensor& losses, const Matrix& logits,
+              const OptionalTensor& dlosses, int64_t begin, int64_t count) {
+  matmul(launcher, logits, part(p.x, begin, count), p.weight.transposed());
+  const bool per_row = dlosses && dlosses->dim() != 0;
+  dispatch_floating(logits.tensor, [&]<typename T>() {
+    using A = accumulate_t<T>;
+    launcher.check(fused_classifier_forward<T>({.losses = advance(pointer<A>(losses), begin),
+                                                .dlogits = pointer<T>(logits.tensor),
+                                                .logits = pointer<T>(logits.tensor),
+                                                .targets = targets_from(p, begin),
+                                                .targets_are_int64 = p.targets.scalar_type() == ScalarType::Long,
+                                                .dlosses = advance(pointer<A>(dlosses), per_row ? begin : 0),
+                                                .dlosses_per_row = per_row,
+                                                .rows = count,
+                                                .width = p.columns(),
+                                                .vocab_size = p.vocab_size,
+                                                .ignore_index = p.ignore_index,
+                                                .first_row = begin},
+                                               launcher.stream()));
+  });
+}
+
+// ---- all chunks -----------------------------------------------------------------------------------------------------
+
+// Where the gradients go; each is absent unless it is asked for.
+struct Gradients {
+  bool want_x;
+  bool want_weight;
+  Tensor dx;       // of x's shape
+  Tensor dweight;  // (Vp, C)
+
+  Gradients(const Tensor& x, const Tensor& weight, bool want_x, bool want_weight)
+      : want_x(want_x),
+        want_weight(want_weight),
+        dx(allocate_if(want_x, shape_of(x), x)),
+        dweight(allocate_if(want_weight, shape_of(weight), weight)) {}
+};
+
+// Fills losses (N) and the gradients. The product of each chunk is added to dweight by the product itself, in float32
+// (float64); a 16-bit dweight of several chunks is rounded once, at the end.
+void run(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& dlosses,
+         const Gradients& gradients) {
+  const int64_t most = std::min(p.chunk, p.rows());
+  const Matrix logits = matrix(allocate({most, p.columns()}, p.x.tensor));
+  const Tensor sum = gradients.want_weight && p.rows() > most
+                         ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
+                         : gradients.dweight;
+  int64_t begin = 0;
+  do {  // also once for no rows: their sum is 0
+    const int64_t count = std::min(most, p.rows() - begin);
+    const Matrix here = part(logits, 0, count);
+    classify(launcher, p, losses, here, dlosses, begin, count);
+    if (gradients.want_x) matmul(launcher, part(matrix(gradients.dx), begin, count), here, p.weight);
+    if (gradients.want_weight)
+      matmul(launcher, matrix(sum), here.transposed(), part(p.x, begin, count), {.accumulate = begin > 0});
+    begin += count;
+  } while (begin < p.rows());
+  if (gradients.want_weight && sum.get() != gradients.dweight.get()) {
+    Tensor rounded = gradients.dweight;
+    torch::stable::copy_(rounded, sum);
+  }
+}
+
+// For "mean" the gradient of every loss, (dloss or 1) / (the rows that take part); else dloss itself.
+OptionalTensor row_gradient(const Launcher& launcher, const Problem& p, Reduction reduction,
+                            const OptionalTensor& dloss) {
+  if (reduction != Reduction::kMean) return dloss;
+  const Tensor scale = allocate({}, p.accumulate(), p.x.tensor);
+  dispatch_floating(scale, [&]<typename A>() {
+    if constexpr (std::is_same_v<A, accumulate_t<A>>)
+      launcher.check(mean_scale<A>({.scale = pointer<A>(scale),
+                                    .dloss = pointer<A>(dloss),
+                                    .targets = pointer<void>(p.targets),
+                                    .targets_are_int64 = p.targets.scalar_type() == ScalarType::Long,
+                                    .rows = p.rows(),
+                                    .ignore_index = p.ignore_index},
+                                   launcher.stream()));
+  });
+  return scale;
+}
+
+Tensor total(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& scale) {
+  const Tensor loss = allocate({}, p.accumulate(), p.x.tensor);
+  dispatch_floating(loss, [&]<typename A>() {
+    if constexpr (std::is_same_v<A, accumulate_t<A>>)
+      launcher.check(loss_sum<A>(
+          {.loss = pointer<A>(loss), .losses = pointer<A>(losses), .scale = pointer<A>(scale), .rows = p.rows()},
+          launcher.stream()));
+  });
+  return loss;
+}
+
+// ---- the operators --------------------------------------------------------------------------------------------------
+
+Tensor linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
+                               int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size) {
+  constexpr const char* op = "linear_cross_entropy";
+  const Reduction reduction = reduction_of(op, reduction_name);
+  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+
+  const Launcher launcher(op, x);
+  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
+  run(launcher, p, losses, std::nullopt, Gradients(x, weight, false, false));
+  if (reduction == Reduction::kNone) return losses;
+  return total(launcher, p, losses, row_gradient(launcher, p, reduction, std::nullopt));
+}
+
+std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
+    const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
+    const std::string& reduction_name, int64_t chunk_size, const std::vector<bool>& output_mask) {
+  constexpr const char* op = "linear_cross_entropy_with_gradients";
+  const Reduction reduction = reduction_of(op, reduction_name);
+  if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
+  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+
+  const Launcher launcher(op, x);
+  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
+  const Gradients gradients(x, weight, output_mask[0], output_mask[1]);
+  const OptionalTensor scale = row_gradient(launcher, p, reduction, std::nullopt);
+  run(launcher, p, losses, scale, gradients);
+  return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
+}
+
+// The logits once more, now that dloss is known.
+std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
+                                                            const Tensor& targets, int64_t vocab_size,
+                                                            int64_t ignore_index, const std::string& reduction_name,
+                                                            int64_t chunk_size, const std::vector<bool>& output_mask) {
+  constexpr const char* op = "linear_cross_entropy_backward";
+  const Reduction reduction = reduction_of(op, reduction_name);
+  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  check_same_device(op, "dloss", dloss, "x", x);
+  check_dtype(op, "dloss", dloss, p.accumulate());
+  check_shape(op, "dloss", dloss, reduction == Reduction::kNone ? shape_of(targets) : Shape{});
+
+  const Launcher launcher(op, x);
+  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
+  const Gradients gradients(x, weight, output_mask[0], output_mask[1]);
+  run(launcher, p, losses, row_gradient(launcher, p, reduction, dense(dloss)), gradients);
+  return {gradients.dx, gradients.dweight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("linear_cross_entropy", TORCH_BOX(&linear_cross_entropy_op));
+  m.impl("linear_cross_entropy_with_gradients", TORCH_BOX(&linear_cross_entropy_with_gradients_op));
+  m.impl("linear_cross_entropy_backward", TORCH_BOX(&linear_cross_entropy_backward_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

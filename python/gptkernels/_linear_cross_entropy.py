@@ -1,0 +1,68 @@
+"""``gptkernels.functional.linear_cross_entropy``."""
+
+from torch import Tensor
+
+from gptkernels.ops import ops
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``cross_entropy(linear(x, weight), targets)`` without ever holding all the logits.
+
+    The rows are processed in chunks. For "mean" and "sum" the forward also computes the gradients of x and weight, from
+    the same logits, and the backward only scales them. Where autograd records nothing, no gradient is computed. For
+    "none", and for float16 (whose gradients must be multiplied by the loss scale before they are rounded), the backward
+    computes each chunk's logits a second time. It also does so if the gradients are differentiated again
+    (``create_graph=True``); that second derivative holds all the logits. Inside autocast the matrix products are done
+    in its dtype.
+
+    Args:
+        x: (..., C), the last hidden layer.
+        weight: (Vp, C), the output embedding.
+        targets: (...), int64 or int32.
+        vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.
+        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
+        chunk_size: the number of rows in a chunk; when None as many as have 2^28 logits.
+
+    Returns:
+        float32 (float64 for float64): 0-dim, or of targets' shape for "none".
+
+    Raises:
+        ValueError: shapes that do not fit, an unknown ``reduction``, a ``chunk_size`` below 1.
+    """
+    check_reduction("linear_cross_entropy", reduction)
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            "linear_cross_entropy: weight must have shape (Vp, C) with x (..., C), "
+            f"got {tuple(weight.shape)} and {tuple(x.shape)}"
+        )
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"linear_cross_entropy: targets must have shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}"
+        )
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"linear_cross_entropy: chunk_size must be at least 1, got {chunk_size}")
+    return ops.linear_cross_entropy.default(
+        x,
+        weight,
+        targets,
+        -1 if vocab_size is None else vocab_size,
+        ignore_index,
+        reduction,
+        -1 if chunk_size is None else chunk_size,
+    )
+
+
+def check_reduction(function: str, reduction: str) -> None:
+    """Raise a ValueError for a reduction that torch does not have."""
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{function}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")

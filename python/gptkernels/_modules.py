@@ -1,0 +1,27 @@
+"""Whether a submodule still is what its parent made, so that the parent may fuse it with its neighbours."""
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Whether calling ``module`` would run ``kind.forward`` and nothing else.
+
+    Only then may a parent read the module's parameters and call a fused operator in its place. Otherwise it must call
+    the module: it may be an adapter, a subclass or a wrapper (a parametrisation and FSDP2 replace a module's class), it
+    may have hooks (pruning and weight normalisation are hooks too) or a forward of its own, or be compiled by itself.
+
+    Args:
+        module: the submodule.
+        kind: the class that the parent gave it.
+    """
+    attributes = module.__dict__
+    return (
+        type(module) is kind
+        and not any(attributes[hooks] for hooks in _HOOKS)
+        and "forward" not in attributes
+        and attributes.get("_compiled_call_impl") is None
+        and not _has_any_global_hook()
+    )

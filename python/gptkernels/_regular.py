@@ -1,0 +1,35 @@
+"""Which files are opened: regular ones. A FIFO or a socket would block for ever, and a device has no end."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+}
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Refuse to open anything but a regular file, or a link to one.
+
+    Raises:
+        ValueError: `path` is a folder, a FIFO, a socket or a device.
+        OSError: there is no such file, or its links lead nowhere.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "no file")
+        raise ValueError(f"{os.fspath(path)} is {kind}, must be a regular file")
+
+
+def is_regular(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a regular file, or a link to one."""
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except OSError:  # a dangling link, a loop of links, or removed meanwhile
+        return False

@@ -1,0 +1,120 @@
+"""Flags of nanoGPT and llm.c, and what they are called here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+
+NANOGPT, LLMC = "nanoGPT", "llm.c"
+
+# Flags of the training programs, by who has them: train.py of nanoGPT; train_gpt2.py and train_gpt2.cu of llm.c.
+# None: there is nothing like it here. Names that mean the same here are not listed.
+_TRAIN: dict[str, dict[str, str | None]] = {
+    NANOGPT: {
+        "--out-dir": "--output",
+        "--eval-interval": "--val-every",
+        "--log-interval": None,
+        "--eval-iters": "--val-max-batches",
+        "--eval-only": None,
+        "--always-save-checkpoint": "--checkpoint-every",
+        "--wandb-log": "--tensorboard",
+        "--wandb-project": None,
+        "--wandb-run-name": None,
+        "--dataset": "--data",
+        "--gradient-accumulation-steps": "--grad-accumulation",
+        "--block-size": "--sequence-length",
+        "--n-layer": "--layers",
+        "--n-head": "--heads",
+        "--n-embd": "--channels",
+        "--dropout": None,
+        "--bias": None,
+        "--max-iters": "--steps",
+        "--beta1": None,
+        "--beta2": None,
+        "--decay-lr": "--final-lr-fraction",
+        "--warmup-iters": "--warmup-steps",
+        "--lr-decay-iters": "--steps",
+        "--min-lr": "--final-lr-fraction",
+        "--backend": None,
+        "--compile": None,
+    },
+    LLMC: {
+        "--input-bin": "--data",
+        "--input-val-bin": "--data",
+        "--output-dir": "--output",
+        "--total-batch-size": "--grad-accumulation",
+        "--num-iterations": "--steps",
+        "--learning-rate-decay-frac": "--final-lr-fraction",
+        "--val-loss-every": "--val-every",
+        "--val-max-steps": "--val-max-batches",
+        "--overfit-single-batch": None,
+        "--tensorcores": "--tf32",
+        "--flash": None,
+        "--zero-stage": None,
+        "--write-tensors": None,
+        "--inference-only": None,
+        "-j": "--data",
+        "-e": "--init-from",
+        "-n": "--checkpoint-every",
+        "-nk": None,
+        "-nm": None,
+        "-y": "--resume",
+        "-d": "--grad-accumulation",
+        "-lg": None,
+        "-x": "--steps",
+        "-u": "--warmup-steps",
+        "-q": "--final-lr-fraction",
+        "-c": "--weight-decay",
+        "-sl": None,
+        "-sg": None,
+        "-a": None,
+        "-f": "--tf32",
+        "-w": "--dtype",
+        "-ge": None,
+        "-z": None,
+        "-r": None,
+        "-k": None,
+        "-pn": None,
+        "-pr": None,
+        "-pg": None,
+        "-pm": None,
+        "-ps": None,
+        "-pf": None,
+    },
+}
+# sample.py of nanoGPT.
+_GENERATE: dict[str, dict[str, str | None]] = {
+    NANOGPT: {"--out-dir": "CHECKPOINT", "--init-from": "CHECKPOINT", "--start": "--prompt", "--num-samples": None}
+}
+_NEAR = 0.75
+
+
+def explain_flag(command: str, arguments: Sequence[str], known: Collection[str]) -> str | None:
+    """A sentence about the first of `arguments` that is a flag of another program, or misspelt; None without one.
+
+    Args:
+        command: "train", "generate", ...
+        arguments: what follows the command.
+        known: the flags of the command.
+    """
+    for argument in arguments:
+        if argument == "--":
+            return None
+        name = argument.split("=")[0]
+        if name.startswith("-") and name not in known and (sentence := _explain(command, name, known)):
+            return sentence
+    return None
+
+
+def _explain(command: str, name: str, known: Collection[str]) -> str | None:
+    dashed = "-" * (len(name) - len(name.lstrip("-"))) + name.lstrip("-").replace("_", "-")
+    if dashed in known:
+        return f"did you mean {dashed} instead of {name}?"
+    for program, flags in {"train": _TRAIN, "generate": _GENERATE}.get(command, {}).items():
+        if dashed in flags:
+            ours = flags[dashed]
+            return f"did you mean {program}'s {name}? " + (f"It is {ours} here" if ours else "There is none here")
+    if not name.startswith("--") or any(flag.startswith(name) for flag in known):  # argparse takes abbreviations
+        return None
+    near = difflib.get_close_matches(dashed, list(known), 1, _NEAR)
+    return f"no flag {name}: did you mean {near[0]}?" if near else None

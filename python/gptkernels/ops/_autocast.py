@@ -1,0 +1,111 @@
+"""Casts inside ``torch.autocast``, by torch's rules.
+
+Torch keeps the low-precision copy of a parameter until the outermost context ends, so that a weight is cast once
+however often it is used. Its cache cannot be called from Python; here is one of the same rules and the same lifetime.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+
+
+def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
+    """The op's kernel at the device type's autocast key: ``policy`` is as in ``_register.autocast``."""
+
+    def target(values: Sequence[Any]) -> torch.dtype:
+        if policy == "lower":
+            return torch.get_autocast_dtype(device_type)
+        floating = {value.dtype for value in values if _eligible(value, device_type)}
+        return torch.float32 if policy == "float32" or len(floating) != 1 else floating.pop()
+
+    def rule(op: Callable[..., Any], cast: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        dtype = target((*args, *kwargs.values()))
+        return op(*(cast(a, dtype) for a in args), **{name: cast(a, dtype) for name, a in kwargs.items()})
+
+    return kernel_by(op, device_type, rule)
+
+
+def kernel_by(op: Callable[..., Any], device_type: str, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel at the device type's autocast key: ``rule`` is as in ``_register.autocast_by``."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
+
+    def cast_eligible(value: Any, dtype: torch.dtype) -> Any:
+        return cast(value, dtype) if _eligible(value, device_type) else value
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return rule(op, cast_eligible, *args, **kwargs)
+
+    return kernel
+
+
+def _eligible(value: Any, device_type: str) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.device.type == device_type
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+    )
+
+
+# ---- one cast a parameter and context --------------------------------------------------------------------------------
+
+
+class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):
+    """From a parameter (by identity) and whether gradients are recorded to the parameter, its version, and its cast."""
+
+
+_casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak reference, once there has been a context)
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value.to(dtype)``, once for a float32 parameter inside the outermost autocast context."""
+    if value.dtype == dtype or not _may_keep(value, dtype):
+        return value.to(dtype)
+    casts = _casts()
+    if casts is None:
+        casts = _new_casts()
+    key = (id(value), torch.is_grad_enabled())
+    kept = casts.get(key)
+    if kept is None or kept[1] != value._version or kept[2].dtype != dtype:
+        casts[key] = kept = (value, value._version, value.to(dtype))
+    return kept[2]
+
+
+def _may_keep(value: Tensor, dtype: torch.dtype) -> bool:
+    """Torch's conditions: a float32 leaf that requires a gradient, cast to autocast's own dtype; and no tracing."""
+    return (
+        value.dtype == torch.float32
+        and value.requires_grad
+        and value.is_leaf
+        and not value._is_view()
+        and type(value) in (Tensor, torch.nn.Parameter)
+        and torch.is_autocast_cache_enabled()
+        and dtype == torch.get_autocast_dtype(value.device.type)
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _new_casts() -> _Casts:
+    """A dictionary that lives as long as what is in torch's own cache now.
+
+    Torch says to nobody that its cache is cleared. So a small parameter of ours is put there, by a product of no rows,
+    and its cast, which torch alone then holds, holds the dictionary.
+    """
+    global _casts
+    casts = _Casts()
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        rows, weight = torch.ones(0, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
+        # At the CPU's autocast key, whichever device type's autocast is on: the cache is one.
+        autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+        product = torch.ops.aten.linear.default.redispatch(autocast_cpu, rows, weight.requires_grad_())
+        product.grad_fn._saved_mat2._base.gptkernels_casts = casts
+    _casts = weakref.ref(casts)
+    return casts

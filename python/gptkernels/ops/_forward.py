@@ -1,0 +1,107 @@
+"""Forward-mode AD: an op's outputs with tangents, from arguments with tangents.
+
+A rule takes the op's arguments (all of them, by position, without their tangents), their tangents and its outputs. It
+returns the outputs' tangents: one or, for several outputs, a tuple, with None for what has no tangent. It is written in
+differentiable ops, so that forward mode composes with reverse mode and with itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Sequence[Tensor | None] | None]
+
+
+def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
+    """The function with the rule as its ``jvp``.
+
+    Torch then gives the outputs their tangents before they are saved for the backward, so that forward over reverse
+    finds them there. A class of its own, so that calls without tangents have nothing to keep.
+    """
+
+    class WithJvp(function):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = function.forward(ctx, *args)
+            ctx.forward_mode = args, outputs, ctx.non_differentiable or ()
+            return outputs
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: Any) -> Any:
+            args, outputs, constant = ctx.forward_mode
+            del ctx.forward_mode  # the outputs know their ctx: do not leave a cycle
+            several = isinstance(outputs, tuple)
+            outputs = outputs if several else (outputs,)
+            # Torch has turned forward mode off; for a transform further out it stays on.
+            with forward_ad._set_fwd_grad_enabled(True):
+                primals = [a if t is None else unpack(a).primal for a, t in zip(args, tangents, strict=True)]
+                found = rule(primals, tangents, outputs)
+            found = found if isinstance(found, tuple) else (found,)
+            # Torch takes None for an output that is marked as non-differentiable, and for no other.
+            found = tuple(
+                torch.zeros_like(out) if t is None and all(out is not c for c in constant) else t
+                for t, out in zip(found, outputs, strict=True)
+            )
+            return found if several else found[0]
+
+    return WithJvp
+
+
+def active() -> bool:
+    """Whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
+
+    (A compiled transform enters no level that Python knows of.)
+    """
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
+    """The tensor without its tangent, and the tangent or None. Torch has one level, 0."""
+    return forward_ad.unpack_dual(t, level=0)
+
+
+def any_tangent(args: Sequence[Any]) -> bool:
+    """Whether an argument has a tangent."""
+    return any(isinstance(a, Tensor) and a.is_floating_point() and unpack(a).tangent is not None for a in args)
+
+
+def by_formula(formula: Callable[..., Any]) -> Rule:
+    """A rule from the op's formula in torch ops, by torch's own forward mode.
+
+    Args:
+        formula: takes the op's arguments by position; returns its outputs, or None for one that has no derivative.
+    """
+
+    def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        duals = (a if t is None else forward_ad.make_dual(a, t, level=0) for a, t in zip(inputs, tangents, strict=True))
+        results = formula(*duals)
+        results = results if isinstance(results, tuple) else (results,)
+        found = [None if r is None else unpack(r).tangent for r in results]
+        return tuple(t if t is None else t.to(out.dtype) for t, out in zip(found, outputs, strict=True))
+
+    return rule
+
+
+def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
+    """A rule for an op that is linear in each of these arguments, from its function of all the arguments.
+
+    The tangent is the sum, over the arguments that have one, of the op with the tangent in the argument's place.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Rule:
+        def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> Any:
+            total: tuple[Tensor, ...] | None = None
+            for i in positions:
+                if tangents[i] is None:
+                    continue
+                part = function(*inputs[:i], tangents[i], *inputs[i + 1 :])
+                part = part if isinstance(part, tuple) else (part,)
+                total = part if total is None else tuple(a + b for a, b in zip(total, part, strict=True))
+            return (None,) * len(outputs) if total is None else total
+
+        return rule
+
+    return decorate

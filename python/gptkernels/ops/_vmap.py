@@ -1,0 +1,137 @@
+"""Rules for ``torch.vmap``: an op on tensors with one more dimension, which it is mapped over.
+
+A rule takes the op, the size of that dimension, where each argument has it (None: nowhere), and the arguments, all by
+position. It returns the outputs and where they have the dimension. The op is called with all transforms further out
+still in force, so derivatives of and by mapped functions follow from the op's own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Rule = Callable[[Callable[..., Any], int, Sequence[Any], Sequence[Any]], tuple[Any, Any]]
+
+
+def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """A call for each index: for any op, as fast as the loop it stands for.
+
+    Raises:
+        RuntimeError: the dimension has size 0, of which no call could tell the outputs' shapes.
+    """
+    if size == 0:
+        raise RuntimeError(f"{getattr(op, '__name__', 'vmap')}: vmap over a dimension of size 0 is not supported")
+    flat, spec = pytree.tree_flatten(tuple(args))
+    dims = _dims_of(in_dims, args)
+    parts = [a.unbind(d) if d is not None else (a,) * size for a, d in zip(flat, dims, strict=True)]
+    outputs = [op(*pytree.tree_unflatten(list(one), spec)) for one in zip(*parts, strict=True)]
+    if isinstance(outputs[0], Tensor):
+        return torch.stack(outputs), 0
+    stacked = tuple(torch.stack(out) for out in zip(*outputs, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
+    """One dimension for each leaf of the arguments."""
+    flat: list[int | None] = []
+    for dim, arg in zip(in_dims, args, strict=True):
+        if isinstance(arg, list | tuple):
+            flat += dim if isinstance(dim, list | tuple) else [dim] * len(arg)
+        else:
+            flat.append(dim)
+    return flat
+
+
+def rows(*positions: int, least: int = 1) -> Rule:
+    """For an op that takes any leading dimensions in these arguments, and gives all its outputs the same ones.
+
+    The mapped dimension becomes the first of them: one call. Where another argument is mapped too, a loop.
+
+    Args:
+        positions: of those arguments.
+        least: how many dimensions the first of them must have besides; with fewer the op itself is to refuse it.
+    """
+
+    def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        first = positions[0]
+        dims = args[first].dim() - (in_dims[first] is not None)
+        if dims < least or not _only(positions, in_dims):
+            return loop(op, size, in_dims, args)
+        outputs = op(
+            *(leading(a, d, size) if i in positions else a for i, (a, d) in enumerate(zip(args, in_dims, strict=True)))
+        )
+        return outputs, 0 if isinstance(outputs, Tensor) else (0,) * len(outputs)
+
+    return rule
+
+
+def rows_and_sums(*positions: int) -> Rule:
+    """For a backward whose first output is one of rows, the others sums over all rows.
+
+    Its last argument is the mask of the outputs that are wanted. The first takes one call; the sums, which are
+    apart for each index, take a loop.
+    """
+    over_rows = rows(*positions)
+
+    def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        *tensors, mask = args
+        if not _only(positions, in_dims):
+            return loop(op, size, in_dims, args)
+        if any(mask[1:]):
+            found, dims = loop(op, size, in_dims, (*tensors, [False, *mask[1:]]))
+        else:
+            found, dims = (tensors[0].new_empty(0),) * len(mask), (None,) * len(mask)
+        if not mask[0]:
+            return found, dims
+        (first, *_), _ = over_rows(op, size, in_dims, (*tensors, [True, *(False for _ in mask[1:])]))
+        return (first, *found[1:]), (0, *dims[1:])
+
+    return rule
+
+
+def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
+    """Whether nothing but these arguments is mapped."""
+    return all(i in positions or d is None for i, d in enumerate(in_dims))
+
+
+def leading(t: Any, dim: int | None, size: int) -> Any:
+    """The tensor with the mapped dimension first; None stays None."""
+    if not isinstance(t, Tensor):
+        return t
+    return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
+
+
+def batches(*positions: int) -> Rule:
+    """For an op whose arguments at these positions, and all of whose outputs, have one batch dimension, the first.
+
+    The mapped dimension is folded into it: one call. Where another argument is mapped too, a loop.
+    """
+
+    def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        if not _only(positions, in_dims):
+            return loop(op, size, in_dims, args)
+        folded = (
+            leading(a, d, size).flatten(0, 1) if i in positions else a
+            for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
+        )
+        outputs = op(*folded)
+        if isinstance(outputs, Tensor):
+            return _unfold(outputs, size), 0
+        return tuple(_unfold(out, size) for out in outputs), (0,) * len(outputs)
+
+    return rule
+
+
+def _unfold(t: Tensor, size: int) -> Tensor:
+    return t.view(size, t.shape[0] // max(size, 1), *t.shape[1:])
+
+
+def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
+    """Tokens (B, ...) of B vocabularies as tokens of one that holds them one after the other.
+
+    A token out of range stays out of range.
+    """
+    first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
+    return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

@@ -1,0 +1,82 @@
+"""Standard output that cannot end a run: what cannot be written is escaped or dropped."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+
+class SafeOutput(io.TextIOBase):
+    """Writes text to a stream, and never raises.
+
+    Characters that the stream's encoding lacks become escapes such as `\\xe9`. Text is dropped while the stream cannot
+    take it: a closed pipe, a full disk, or no stream at all.
+
+    Args:
+        stream: where to, such as `sys.stdout`, which is None where the process was started with it closed.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        with suppress(OSError, ValueError):
+            return self._stream is not None and self._stream.isatty()
+        return False
+
+    def fileno(self) -> int:
+        """The stream's file descriptor; OSError where it has none."""
+        if self._stream is None:
+            raise OSError("no stream")
+        return self._stream.fileno()
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Write what can be written; always all of it, as far as the caller knows."""
+        if self._stream is not None:
+            with suppress(OSError, ValueError):  # ValueError: the stream is closed
+                self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the stream, if it can be."""
+        if self._stream is not None:
+            with suppress(OSError, ValueError):
+                self._stream.flush()
+
+
+def prepare_streams() -> None:
+    """At a command's beginning: nothing that it opens becomes a standard stream, and no character is unprintable."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def flush_streams() -> None:
+    """At a command's end: Python's own flush, which makes another exit status of a failure, has nothing left to do."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

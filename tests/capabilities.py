@@ -1,0 +1,61 @@
+"""Runs tests with torch's kernels and with ours compiled for each instruction set: ``make test-capabilities``.
+
+    python tests/capabilities.py [--same] [pytest's arguments]
+
+ATEN_CPU_CAPABILITY chooses torch's copies and GPTKERNELS_CPU_CAPABILITY ours: default, avx2 or avx512, up to what this
+processor has. All pairs are run, or with --same only those where both are the same. Without other arguments the tests
+are those of the operators.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+CAPABILITIES = ["default", "avx2", "avx512"]
+OPERATORS = [
+    str(TESTS / f"{name}.py")
+    for name in sorted(p.stem for p in TESTS.glob("test_*.py"))
+    if (TESTS.parent / "ops" / f"{name.removeprefix('test_')}.cpp").exists()
+    or name in ("test_helpers", "test_functional", "test_fuzz")
+]
+
+
+def available():
+    """The instruction sets that this processor has."""
+    code = "import gptkernels; print(gptkernels.info()['cpu capability'])"
+    environment = {k: v for k, v in os.environ.items() if k != "GPTKERNELS_CPU_CAPABILITY"}
+    best = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    return CAPABILITIES[: CAPABILITIES.index(best.stdout.strip()) + 1]
+
+
+def run(torchs, ours, arguments):
+    """The exit status, and pytest's last line."""
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": torchs, "GPTKERNELS_CPU_CAPABILITY": ours}
+    command = [sys.executable, "-m", "pytest", *arguments]
+    lines = []
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line.strip())
+    return process.returncode, next((line for line in reversed(lines) if line), "")
+
+
+def main(arguments):
+    same = "--same" in arguments
+    arguments = [a for a in arguments if a != "--same"] or OPERATORS
+    # pytest's count of what passed, which its configuration here leaves out.
+    arguments = ["-o", "addopts=", "-o", "console_output_style=count", *arguments]
+    found = available()
+    for missing in CAPABILITIES[len(found) :]:
+        print(f"left out, because this processor lacks it: {missing}")
+    results = [(t, o, *run(t, o, arguments)) for t in found for o in found if t == o or not same]
+    print(f"\n{'torch':10}{'gptkernels':12}")
+    for torchs, ours, _, line in results:
+        print(f"{torchs:10}{ours:12}{line.strip('= ')}")
+    return max(status for _, _, status, _ in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

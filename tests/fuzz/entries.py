@@ -1,0 +1,617 @@
+"""The table of operators: how to draw a call of each, what torch answers, and the formula in float64.
+
+To add an operator, write a function that draws its arguments and returns a ``Call``, and mark it with ``@entry``.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gptkernels.functional as G
+import test_causal_softmax
+import test_gelu
+import test_layernorm
+import test_mlp
+import test_residual_layernorm
+import test_softmax
+
+ops = torch.ops.gptkernels
+
+
+@dataclasses.dataclass
+class Call:
+    """One call. The three functions take all of ``args`` and return a tensor or several.
+
+    Attributes:
+        text: the call for a reader.
+        ours: the operator.
+        torchs: torch's own kernels in the same dtype.
+        exact: the formula, called with float64 in place of each floating argument.
+        args: name -> tensor, or None for what is absent.
+        fixed: the arguments that never ask for a gradient.
+        any_threads: the bits do not depend on the number of threads (torch's BLAS has no part).
+        tied: arguments that share their dtype and last dimension; breaking that must be an error.
+        nan_gradients: a NaN in the result's gradient shows in all that the formula makes of it. Not so for the losses,
+            where an exact 0 stays 0 whatever it is multiplied by.
+        takes_floating_alone: an integer in place of a floating argument must be an error.
+    """
+
+    text: str
+    ours: Callable
+    torchs: Callable
+    exact: Callable
+    args: dict[str, Tensor | None]
+    fixed: tuple[str, ...] = ()
+    any_threads: bool = True
+    tied: tuple[str, ...] = ()
+    nan_gradients: bool = True
+    takes_floating_alone: bool = True
+
+
+ENTRIES = {}
+
+
+def entry(function=None, *, weight=1.0, when=True):
+    """Put this function into the table, with a share of the calls, where the operator exists."""
+    if function is None:
+        return partial(entry, weight=weight, when=when)
+    if when:
+        ENTRIES[function.__name__] = (function, weight)
+    return function
+
+
+# ---- elementwise and rows -------------------------------------------------------------------------------------------
+
+
+@entry
+def gelu(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    approximate = draw.choose("approximate", ("tanh", "none"))
+    x = draw.tensor("x", (*rows, draw.width("width", rows, 0)), dtype, 2, huge=1e100)
+    kernel = G.gelu if draw.chance("functional", 0.5) else ops.gelu
+    return Call(
+        f"gelu(x, approximate={approximate!r})",
+        lambda x: kernel(x, approximate=approximate),
+        lambda x: F.gelu(x, approximate=approximate),
+        lambda x: test_gelu.exact(x, approximate),
+        {"x": x},
+    )
+
+
+@entry
+def softmax(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    x = draw.tensor("x", (*rows, draw.width("width", rows)), dtype, 3, huge=1e300)
+    dim = draw.choose("dim", range(-1, -x.dim() - 1, -1))
+    raw = dim == -1 and draw.chance("raw", 0.7)
+    return Call(
+        f"softmax(x, {dim})",
+        ops.softmax if raw else lambda x: G.softmax(x, dim),
+        lambda x: F.softmax(x, dim),
+        lambda x: test_softmax.exact(x.movedim(dim, -1)).movedim(-1, dim) if x.numel() else x * 1,
+        {"x": x},
+    )
+
+
+@entry
+def causal_softmax(draw):
+    dtype = draw.dtype()
+    lead = draw.rows("lead", 3)
+    tokens = draw.size("tokens", max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 4))
+    scale = draw.choose("scale", (1.0, 0.125, -0.5, 0.0, 3.0))
+    scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
+    below = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).tril()
+
+    def exact(scores):
+        """What is above the diagonal takes no part, neither in a row of NaN nor in the gradient."""
+        if not scores.numel():
+            return scores * 1
+        return torch.where(below, test_causal_softmax.exact(torch.where(below, scores, 0.0), scale), 0.0)
+
+    return Call(
+        f"causal_softmax(scores, {scale})",
+        partial(G.causal_softmax if draw.chance("functional", 0.5) else ops.causal_softmax, scale=scale),
+        lambda scores: test_causal_softmax.torchs(scores, scale),
+        exact,
+        {"scores": scores},
+    )
+
+
+def norm_arguments(draw, inputs):
+    """Inputs, weight, bias, how many dimensions are normalised, and eps."""
+    dtype = draw.dtype()
+    rows = draw.rows()
+    dims = draw.choose("normalised dims", (1, 2), (9, 1))
+    normalised = tuple(draw.size(f"normalised{i}", 12, 1) for i in range(dims - 1))
+    normalised += (draw.width("width", (*rows, *normalised)),)
+    huge = min(1e14, torch.finfo(dtype).max / 4)  # two of which do not overflow
+    args = {name: draw.tensor(name, (*rows, *normalised), dtype, huge=huge) for name in inputs}
+    for name in ("weight", "bias"):
+        here = draw.chance(f"has {name}", 0.75)
+        args[name] = draw.tensor(name, normalised, dtype, special="nan") if here else None
+    return args, normalised, draw.choose("eps", (1e-5, 1e-3, 1e-8)), draw.chance("functional", 0.4) or dims > 1
+
+
+def flat(exact, dims):
+    """The formula over one dimension, of several as one."""
+
+    def function(*args):
+        found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
+        views = [t.reshape(args[0].shape) for t in (found if isinstance(found, tuple) else (found,))]
+        return tuple(views) if isinstance(found, tuple) else views[0]
+
+    return function
+
+
+@entry
+def layernorm(draw):
+    args, shape, eps, functional = norm_arguments(draw, ("x",))
+    exact = flat(test_layernorm.exact, len(shape))
+    return Call(
+        f"layernorm(x, weight, bias, {eps})",
+        (lambda x, w, b: G.layer_norm(x, shape, w, b, eps))
+        if functional
+        else (lambda *args: ops.layernorm(*args, eps)[0]),
+        lambda x, w, b: F.layer_norm(x, shape, w, b, eps),
+        lambda *args: exact(*args, eps),
+        args,
+        tied=() if functional else ("x", "weight", "bias"),
+    )
+
+
+@entry
+def residual_layernorm(draw):
+    args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
+    exact = flat(test_residual_layernorm.exact, len(shape))
+
+    def torchs(x, residual, weight, bias):
+        total = x + residual
+        return F.layer_norm(total, shape, weight, bias, eps), total
+
+    return Call(
+        f"residual_layernorm(x, residual, weight, bias, {eps})",
+        (lambda x, r, w, b: G.residual_layer_norm(x, r, shape, w, b, eps))
+        if functional
+        else (lambda *args: ops.residual_layernorm(*args, eps)[:2]),
+        torchs,
+        lambda *args: exact(*args, eps),
+        args,
+        tied=() if functional else ("x", "residual", "weight", "bias"),
+    )
+
+
+# ---- embeddings -----------------------------------------------------------------------------------------------------
+
+
+@entry
+def encoder(draw):
+    dtype = draw.dtype()
+    batch, length = draw.size("batch", 40), draw.size("length", 40)
+    vocabulary, more = draw.size("vocabulary", 300, 1), draw.size("more positions", 9)
+    width = draw.width("width", (max(batch * length, vocabulary),))
+    args = {
+        "tokens": draw.indices("tokens", (batch, length), vocabulary),
+        "wte": draw.tensor("wte", (vocabulary, width), dtype, huge=1e300),
+        "wpe": draw.tensor("wpe", (length + more, width), dtype, huge=1e300),
+    }
+
+    def formula(tokens, wte, wpe):
+        return F.embedding(tokens, wte) + wpe[: tokens.shape[-1]]
+
+    return Call("encoder(tokens, wte, wpe)", ops.encoder, formula, formula, args, tied=("wte", "wpe"))
+
+
+@entry
+def embedding(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    vocabulary = draw.size("vocabulary", 1000, 1)
+    width = draw.width("width", (max(math.prod(rows), vocabulary),))
+    tokens = draw.indices("tokens", rows, vocabulary)
+    return Call(
+        "embedding(tokens, weight)",
+        G.embedding if draw.chance("functional", 0.5) else ops.embedding,
+        F.embedding,
+        F.embedding,
+        {"tokens": tokens, "weight": draw.tensor("weight", (vocabulary, width), dtype, huge=1e300)},
+    )
+
+
+# ---- matrices -------------------------------------------------------------------------------------------------------
+
+
+@entry
+def linear(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    inner = draw.width("inner", rows)
+    width = draw.size("width", max(draw.most_elements // max(inner, math.prod(rows)), 16), 1)
+    args = {
+        "x": draw.tensor("x", (*rows, inner), dtype),
+        "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5),
+        "bias": draw.tensor("bias", (width,), dtype) if draw.chance("has bias", 0.7) else None,
+    }
+    return Call(
+        "linear(x, weight, bias)",
+        G.linear if draw.chance("functional", 0.5) else ops.linear,
+        F.linear,
+        F.linear,
+        args,
+        any_threads=False,
+        tied=("x", "weight"),
+    )
+
+
+@entry
+def mlp(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    width, hidden = draw.size("width", 80, 1), draw.size("hidden", 200, 1)
+    out = draw.size("out", 80, 1) if draw.chance("another width out", 0.3) else width
+    args = {
+        "x": draw.tensor("x", (*rows, width), dtype, special="nan"),
+        "fc_weight": draw.tensor("fc_weight", (hidden, width), dtype, width**-0.5, special="nan"),
+        "fc_bias": draw.tensor("fc_bias", (hidden,), dtype, special="nan") if draw.chance("fc bias", 0.7) else None,
+        "proj_weight": draw.tensor("proj_weight", (out, hidden), dtype, hidden**-0.5, special="nan"),
+        "proj_bias": draw.tensor("proj_bias", (out,), dtype, special="nan") if draw.chance("proj bias", 0.7) else None,
+    }
+    return Call(
+        "mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)",
+        G.mlp if draw.chance("functional", 0.5) else lambda *args: ops.mlp(*args)[0],
+        test_mlp.torchs,
+        test_mlp.torchs,
+        args,
+        any_threads=False,
+        tied=("x", "fc_weight"),
+    )
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def attention_formula(q, k, v, scale=None, causal=True):
+    """(..., T, HS) each."""
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+class FlashAttention(torch.autograd.Function):
+    """Causal attention in torch ops, rounded where FlashAttention rounds: the yardstick of kernels that save out and
+    logsumexp in place of the probabilities, and so compute the gradients from rounded ones."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale):
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(
+            torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1), -math.inf
+        )
+        logsumexp = scores.logsumexp(-1, keepdim=True)
+        p = (scores - logsumexp).exp()
+        out = (p.to(q.dtype).to(wide) @ v.to(wide)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, p)
+        ctx.scale, ctx.wide = scale, wide
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, out, p = ctx.saved_tensors
+        dtype, wide = q.dtype, ctx.wide
+        q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
+        delta = (dout * out).sum(-1, keepdim=True)
+        ds = (p * (dout @ v.mT - delta)).to(dtype).to(wide) * ctx.scale
+        dv = p.to(dtype).to(wide).mT @ dout
+        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
+
+
+# Of a query that sees one key the probability is 1, and torch's is just that: its logsumexp is that key's score. Ours
+# is rounded once more, which for scores of 50 is 10 units in the last place of float32, and none of 16 bits.
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def packed_attention(draw, name, kernel):
+    dtype = draw.dtype() if name == "attention_probabilities" else draw.choose("dtype", FLASH_DTYPES)
+    heads = draw.size("heads", 6, 1)
+    head = draw.choose("head", (1, 2, 8, 16, 64, 3, 5, 7, 32, 33, 72, 80, 128))
+    # Not one token: torch's probability is then exactly 1, ours 1 within the rounding of logsumexp.
+    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 2)
+    scale = draw.choose("scale", (None, 0.125, 1.0, 0.0, -0.5))
+
+    def formula(qkv):
+        q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+        return attention_formula(q, k, v, scale).transpose(1, 2).reshape(batch, tokens, heads * head)
+
+    def torchs(qkv):
+        q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+        out = FlashAttention.apply(q, k, v, scale)
+        return out.transpose(1, 2).reshape(batch, tokens, heads * head)
+
+    return Call(
+        f"{name}(qkv, {heads}, {scale})",
+        lambda qkv: kernel(qkv, heads, scale),
+        formula if name == "attention_probabilities" else torchs,
+        formula,
+        {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none")},
+        any_threads=False,
+        nan_gradients=False,  # of a query, it reaches keys that the query does not see, by 0 * NaN in a product
+    )
+
+
+@entry
+def attention(draw):
+    if draw.chance("functional", 0.5):
+        return packed_attention(draw, "causal_attention", G.causal_attention)
+    return packed_attention(draw, "attention", lambda *args: ops.attention(*args)[0])
+
+
+@entry(weight=0.5, when=hasattr(ops, "attention_probabilities"))
+def attention_probabilities(draw):
+    return packed_attention(draw, "attention_probabilities", lambda *args: ops.attention_probabilities(*args)[0])
+
+
+@entry(when=hasattr(G, "scaled_dot_product_attention"))
+def scaled_dot_product_attention(draw):
+    dtype = draw.choose("dtype", FLASH_DTYPES)
+    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 2)
+    head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
+    scale = draw.choose("scale", (None, 0.125, 1.0))
+    args = {name: draw.tensor(name, (*shape, head), dtype, special="none") for name in ("query", "key", "value")}
+    return Call(
+        f"scaled_dot_product_attention(query, key, value, is_causal=True, scale={scale})",
+        lambda *qkv: ops.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0],
+        lambda *qkv: FlashAttention.apply(*qkv, scale),
+        lambda *qkv: attention_formula(*qkv, scale),
+        args,
+        any_threads=False,
+        nan_gradients=False,
+    )
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+
+
+def classifier_arguments(draw):
+    """Logits' rows and width, V, ignore_index, targets."""
+    rows = draw.rows("rows", 3)
+    width = draw.width("width", rows)
+    vocab_size = draw.size("vocab_size", width, 1) if draw.chance("padded", 0.3) else width
+    ignore_index = draw.choose("ignore_index", (-100, 0, -1, vocab_size - 1, 10**6))
+    targets = draw.indices("targets", rows, vocab_size)
+    if draw.chance("ignored rows", 0.4):
+        share = draw.choose("ignored", (0.2, 0.9, 1.0))
+        targets = targets.masked_fill(
+            (torch.rand(rows, generator=draw.generator("ignored")) < share).to(targets.device), ignore_index
+        )
+    return rows, width, vocab_size, ignore_index, targets
+
+
+def losses_formula(logits, targets, vocab_size, ignore_index):
+    """One loss a row. An ignored row is 0 and has no gradient, whatever its logits are."""
+    kept = targets != ignore_index
+    used = torch.where(kept.unsqueeze(-1), logits[..., :vocab_size], 0.0)
+    shifted = used - used.detach().amax(-1, keepdim=True)
+    at_target = shifted.gather(-1, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(kept, shifted.exp().sum(-1).log() - at_target, 0.0)
+
+
+def wide(logits):
+    """The losses' dtype."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+@entry
+def fused_classifier(draw):
+    dtype = draw.dtype()
+    rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
+    logits = draw.tensor("logits", (*rows, width), dtype, 3, huge=1e30)
+    vocabulary = -1 if vocab_size == width and draw.chance("default vocab_size", 0.5) else vocab_size
+    in_place = draw.chance("in place", 0.4)
+
+    def ours(logits, targets):
+        if in_place:
+            return ops.fused_classifier_((logits * 1).contiguous(), targets, vocabulary, ignore_index)
+        return ops.fused_classifier(logits, targets, vocabulary, ignore_index)[0]
+
+    return Call(
+        f"fused_classifier{'_' if in_place else ''}(logits, targets, {vocabulary}, {ignore_index})",
+        ours,
+        lambda logits, targets: losses_formula(wide(logits), targets, vocab_size, ignore_index),
+        lambda logits, targets: losses_formula(logits, targets, vocab_size, ignore_index),
+        {"logits": logits, "targets": targets},
+        nan_gradients=False,
+    )
+
+
+def reduced(losses, targets, ignore_index, reduction):
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (targets != ignore_index).sum()
+
+
+@entry
+def cross_entropy(draw):
+    dtype = draw.dtype()
+    rows, width, _, ignore_index, targets = classifier_arguments(draw)
+    targets = targets.clamp(max=width - 1).where(targets != ignore_index, ignore_index)
+    class_dim = min(1, len(rows))
+    logits = draw.tensor("logits", (*rows[:class_dim], width, *rows[class_dim:]), dtype, 3, huge=1e3)
+    reduction = draw.choose("reduction", ("mean", "sum", "none"))
+    options = {"ignore_index": ignore_index, "reduction": reduction}
+
+    def exact(logits, targets):
+        losses = losses_formula(logits.movedim(class_dim, -1), targets, width, ignore_index)
+        return reduced(losses, targets, ignore_index, reduction)
+
+    return Call(
+        f"cross_entropy(logits, targets, {options})",
+        lambda logits, targets: G.cross_entropy(logits, targets, **options),
+        lambda logits, targets: exact(wide(logits), targets).to(logits.dtype),
+        exact,
+        {"logits": logits, "targets": targets},
+        nan_gradients=False,
+    )
+
+
+@entry
+def linear_cross_entropy(draw):
+    dtype = draw.dtype()
+    rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
+    inner = draw.size("inner", 100, 1)
+    chunk_size = draw.choose("chunk_size", (None, 1, 2, 7, 64))
+    if chunk_size is not None:
+        chunk_size = max(chunk_size, math.prod(rows) // 30)
+    options = {
+        "vocab_size": vocab_size,
+        "ignore_index": ignore_index,
+        "reduction": draw.choose("reduction", ("mean", "sum", "none")),
+        "chunk_size": chunk_size,
+    }
+
+    def formula(x, weight, targets):
+        losses = losses_formula(wide(F.linear(x, weight)), targets, vocab_size, ignore_index)
+        return reduced(losses, targets, ignore_index, options["reduction"])
+
+    return Call(
+        f"linear_cross_entropy(x, weight, targets, {options})",
+        lambda *args: G.linear_cross_entropy(*args, **options),
+        formula,
+        formula,
+        {
+            # No denormals: the gradient is rounded to the dtype before the backward scales it.
+            "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
+            "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False),
+            "targets": targets,
+        },
+        any_threads=False,
+        nan_gradients=False,
+    )
+
+
+# ---- lists of tensors -----------------------------------------------------------------------------------------------
+
+
+def shapes(draw, most):
+    count = draw.size("tensors", most, 1)
+    return [
+        tuple(draw.size(f"shape{i}.{d}", 60) for d in range(draw.choose(f"shape{i}.dims", (1, 0, 2, 3))))
+        for i in range(count)
+    ]
+
+
+@entry
+def global_norm(draw):
+    from fuzz.draw import FLOATING
+
+    same = draw.choose("same dtype", (True, False))
+    args = {}
+    for i, shape in enumerate(shapes(draw, 20)):
+        dtype = draw.dtype() if same else draw.choose(f"dtype{i}", FLOATING)
+        args[f"tensors{i}"] = draw.tensor(f"tensors{i}", shape, dtype, huge=1e30, denormal=dtype != torch.float64)
+
+    def exact(*tensors):
+        """The gradient of a norm of 0 is 0."""
+        return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
+
+    def torchs(*tensors):
+        """As torch.nn.utils.get_total_norm, in float32."""
+        norms = [torch.linalg.vector_norm(t.float()) for t in tensors]
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    # The norm is float32, and so are the digits of a float64 tensor's gradient: no rule of float64 holds for it.
+    doubles = tuple(name for name, t in args.items() if t.dtype == torch.float64)
+    return Call("global_norm(tensors)", lambda *tensors: ops.global_norm(list(tensors)), torchs, exact, args, doubles)
+
+
+@entry
+def adamw_(draw):
+    dtype = draw.dtype()
+    low = dtype in (torch.bfloat16, torch.float16)
+    masters = low and draw.chance("masters", 0.3)
+    grad_dtype = draw.choose("gradients in float32", (dtype, torch.float32))
+    state_dtype = draw.choose("state in float32", (dtype, torch.float32))
+    made = shapes(draw, 6)
+    lr = draw.choose("lr", (1e-2, 0.0, 0.3))
+    o = {
+        "beta1": draw.choose("beta1", (0.9, 0.0, 0.99)),
+        "beta2": draw.choose("beta2", (0.95, 0.0, 0.999)),
+        # torch rounds eps to float16, where 1e-8 is 0
+        "eps": 1e-3 if dtype == torch.float16 else draw.choose("eps", (1e-8, 1e-3)),
+        "weight_decay": draw.choose("weight_decay", (0.1, 0.0)),
+        "maximize": draw.chance("maximize", 0.2),
+    }
+    step = float(draw.choose("step", (1, 2, 10, 100_000)))
+    scale = draw.choose("grad_scale", (None, 1.0, 256.0, 0.37))
+    max_norm = draw.choose("max_grad_norm", (None, 1.0))
+    found_inf = draw.choose("found_inf", (None, 0.0, 1.0), (8, 1, 1))
+    args = {}
+    for i, shape in enumerate(made):
+        wide = torch.float32 if masters else dtype
+        args[f"params{i}"] = draw.tensor(f"params{i}", shape, dtype, special="none").contiguous()
+        args[f"grads{i}"] = draw.tensor(f"grads{i}", shape, grad_dtype, special="nan")
+        args[f"exp_avgs{i}"] = draw.tensor(f"exp_avgs{i}", shape, state_dtype, special="none").contiguous()
+        squares = draw.tensor(f"exp_avg_sqs{i}", shape, state_dtype, special="none").contiguous()
+        args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
+        if masters:
+            args[f"masters{i}"] = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
+    parts = 5 if masters else 4
+    device = draw.device
+    exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
+    norm = 3.0  # what is clipped is not this list's own norm: only the number counts
+
+    def split(tensors):
+        return [list(tensors[i::parts]) for i in range(parts)]
+
+    def ours(*tensors):
+        lists = [[t.clone() for t in part] for part in split(tensors)]
+        number = partial(torch.tensor, dtype=torch.float32, device=device)
+        ops.adamw_(
+            *lists[:4],
+            [number(step) for _ in made],
+            lr=torch.tensor(lr, dtype=torch.float64),
+            grad_scale=None if scale is None else number(scale),
+            found_inf=None if found_inf is None else number(found_inf),
+            master_params=lists[4] if masters else None,
+            grad_norm=None if max_norm is None else number(norm),
+            max_grad_norm=max_norm,
+            **o,
+        )
+        return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
+
+    def formula(*tensors):
+        """torch.optim.AdamW's step in the dtype of the arguments, and what is rounded of it."""
+        lists = [[t.clone() for t in part] for part in split(tensors)]
+        doubles = all(t.dtype == torch.float64 for t in tensors)
+        params, grads, exp_avgs, exp_avg_sqs = lists[:4]
+        if masters:
+            params = lists[4]
+        # clip_grad_norm_ computes its coefficient in float32, whatever the gradients' dtype.
+        clip = 1.0 if max_norm is None else min((1 / (torch.tensor(norm) + 1e-6) * max_norm).item(), 1.0)
+        factor = clip / exact_scale
+        if found_inf:
+            return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
+        arithmetic = torch.float64 if doubles else torch.promote_types(params[0].dtype, torch.float32)
+        for i in range(len(params)):
+            p, g, m, v = (t[i].to(arithmetic) for t in (params, grads, exp_avgs, exp_avg_sqs))
+            g = g * (-factor if o["maximize"] else factor)
+            m = m.lerp(g, 1 - o["beta1"])
+            v = v * o["beta2"] + (1 - o["beta2"]) * g * g
+            denominator = v.sqrt() / math.sqrt(1 - o["beta2"] ** step) + o["eps"]
+            p = p * (1 - lr * o["weight_decay"]) - lr / (1 - o["beta1"] ** step) * m / denominator
+            for part, value in ((params, p), (exp_avgs, m), (exp_avg_sqs, v)):
+                part[i] = value.to(part[i].dtype)
+            if masters:
+                lists[0][i] = p.to(lists[0][i].dtype)
+        return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
+
+    options = {**o, "lr": lr, "step": step, "grad_scale": scale, "found_inf": found_inf, "max_grad_norm": max_norm}
+    return Call(f"adamw_({len(made)} tensors, {options})", ours, formula, formula, args, fixed=tuple(args))

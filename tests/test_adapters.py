@@ -1,0 +1,346 @@
+"""A submodule that somebody has replaced, wrapped, hooked or parametrised is called, never bypassed."""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+import torch.nn.utils.parametrize as parametrize
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
+
+from gptkernels.models import GPT2, GPT2Config
+from reference_gpt2 import ReferenceGPT2
+
+CONFIG = GPT2Config(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+LAYER = ["ln_1", "attn", "attn.c_attn", "attn.c_proj", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj"]
+PLACES = ["wte", "wpe", "ln_f", *(f"h.{i}" for i in (0, 1)), *(f"h.{i}.{name}" for i in (0, 1) for name in LAYER)]
+MODULES = [f"transformer.{name}" for name in PLACES] + ["lm_head"]
+MATRICES = [name for name in MODULES if name.endswith(("wte", "wpe", "c_attn", "c_proj", "c_fc"))]
+all_modules = pytest.mark.parametrize("name", MODULES)
+# torch says of an embedding's full backward hook that its input, whole numbers, has no gradient.
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+both_losses = pytest.mark.parametrize("return_logits", [True, False])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def models(device):
+    """Our model and the reference with the same weights."""
+    torch.manual_seed(3)
+    ours = GPT2(CONFIG, device, torch.float64)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.1)
+    reference = ReferenceGPT2(CONFIG).to(device, torch.float64)
+    reference.load_state_dict(ours.state_dict())
+    return ours, reference
+
+
+def batch(device, B=2, T=16):
+    tokens = torch.randint(CONFIG.vocab_size, (B, T + 1), device=device)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def assert_same_step(ours, reference, device, return_logits=True):
+    tokens, targets = batch(device)
+    logits, loss = ours(tokens, targets, return_logits=return_logits)
+    wanted, wanted_loss = reference(tokens, targets)
+    if return_logits:
+        torch.testing.assert_close(logits, wanted)
+    else:
+        assert logits is None
+    torch.testing.assert_close(loss, wanted_loss)
+    loss.backward()
+    wanted_loss.backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Adapter(torch.nn.Module):
+    """In the manner of LoRA: what the layer gives, and a low-rank function of it."""
+
+    def __init__(self, base, width):
+        super().__init__()
+        torch.manual_seed(9)
+        self.base = base
+        like = next(base.parameters())
+        self.down = torch.nn.Parameter(torch.randn(width, 2).to(like) * 0.1)
+        self.up = torch.nn.Parameter(torch.randn(2, width).to(like) * 0.1)
+
+    def forward(self, x):
+        out = self.base(x)
+        return out + out @ self.down @ self.up
+
+
+def replace(model, name, change):
+    parent, _, child = name.rpartition(".")
+    module = model.get_submodule(name)
+    model.get_submodule(parent).register_module(child, change(module))
+
+
+def width_of(module):
+    return {torch.nn.LayerNorm: CONFIG.n_embd}.get(type(module), getattr(module, "out_features", CONFIG.n_embd))
+
+
+@both_losses
+@all_modules
+def test_adapters(name, return_logits, device):
+    pair = models(device)
+    for model in pair:
+        replace(model, name, lambda module: Adapter(module, width_of(module)))
+    assert_same_step(*pair, device, return_logits)
+
+
+@all_modules
+def test_wrappers(name, device):
+    ours, reference = models(device)
+    replace(ours, name, checkpoint_wrapper)
+    replace(reference, name, checkpoint_wrapper)
+    assert_same_step(ours, reference, device)
+
+
+@pytest.mark.parametrize("kind", ["LayerNorm", "Linear", "Embedding"])
+def test_torchs_own_layers_and_subclasses(kind, device):
+    """A layer of another class is called, also where it only adds something to ours."""
+    ours, reference = models(device)
+    for name in MODULES:
+        module = ours.get_submodule(name)
+        if type(module).__name__ == kind:
+
+            class Doubled(type(module)):
+                def forward(self, x):
+                    return 2 * super().forward(x)
+
+            module.__class__ = Doubled
+            other = reference.get_submodule(name)
+            other.register_forward_hook(lambda module, args, out: 2 * out)
+    assert_same_step(ours, reference, device)
+
+
+def test_a_forward_of_the_instances_own(device):
+    ours, reference = models(device)
+    for model in (ours, reference):
+        for name in MODULES:
+            module = model.get_submodule(name)
+
+            def forward(self, x, inner=module.forward):
+                return inner(x) * 1.5
+
+            module.forward = types.MethodType(forward, module)
+    assert_same_step(ours, reference, device)
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------------------
+
+
+@both_losses
+def test_every_hook_fires_once(return_logits, device):
+    ours, reference = models(device)
+    fired = []
+    for name in MODULES:
+        module = ours.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: fired.append((name, "before")))
+        module.register_forward_hook(lambda *_, name=name: fired.append((name, "after")))
+        module.register_full_backward_pre_hook(lambda *_, name=name: fired.append((name, "backward before")))
+        module.register_full_backward_hook(lambda *_, name=name: fired.append((name, "backward")))
+    assert_same_step(ours, reference, device, return_logits)
+    assert sorted(fired) == sorted(
+        (name, when) for name in MODULES for when in ("before", "after", "backward before", "backward")
+    )
+
+
+HOOKS = {
+    "forward": ("register_forward_hook", lambda module, args, out: out * 1.5),
+    "forward_pre": ("register_forward_pre_hook", lambda module, args: (args[0] * 1.5, *args[1:])),
+    "full_backward": ("register_full_backward_hook", lambda module, into, out: tuple(2 * g for g in into)),
+    "full_backward_pre": ("register_full_backward_pre_hook", lambda module, out: tuple(2 * g for g in out)),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+@all_modules
+def test_what_hooks_change(name, kind, device):
+    if name.endswith(("wte", "wpe")) and kind in ("forward_pre", "full_backward"):
+        pytest.skip("an embedding's input is whole numbers")
+    pair = models(device)
+    register, hook = HOOKS[kind]
+    for model in pair:
+        getattr(model.get_submodule(name), register)(hook)
+    assert_same_step(*pair, device)
+
+
+def test_global_hooks(device):
+    ours, reference = models(device)
+    layers = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Embedding)
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 1.5 if isinstance(module, layers) else None
+    )
+    try:
+        assert_same_step(ours, reference, device)
+    finally:
+        handle.remove()
+    ours.zero_grad()
+    reference.zero_grad()
+    assert_same_step(ours, reference, device)
+
+
+def test_a_removed_hook_leaves_nothing_behind(device):
+    ours, _ = models(device)
+    tokens, _ = batch(device)
+    before = ours(tokens)[0]
+    handles = [ours.get_submodule(name).register_forward_hook(lambda m, a, out: out * 2) for name in MODULES]
+    assert not torch.allclose(ours(tokens)[0], before)
+    for handle in handles:
+        handle.remove()
+    assert torch.equal(ours(tokens)[0], before)
+
+
+def test_cached_generation_calls_what_is_hooked(device):
+    ours, _ = models(device)
+    calls = []
+    for name in MODULES:
+        ours.get_submodule(name).register_forward_hook(lambda m, a, out: calls.append(1))
+    plain = copy.deepcopy(ours)
+    for module in plain.modules():
+        module._forward_hooks.clear()
+    tokens, _ = batch(device, T=5)
+    assert torch.equal(ours.generate(tokens, 4, temperature=0), plain.generate(tokens, 4, temperature=0))
+    assert len(calls) == 4 * len(MODULES)
+
+
+# ---- weights that are computed ---------------------------------------------------------------------------------------
+
+
+class Stretch(torch.nn.Module):
+    def forward(self, weight):
+        return weight * 1.5
+
+
+@both_losses
+@pytest.mark.parametrize("name", [*MATRICES, "transformer.ln_f", "transformer.h.0.ln_2", "transformer.h.1.ln_1"])
+def test_parametrisations(name, return_logits, device):
+    pair = models(device)
+    for model in pair:
+        module = model.get_submodule(name)
+        parametrize.register_parametrization(module, "weight", Stretch())
+    assert_same_step(*pair, device, return_logits)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_pruning(name, device):
+    pair = models(device)
+    for model in pair:
+        prune.l1_unstructured(model.get_submodule(name), "weight", amount=0.5)
+    assert_same_step(*pair, device)
+    # A pruned weight is computed anew from its mask at every call.
+    for model in pair:
+        model.zero_grad()
+        with torch.no_grad():
+            model.get_submodule(name).weight_orig.mul_(1.5)
+    assert_same_step(*pair, device)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@both_losses
+@pytest.mark.parametrize("adapted", [False, True])
+def test_compiles_once_without_graph_breaks(adapted, return_logits, device):
+    ours, _ = models(device)
+    if adapted:
+        replace(ours, "transformer.h.0.mlp.c_fc", lambda module: Adapter(module, width_of(module)))
+        ours.get_submodule("transformer.h.1.ln_1").register_forward_hook(lambda m, a, out: out * 1.5)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(ours, fullgraph=True, backend=counter)
+    for _ in range(3):
+        tokens, targets = batch(device)
+        losses = [model(tokens, targets, return_logits=return_logits)[1] for model in (compiled, ours)]
+        torch.testing.assert_close(*losses)
+        found, wanted = (torch.autograd.grad(loss, list(ours.parameters())) for loss in losses)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_a_block_that_is_compiled_by_itself_is_called(device):
+    ours, reference = models(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    ours.transformer.h[0].compile(fullgraph=True, backend=counter)
+    assert_same_step(ours, reference, device)
+    assert counter.frame_count == 1
+
+
+# ---- several processes -----------------------------------------------------------------------------------------------
+
+STEPS = 3
+
+
+def shard_blocks(model):
+    """FSDP2 as its tutorial has it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def shard_every_layer(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+WAYS = {"fsdp2 blocks": shard_blocks, "fsdp2 layers": shard_every_layer, "ddp": DistributedDataParallel}
+
+
+def curve(model, rows):
+    """The losses of a few steps on some rows of a batch; of all processes together where there are several."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for i in range(STEPS):
+        torch.manual_seed(i)
+        tokens, targets = (t[rows] for t in batch("cpu", B=4))
+        optimizer.zero_grad()
+        _, loss = model(tokens, targets, return_logits=i % 2 == 0)
+        loss.backward()
+        optimizer.step()
+        loss = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        losses.append(loss.item())
+    return losses
+
+
+def one_process(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found = {way: curve(wrap(models("cpu")[0]), slice(2 * rank, 2 * rank + 2)) for way, wrap in WAYS.items()}
+    if rank == 0:
+        torch.save(found, f"{folder}/losses.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_two_processes_train_as_one(tmp_path):
+    torch.multiprocessing.spawn(one_process, (str(tmp_path),), nprocs=2)
+    found = torch.load(tmp_path / "losses.pt")
+    wanted = curve(models("cpu")[0], slice(None))
+    assert found.keys() == WAYS.keys()
+    for way, losses in found.items():
+        assert losses == pytest.approx(wanted, rel=1e-10), way

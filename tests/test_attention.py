@@ -1,0 +1,1033 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from gptkernels import functional as G
+from helpers import (
+    all_dtypes,
+    all_views,
+    as_view,
+    assert_as_exact_as_torch,
+    assert_as_exact_with_gradients,
+    assert_same_bits,
+    double,
+    gradients,
+    raises,
+    randn,
+    tolerance,
+)
+
+ops = torch.ops.gptkernels
+
+# (B, T, NH, HS)
+SIZES = [
+    (2, 1, 3, 64), (1, 2, 2, 8), (3, 17, 2, 7), (1, 40, 2, 1), (1, 63, 2, 64), (2, 64, 3, 64), (1, 65, 2, 33),
+    (1, 127, 3, 80), (2, 129, 2, 128), (1, 200, 1, 256), (1, 1000, 1, 64), (1, 1024, 2, 64), (1, 300, 1, 96),
+]  # fmt: skip
+all_sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "x".join(map(str, s)))
+most_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def unpack(qkv, num_heads):
+    return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+
+
+def packed(qkv, num_heads, *args):
+    return ops.attention(qkv, num_heads, *args)[0]
+
+
+def visible(q, k, mask=None, causal=False, offset=0, begin=None, end=None):
+    """Which keys each query sees, (B, NH, Tq, Tk)."""
+    (b, heads, rows, _), columns = q.shape, k.shape[2]
+    i = torch.arange(rows, device=q.device).view(-1, 1)
+    j = torch.arange(columns, device=q.device)
+    seen = torch.ones(b, heads, rows, columns, dtype=torch.bool, device=q.device)
+    if causal:
+        seen = seen & (j <= i + offset)
+    if begin is not None:
+        seen = seen & (j >= begin.view(-1, 1, 1, 1))
+    if end is not None:
+        seen = seen & (j < end.view(-1, 1, 1, 1))
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask > -math.inf)
+    return seen
+
+
+def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
+    """Out and logsumexp step by step: in float64 the reference; with keep and p, dropout of the probabilities."""
+    seen = visible(q, k, **options)
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    mask = options.get("mask")
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask.to(scores.dtype).masked_fill(mask == -math.inf, 0)
+    some = seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen & some, -math.inf).masked_fill(~some, 0)
+    probabilities = scores.softmax(-1) * some
+    if keep is not None:
+        probabilities = probabilities * keep / (1 - p)
+    return probabilities @ v, scores.logsumexp(-1).masked_fill(~some[..., 0], -math.inf)
+
+
+def torchs(q, k, v, *, scale=None, **options):
+    """torch's own kernels. A query that sees no key is shown all, and its output made 0: torch's may be NaN there."""
+    if scale is not None and scale <= 0:  # torch's fused kernels are wrong there
+        return formula(q, k, v, scale=scale, **options)[0]
+    if options == {"causal": True} and q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    seen = visible(q, k, **options)
+    some = seen.any(-1, keepdim=True)
+    mask = options.get("mask")
+    if mask is None or mask.dtype == torch.bool:
+        shown = seen | ~some
+    else:
+        shown = mask.masked_fill(mask == -math.inf, 0).expand(seen.shape).masked_fill(~seen & some, -math.inf)
+    out = F.scaled_dot_product_attention(q, k, v, shown, scale=scale, enable_gqa=True)
+    return torch.where(some, out, 0)
+
+
+def ours(q, k, v, *, scale=None, mask=None, causal=False, offset=0, begin=None, end=None, dropout=(0.0, None, None)):
+    p, *numbers = dropout
+    return ops.scaled_dot_product_attention(q, k, v, mask, p, causal, scale, offset, begin, end, *numbers)
+
+
+def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
+    """query, key, value, dout."""
+    shapes = [(b, heads, rows, size), (b, key_heads, columns, size), (b, key_heads, columns, size)]
+    return [randn(*shape, dtype=dtype, device=device) for shape in (*shapes, shapes[0])]
+
+
+def numbers(device, seed=12345, offset=6789):
+    return [torch.tensor(n, device=device) for n in (seed, offset)]
+
+
+def check(q, k, v, dout, **options):
+    """Forward and gradients against float64 and beside torch."""
+    wide = dict(options)
+    if options.get("mask") is not None and options["mask"].dtype != torch.bool:
+        wide["mask"] = double(options["mask"])
+    assert_as_exact_with_gradients(
+        lambda *t: ours(*t, **options)[0],
+        lambda *t: torchs(*t, **options),
+        lambda *t: formula(*t, **wide)[0],
+        (q, k, v),
+        dout,
+        ("dquery", "dkey", "dvalue"),
+    )
+    found = ours(q, k, v, **options)[1]
+    exact = formula(*map(double, (q, k, v)), **wide)[1]
+    assert found.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
+    assert_as_exact_as_torch(found, exact.to(found.dtype), exact, "logsumexp")
+
+
+# ---- packed ----------------------------------------------------------------------------------------------------------
+
+
+def check_packed(qkv, dout, num_heads, scale=None):
+    def merged(function):
+        return lambda x: function(*unpack(x, num_heads), scale=scale, causal=True).transpose(1, 2).flatten(2)
+
+    assert_as_exact_with_gradients(
+        lambda x: packed(x, num_heads, scale),
+        merged(torchs),
+        merged(lambda *t, **o: formula(*t, **o)[0]),
+        (qkv,),
+        dout,
+        ("dqkv",),
+    )
+
+
+def packed_inputs(size, dtype, device):
+    b, t, nh, hs = size
+    return randn(b, t, 3 * nh * hs, dtype=dtype, device=device), randn(b, t, nh * hs, dtype=dtype, device=device)
+
+
+@all_dtypes
+@all_sizes
+def test_packed_matches_float64(size, dtype, device):
+    check_packed(*packed_inputs(size, dtype, device), size[2])
+
+
+@most_dtypes
+def test_packed_long(dtype, device):
+    check_packed(*packed_inputs((1, 4097, 1, 64), dtype, device), 1)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 2.0, -1.0])
+@all_dtypes
+def test_scale(scale, dtype, device):
+    check_packed(*packed_inputs((2, 70, 3, 5), dtype, device), 3, scale)
+
+
+@all_views
+@all_dtypes
+def test_packed_views(view, dtype, device):
+    qkv, dout = packed_inputs((4, 9, 3, 8), dtype, device)
+    check_packed(as_view(qkv, view).expand(4, -1, -1), as_view(dout, view).expand(4, -1, -1), 3)
+
+
+@all_dtypes
+@all_sizes
+def test_packed_and_separate_are_the_same_kernels(size, dtype, device):
+    qkv, dout = packed_inputs(size, dtype, device)
+    out, logsumexp = ops.attention(qkv, size[2])
+    separate, same = ours(*unpack(qkv, size[2]), causal=True)
+    assert torch.equal(out, separate.transpose(1, 2).flatten(2))
+    assert torch.equal(logsumexp, same)
+    (dqkv,) = gradients(lambda x: packed(x, size[2]), (qkv,), dout)
+    found = gradients(
+        lambda *t: ours(*t, causal=True)[0], unpack(qkv, size[2]), dout.unflatten(2, (size[2], -1)).transpose(1, 2)
+    )
+    for a, b in zip(unpack(dqkv, size[2]), found, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("size", [(0, 5, 2, 3), (2, 0, 2, 3), (0, 0, 2, 3)])
+@all_dtypes
+def test_packed_empty(size, dtype, device):
+    b, t, nh, hs = size
+    qkv, dout = packed_inputs(size, dtype, device)
+    out, logsumexp = ops.attention(qkv, nh)
+    assert out.shape == (b, t, nh * hs)
+    assert logsumexp.shape == (b, nh, t)
+    assert gradients(lambda x: packed(x, nh), (qkv,), dout)[0].shape == qkv.shape
+
+
+@all_dtypes
+def test_the_future_has_no_say(dtype, device):
+    """Another token at t changes nothing before t, not even by a rounding, and not even when it is NaN."""
+    qkv, _ = packed_inputs((2, 100, 2, 8), dtype, device)
+    out = packed(qkv, 2)
+    changed = qkv.clone()
+    changed[:, 70:] += 1
+    assert torch.equal(packed(changed, 2)[:, :70], out[:, :70])
+    changed[:, 70:, :32] = math.nan  # q and k; a NaN in v would meet a probability of 0
+    out_nan = packed(changed, 2)
+    assert torch.equal(out_nan[:, :70], out[:, :70])
+    assert out_nan[:, 70:].isnan().all()
+
+
+def test_packed_logsumexp_is_not_differentiable(device):
+    qkv = packed_inputs((1, 3, 1, 2), torch.float32, device)[0].requires_grad_()
+    out, logsumexp = ops.attention(qkv, 1)
+    assert out.requires_grad
+    assert not logsumexp.requires_grad
+
+
+# ---- query, key and value --------------------------------------------------------------------------------------------
+
+# (B, NH, KH, Tq, Tk, HS, causal, offset)
+SHAPES = [
+    (2, 4, 2, 65, 65, 16, True, 0),  # grouped heads
+    (1, 6, 1, 130, 130, 64, True, 0),
+    (2, 6, 2, 1, 77, 64, False, 0),  # decoding
+    (1, 2, 2, 1, 1000, 128, False, 0),
+    (2, 2, 1, 1, 200, 64, True, 199),
+    (1, 3, 3, 70, 200, 33, False, 0),  # other numbers of keys than queries
+    (2, 2, 2, 200, 70, 64, False, 0),
+    (1, 2, 2, 100, 64, 8, True, 0),
+    (1, 2, 2, 64, 150, 64, True, 0),
+    (1, 4, 2, 64, 200, 64, True, 136),  # a chunk of a longer sequence
+    (2, 2, 2, 37, 129, 80, True, 92),
+    (1, 2, 2, 100, 100, 64, True, -30),  # the first 30 see nothing
+    (1, 1, 1, 20, 20, 64, True, -40),  # nobody sees anything
+    (1, 2, 2, 20, 130, 64, True, 2**40),  # everybody everything
+]
+
+
+@all_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matches_float64(shape, dtype, device):
+    *sizes, causal, offset = shape
+    check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
+
+
+def masks(b, heads, rows, columns, device):
+    """What Hugging Face's models and others give, by name: bool masks, some with rows that see nothing."""
+    lengths = torch.randint(0, columns + 1, (b,), device=device)
+    lengths[0] = 0
+    right = torch.arange(columns, device=device) < lengths.view(-1, 1)
+    yield "padding on the right", right.view(b, 1, 1, columns)
+    yield "padding on the left", right.flip(1).view(b, 1, 1, columns)
+    yield "causal and padding", (right.view(b, 1, 1, columns) & right.new_ones(rows, columns).tril(columns - rows))
+    yield "full", torch.rand(b, heads, rows, columns, device=device) < 0.7
+    yield "of keys", torch.rand(columns, device=device) < 0.5
+    yield "of queries", torch.rand(rows, 1, device=device) < 0.5
+    yield "of heads", torch.rand(heads, 1, columns, device=device) < 0.5
+    yield "transposed", (torch.rand(b, 1, columns, rows, device=device) < 0.5).transpose(2, 3)
+    yield "all", torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    yield "none", torch.zeros((), dtype=torch.bool, device=device)
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["bool", "additive"])
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+@all_dtypes
+def test_masks(causal, additive, dtype, device):
+    b, heads, rows, columns = 2, 2, 70, 140
+    inputs = tensors(b, heads, heads, rows, columns, 16, dtype, device)
+    for _name, mask in masks(b, heads, rows, columns, device):
+        if additive:
+            bias = randn(*mask.shape, dtype=dtype, device=device)
+            mask = bias.masked_fill(~mask, -math.inf)
+        check(*inputs, mask=mask, causal=causal, offset=columns - rows if causal else 0)
+
+
+@all_dtypes
+def test_key_begin_and_end(dtype, device):
+    """Padding on the left, on the right, on both sides; none; nothing but padding; bounds beyond the keys."""
+    inputs = tensors(6, 2, 1, 70, 140, 32, dtype, device)
+    begin = torch.tensor([0, 17, 64, 0, 90, -5], dtype=torch.int32, device=device)
+    end = torch.tensor([100, 140, 130, 140, 80, 1000], dtype=torch.int32, device=device)
+    for causal in (False, True):
+        check(*inputs, begin=begin, end=end, causal=causal, offset=70 if causal else 0)
+        check(*inputs, end=end, causal=causal)
+        check(*inputs, begin=begin, causal=causal)
+
+
+@most_dtypes
+def test_keys_beyond_the_end_are_not_read(dtype, device):
+    """As in the unused part of a cache, whatever is there."""
+    q, k, v, dout = tensors(1, 2, 2, 5, 200, 16, dtype, device)
+    begin, end = (torch.tensor([n], dtype=torch.int32, device=device) for n in (40, 130))
+    short = [q, *(t[:, :, 40:130] for t in (k, v))]
+    expected, expected_gradients = ours(*short)[0], gradients(lambda *t: ours(*t)[0], short, dout)
+    for t in (k, v):
+        t[:, :, :40] = math.nan
+        t[:, :, 130:] = math.nan
+    out = ours(q, k, v, begin=begin, end=end)[0]
+    torch.testing.assert_close(out, expected, **tolerance(dtype))
+    found = gradients(lambda *t: ours(*t, begin=begin, end=end)[0], (q, k, v), dout)
+    torch.testing.assert_close(found[0], expected_gradients[0], **tolerance(dtype))
+    for a, b in zip(found[1:], expected_gradients[1:], strict=True):
+        torch.testing.assert_close(a[:, :, 40:130], b, **tolerance(dtype))
+        assert (a[:, :, :40] == 0).all()
+        assert (a[:, :, 130:] == 0).all()
+
+
+@all_dtypes
+def test_queries_that_see_nothing(dtype, device):
+    q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
+    mask = torch.rand(2, 1, 70, 70, device=device) < 0.9
+    mask[:, :, ::3] = False
+    for shown in (mask, torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill(~mask, -math.inf)):
+        out, logsumexp = ours(q, k, v, mask=shown)
+        assert (out[:, :, ::3] == 0).all()
+        assert (logsumexp[:, :, ::3] == -math.inf).all()
+        assert logsumexp[:, :, 1::3].isfinite().all()
+        found = gradients(lambda *t, m=shown: ours(*t, mask=m), (q, k, v), (dout, torch.ones_like(logsumexp)))
+        assert all(t.isfinite().all() for t in found)
+        assert (found[0][:, :, ::3] == 0).all()
+
+
+@all_dtypes
+def test_no_keys(dtype, device):
+    q, k, v, dout = tensors(2, 4, 2, 5, 0, 16, dtype, device)
+    out, logsumexp = ours(q, k, v)
+    assert (out == 0).all()
+    assert (logsumexp == -math.inf).all()
+    found = gradients(lambda *t: ours(*t)[0], (q, k, v), dout)
+    assert (found[0] == 0).all()
+    assert [t.shape for t in found] == [t.shape for t in (q, k, v)]
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2, 5, 5, 8), (2, 0, 0, 5, 5, 8), (2, 4, 2, 0, 5, 8), (2, 4, 2, 0, 0, 8)])
+def test_empty(shape, device):
+    q, k, v, dout = tensors(*shape, torch.float32, device)
+    out, logsumexp = ours(q, k, v)
+    assert out.shape == q.shape
+    assert logsumexp.shape == q.shape[:3]
+    found = gradients(lambda *t: ours(*t)[0], (q, k, v), dout)
+    assert [t.shape for t in found] == [t.shape for t in (q, k, v)]
+    assert all((t == 0).all() for t in found)
+
+
+@all_dtypes
+def test_logsumexp_is_differentiable(dtype, device):
+    q, k, v, dout = tensors(2, 4, 2, 70, 90, 16, dtype, device)
+    dlogsumexp = torch.randn(2, 4, 70, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    options = {"causal": True, "offset": 20}
+    exact = gradients(lambda *t: formula(*t, **options), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
+    in_torch = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(dtype)))
+    found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
+    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+    alone = gradients(lambda *t: ours(*t, **options)[1], (q, k, v), dlogsumexp)
+    expected = gradients(lambda *t: ours(*t, **options), (q, k, v), (torch.zeros_like(dout), dlogsumexp))
+    for a, b in zip(alone, expected, strict=True):
+        assert torch.equal(a, b)
+    assert (alone[2] == 0).all()
+
+
+@all_views
+@all_dtypes
+def test_views(view, dtype, device):
+    inputs = [as_view(t, view) for t in tensors(2, 4, 2, 17, 33, 8, dtype, device)]
+    check(*inputs, causal=True, offset=16)
+
+
+@most_dtypes
+def test_layouts(dtype, device):
+    """A model's reshape of out costs nothing, and gradients lie as their dense inputs do."""
+    b, heads, rows, size = 2, 3, 70, 16
+    for transposed in (False, True):
+        shape = (b, rows, heads, size) if transposed else (b, heads, rows, size)
+        q, k, v = (randn(*shape, dtype=dtype, device=device) for _ in range(3))
+        if transposed:
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        out = ours(q, k, v, causal=True)[0]
+        assert out.transpose(1, 2).is_contiguous()
+        for gradient in gradients(lambda *t: ours(*t, causal=True)[0], (q, k, v), out):
+            assert gradient.stride() == q.stride()
+    qkv = randn(b, rows, 3 * heads * size, dtype=dtype, device=device)
+    for gradient in gradients(lambda *t: ours(*t, causal=True)[0], unpack(qkv, heads), out):
+        assert gradient.transpose(1, 2).is_contiguous()
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@all_dtypes
+def test_large_scores(dtype, device):
+    """A softmax that is all but one-hot."""
+    q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
+    check(q * 8, k, v, dout, causal=True)
+
+
+def test_scores_beyond_float16(device):
+    """q k^T is larger than float16's largest number before it is scaled."""
+    qkv = torch.full((1, 4, 3 * 64), 40.0, dtype=torch.float16, device=device)
+    qkv[..., 128:] = torch.arange(4.0, device=device).view(1, 4, 1)
+    expected = qkv[..., 128:].float().cumsum(1) / torch.arange(1.0, 5.0, device=device).view(1, 4, 1)
+    torch.testing.assert_close(packed(qkv, 1).float(), expected, **tolerance(torch.float16))
+
+
+@all_dtypes
+def test_huge_scores(dtype, device):
+    """Scores of tens of thousands: the largest takes all, and nothing overflows."""
+    size = 64
+    q = torch.zeros(1, 1, 3, size, dtype=dtype, device=device)
+    k = torch.zeros(1, 1, 130, size, dtype=dtype, device=device)
+    v = randn(1, 1, 130, size, dtype=dtype, device=device)
+    q[..., 0] = torch.tensor([200.0, -200.0, 200.0], dtype=dtype)
+    k[..., 0] = torch.linspace(-200, 200, 130).to(dtype)
+    out, logsumexp = ours(q, k, v, scale=1.0)
+    torch.testing.assert_close(out[0, 0], v[0, 0, [129, 0, 129]], rtol=2 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(logsumexp.double(), torch.full((1, 1, 3), 40000.0, device=device).double())
+
+
+@most_dtypes
+def test_nan_and_infinity(dtype, device):
+    """A NaN among the queries stays in its row; an infinite score is a NaN, as torch's is."""
+    q, k, v, _ = tensors(1, 1, 1, 70, 70, 16, dtype, device)
+    expected = ours(q, k, v)[0]
+    q[0, 0, 5, 3] = math.nan
+    q[0, 0, 66] = math.inf
+    out = ours(q, k, v)[0]
+    assert out[0, 0, [5, 66]].isnan().all()
+    rest = [i for i in range(70) if i not in (5, 66)]
+    assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
+
+
+@all_dtypes
+def test_deterministic(dtype, device):
+    for sizes in [(2, 6, 3, 130, 130, 16), (1, 1, 1, 700, 700, 64), (3, 2, 2, 5, 300, 33)]:
+        q, k, v, dout = tensors(*sizes, dtype, device)
+        options = (None, 0.2, True, None, 0, None, None, *numbers(device))
+        out, logsumexp = ops.scaled_dot_product_attention(q, k, v, *options)
+        assert_same_bits(lambda a=(q, k, v), o=options: ops.scaled_dot_product_attention(*a, *o))
+        assert_same_bits(
+            lambda a=(dout, logsumexp, q, k, v, out, logsumexp), o=options: ops.scaled_dot_product_attention_backward(
+                *a, *o
+            )
+        )
+        qkv, dout = packed_inputs((2, 130, 3, 16), dtype, device)
+        out, logsumexp = ops.attention(qkv, 3)
+        assert_same_bits(lambda a=(qkv, 3): ops.attention(*a))
+        assert_same_bits(lambda a=(dout, qkv, out, logsumexp, 3): ops.attention_backward(*a))
+
+
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_as_exact_as_each_of_torchs_backends(backend, dtype, device):
+    """Each that takes the call; errors of float32 are measured beside kernels that use no TF32."""
+    q, k, v, dout = tensors(2, 3, 3, 257, 257, 64, dtype, device)
+
+    def backends(*t):
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*t, is_causal=True)
+
+    try:
+        gradients(backends, (q, k, v), dout)
+    except RuntimeError as error:
+        pytest.skip(f"not for this call: {str(error).splitlines()[0]}")
+    assert_as_exact_with_gradients(
+        lambda *t: ours(*t, causal=True)[0],
+        backends,
+        lambda *t: formula(*t, causal=True)[0],
+        (q, k, v),
+        dout,
+        ("dquery", "dkey", "dvalue"),
+    )
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def philox(key, counter):
+    """Philox4x32-10 in whole numbers."""
+    c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(10):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return c
+
+
+def dropout_bits(seed, offset, head, i, j):
+    """The 16 bits of row i, column j, as csrc/philox.h lays them out."""
+    counter = (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, head, offset & 0xFFFFFFFF)
+    words = philox((seed ^ (offset >> 32 << 32)) & (2**64 - 1), counter)
+    slot = i // 8 % 2 * 4 + j // 8 % 2 * 2 + j % 2
+    return words[slot // 2] >> (16 * (slot % 2)) & 0xFFFF
+
+
+def test_philox_is_philox():
+    """The known answers of Random123."""
+    assert philox(0, (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert philox(2**64 - 1, [2**32 - 1] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
+def test_dropout_mask(p, device):
+    for seed, offset in ((0, 0), (2**63 - 1, 2**40 + 3), (-5, -1)):
+        mask = ops.attention_dropout_mask(2, 3, 37, 43, p, *numbers(device, seed, offset))
+        assert mask.dtype == torch.bool
+        expected = [
+            [[dropout_bits(seed, offset, head, i, j) for j in range(43)] for i in range(37)] for head in range(6)
+        ]
+        assert torch.equal(mask.cpu().view(6, 37, 43), torch.tensor(expected) >= round(p * 65536))
+
+
+def test_dropout_mask_does_not_depend_on_sizes(device):
+    """A part of a larger mask, but for the number of the head, which counts through the batch."""
+    large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
+    for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):
+        small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))
+        assert torch.equal(small, large[:, :heads, :rows, :columns])
+    assert torch.equal(ops.attention_dropout_mask(2, 2, 300, 400, 0.3, *numbers(device)).view(large.shape), large)
+
+
+CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom, exceeded once in 10^4
+
+
+def chi_square(counts):
+    expected = counts.sum() / counts.numel()
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def test_dropout_is_uniform_and_independent(device):
+    """16 bins of the random bits, and 4 x 4 bins of pairs: neighbours in every direction, heads, seeds, offsets."""
+
+    def bins(seed, offset):
+        masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]
+        return sum(mask.long() for mask in masks) - 1
+
+    first = bins(1, 2)
+    assert chi_square(first.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15
+    pairs = {f"{step} rows": (first[..., step:, :], first[..., :-step, :]) for step in (1, 8, 16, 64)}
+    pairs |= {f"{step} columns": (first[..., step:], first[..., :-step]) for step in (1, 2, 8, 16, 64)}
+    pairs |= {"heads": (first[:, 1:], first[:, :-1]), "batches": (first[1:], first[:-1])}
+    pairs |= {"seeds": (first, bins(2, 2)), "offsets": (first, bins(1, 3)), "high": (first, bins(1, 2 + 2**32))}
+    for name, (a, b) in pairs.items():
+        counts = (a // 4 * 4 + b // 4).flatten().bincount(minlength=16).double()
+        assert chi_square(counts) < CHI_SQUARE_15, name
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@all_dtypes
+def test_dropout_matches_its_mask(p, dtype, device):
+    """Forward and gradients, exactly with the mask that the op shows."""
+    seed, offset = numbers(device)
+    for sizes, options in [
+        ((2, 4, 2, 70, 150, 16), {}),
+        ((1, 2, 2, 200, 200, 64), {"causal": True}),
+        ((1, 2, 2, 65, 140, 33), {"begin": torch.tensor([37], dtype=torch.int32, device=device), "causal": True,
+                                  "offset": 75}),
+    ]:  # fmt: skip
+        q, k, v, dout = tensors(*sizes, dtype, device)
+        keep = ops.attention_dropout_mask(*sizes[:2], *sizes[3:5], p, seed, offset)
+        assert_as_exact_with_gradients(
+            lambda *t, o=options: ours(*t, **o, dropout=(p, seed, offset))[0],
+            lambda *t, o=options, m=keep: formula(*t, **o, keep=m, p=p)[0],
+            lambda *t, o=options, m=keep: formula(*t, **o, keep=m, p=p)[0],
+            (q, k, v),
+            dout,
+            ("dquery", "dkey", "dvalue"),
+        )
+        assert torch.equal(ours(q, k, v, **options, dropout=(p, seed, offset))[1], ours(q, k, v, **options)[1])
+
+
+@all_dtypes
+def test_packed_dropout(dtype, device):
+    qkv, dout = packed_inputs((2, 130, 3, 16), dtype, device)
+    dropout = (0.2, *numbers(device))
+    separate = ours(*unpack(qkv, 3), causal=True, dropout=dropout)[0].transpose(1, 2).flatten(2)
+    assert torch.equal(packed(qkv, 3, None, *dropout), separate)
+    (a,) = gradients(lambda x: packed(x, 3, None, *dropout), (qkv,), dout)
+    (b,) = gradients(
+        lambda x: ours(*unpack(x, 3), causal=True, dropout=dropout)[0].transpose(1, 2).flatten(2), (qkv,), dout
+    )
+    assert torch.equal(a, b)
+
+
+@most_dtypes
+def test_everything_dropped(dtype, device):
+    q, k, v, dout = tensors(1, 2, 2, 70, 70, 16, dtype, device)
+    dropout = (1.0, *numbers(device))
+    assert (ours(q, k, v, dropout=dropout)[0] == 0).all()
+    for gradient in gradients(lambda *t: ours(*t, dropout=dropout)[0], (q, k, v), dout):
+        assert (gradient == 0).all()
+
+
+def test_dropout_is_torchs_generators(device):
+    """Reproducible by manual_seed, another mask each time, and the same once more under activation checkpointing."""
+    qkv = packed_inputs((2, 65, 2, 16), torch.float32, device)[0].requires_grad_()
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return G.causal_attention(qkv, 2, dropout_p=0.5), G.causal_attention(qkv, 2, dropout_p=0.5)
+
+    first, second = run(1)
+    assert not torch.equal(first, second)
+    assert torch.equal(run(1)[1], second)
+    assert not torch.equal(run(2)[0], first)
+    torch.manual_seed(3)
+    (expected,) = torch.autograd.grad(G.causal_attention(qkv, 2, dropout_p=0.5).square().sum(), qkv)
+    torch.manual_seed(3)
+    out = checkpoint(lambda x: G.causal_attention(x, 2, dropout_p=0.5), qkv, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.square().sum(), qkv)[0], expected)
+    q, k, v = unpack(qkv, 2)
+    torch.manual_seed(1)
+    assert torch.equal(
+        G.scaled_dot_product_attention(q, k, v, None, 0.5, True), first.unflatten(2, (2, 16)).transpose(1, 2)
+    )
+
+
+# ---- torch's machinery -----------------------------------------------------------------------------------------------
+
+
+def test_gradcheck_packed(device):
+    for b, t, nh, hs in [(1, 3, 2, 2), (2, 3, 1, 2), (1, 1, 1, 1)]:
+        qkv = packed_inputs((b, t, nh, hs), torch.float64, device)[0].requires_grad_()
+        for args in ((nh, None), (nh, 0.7), (nh, None, 0.3, *numbers(device))):
+            assert torch.autograd.gradcheck(lambda x, a=args: packed(x, *a), (qkv,))
+            assert torch.autograd.gradgradcheck(lambda x, a=args: packed(x, *a), (qkv,))
+
+
+def gradcheck_options(device):
+    bias = randn(1, 2, 1, 5, dtype=torch.float64, device=device)
+    bias[..., 2] = -math.inf
+    allowed = torch.tensor([[True, False, True, True, False], [False] * 5, [True] * 5], device=device)
+    bounds = {name: torch.tensor([n], dtype=torch.int32, device=device) for name, n in (("begin", 1), ("end", 4))}
+    return [
+        {},
+        {"causal": True, "offset": 1},
+        {"causal": True, "offset": -1},
+        {"mask": bias, "scale": 0.7},
+        {"mask": allowed},
+        bounds,
+        {"dropout": (0.4, *numbers(device))},
+    ]
+
+
+@pytest.mark.parametrize("i", range(7))
+def test_gradcheck(i, device):
+    options = gradcheck_options(device)[i]
+    q, k, v, _ = (t.requires_grad_() for t in tensors(1, 2, 1, 3, 5, 2, torch.float64, device))
+
+    def finite(q, k, v):
+        out, logsumexp = ours(q, k, v, **options)
+        return out, logsumexp.masked_fill(logsumexp == -math.inf, 0)
+
+    assert torch.autograd.gradcheck(finite, (q, k, v))
+    assert torch.autograd.gradgradcheck(finite, (q, k, v))
+    assert torch.autograd.gradgradcheck(lambda *t: finite(*t)[0], (q, k, v))
+    assert torch.autograd.gradgradcheck(lambda *t: finite(*t)[1], (q, k, v))
+
+
+@most_dtypes
+def test_opcheck_packed(dtype, device):
+    qkv, dout = (t.requires_grad_() for t in packed_inputs((2, 5, 2, 3), dtype, device))
+    dropout = (0.5, *numbers(device))
+    torch.library.opcheck(ops.attention, (qkv, 2))
+    torch.library.opcheck(ops.attention, (qkv, 2, 0.5, *dropout))
+    out, logsumexp = ops.attention(qkv.detach(), 2)
+    torch.library.opcheck(ops.attention_backward, (dout, qkv, out, logsumexp, 2))
+    out, logsumexp = ops.attention(qkv.detach(), 2, 0.5, *dropout)
+    torch.library.opcheck(ops.attention_backward, (dout, qkv, out, logsumexp, 2, 0.5, *dropout))
+    torch.library.opcheck(ops.attention_dropout_mask, (1, 2, 3, 4, *dropout))
+
+
+@most_dtypes
+def test_opcheck(dtype, device):
+    q, k, v, dout = (t.requires_grad_() for t in tensors(2, 4, 2, 5, 7, 3, dtype, device))
+    op, backward = ops.scaled_dot_product_attention, ops.scaled_dot_product_attention_backward
+    bounds = [torch.tensor([0, 3], dtype=torch.int32, device=device), None]
+    for options in (
+        (),
+        (None, 0.0, True, None, 2),
+        (torch.rand(5, 7, device=device) < 0.5, 0.5, False, 0.3, 0, *bounds, *numbers(device)),
+    ):
+        torch.library.opcheck(op, (q, k, v, *options))
+        out, logsumexp = op(*(t.detach() for t in (q, k, v)), *options)
+        torch.library.opcheck(backward, (dout, None, q, k, v, out, logsumexp, *options))
+    transposed = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    torch.library.opcheck(op, (*transposed, None, 0.0, True))
+
+
+def test_compile(device):
+    qkv, dout = packed_inputs((2, 9, 3, 8), torch.float32, device)
+    compiled = torch.compile(lambda x: packed(x, 3), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(qkv), packed(qkv, 3))
+    (a,) = gradients(compiled, (qkv,), dout)
+    (b,) = gradients(lambda x: packed(x, 3), (qkv,), dout)
+    torch.testing.assert_close(a, b)
+
+
+def test_compile_functional(device):
+    """With a mask and dropout; and a decoder's growing cache, which is compiled for any length."""
+    q, k, v, dout = tensors(2, 4, 2, 9, 33, 8, torch.float32, device)
+    mask = torch.rand(2, 1, 1, 33, device=device) < 0.7
+
+    def function(q, k, v, dropout_p=0.0):
+        return G.scaled_dot_product_attention(q, k, v, mask, dropout_p, enable_gqa=True)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), function(q, k, v))
+    for a, b in zip(gradients(compiled, (q, k, v), dout), gradients(function, (q, k, v), dout), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.manual_seed(1)
+    expected = function(q, k, v, 0.5)
+    torch.manual_seed(1)
+    torch.testing.assert_close(compiled(q, k, v, 0.5), expected)
+
+    def chunk(q, k, v):
+        offset = k.shape[2] - q.shape[2]
+        return G.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, query_offset=offset)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(chunk, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (9, 17, 33):
+        args = (q, k[:, :, :length], v[:, :, :length])
+        torch.testing.assert_close(compiled(*args), chunk(*args))
+
+
+def test_autocast_follows_torch(device):
+    qkv, dout = packed_inputs((2, 9, 3, 8), torch.float32, device)
+    bias = randn(9, 9, dtype=torch.float32, device=device)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(device.type, dtype):
+            expected = F.scaled_dot_product_attention(*unpack(qkv, 3), bias)
+            found = G.scaled_dot_product_attention(*unpack(qkv, 3), bias)
+            assert found.dtype == packed(qkv, 3).dtype == expected.dtype == dtype
+            torch.testing.assert_close(found, expected, **tolerance(dtype))
+            (grad,) = gradients(lambda x: packed(x, 3), (qkv,), dout.to(dtype))
+            assert grad.dtype == torch.float32
+
+
+def test_flops(device):
+    """As many as torch's fused kernels count."""
+    q, k, v, dout = (t.requires_grad_() for t in tensors(2, 4, 2, 9, 13, 8, torch.float32, device))
+    with FlopCounterMode(display=False) as forward:
+        out, _ = ours(q, k, v)
+    assert forward.get_total_flops() == sdpa_flop_count(q.shape, (2, 4, 13, 8), (2, 4, 13, 8))
+    with FlopCounterMode(display=False) as backward:
+        out.backward(dout)
+    expected = sdpa_backward_flop_count(dout.shape, q.shape, (2, 4, 13, 8), (2, 4, 13, 8))
+    assert backward.get_total_flops() == expected
+    qkv = packed_inputs((2, 9, 3, 8), torch.float32, device)[0].requires_grad_()
+    with FlopCounterMode(display=False) as counted:
+        packed(qkv, 3).sum().backward()
+    assert counted.get_total_flops() == 7 * 2 * 2 * 9 * 9 * 24
+
+
+def test_cuda_graph(device):
+    """Replays with other values, and with other dropout: by seeds that are written, and by torch's generator."""
+    if device.type == "cpu":
+        pytest.skip("graphs are CUDA's")
+    qkv, dout = packed_inputs((2, 65, 3, 16), torch.bfloat16, device)
+    seed, offset = numbers(device)
+
+    def step():
+        out, logsumexp = ops.attention(qkv, 3, None, 0.5, seed, offset)
+        return out, logsumexp, ops.attention_backward(dout, qkv, out, logsumexp, 3, None, 0.5, seed, offset)
+
+    step()
+    G.causal_attention(qkv, 3, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+        drawn = G.causal_attention(qkv, 3, dropout_p=0.5)
+    before = None
+    for i in range(3):
+        qkv.copy_(packed_inputs((2, 65, 3, 16), torch.bfloat16, device)[0])
+        seed.fill_(i)
+        graph.replay()
+        for a, b in zip(outs, step(), strict=True):
+            assert torch.equal(a, b)
+        kept = drawn != 0
+        assert before is None or not torch.equal(kept, before)
+        before = kept.clone()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    b=st.integers(0, 4),
+    groups=st.integers(1, 3),
+    key_heads=st.integers(1, 3),
+    rows=st.integers(0, 140),
+    columns=st.integers(0, 140),
+    hs=st.integers(1, 70),
+    causal=st.booleans(),
+    offset=st.integers(-20, 150),
+    masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_shape(device, b, groups, key_heads, rows, columns, hs, causal, offset, masked, dtype):
+    torch.manual_seed(b + groups + rows + columns + hs)  # a failing example must fail again
+    q, k, v, dout = tensors(b, groups * key_heads, key_heads, rows, columns, hs, dtype, device)
+    mask = torch.rand(rows, columns, device=device) < 0.5 if masked else None
+    options = {"causal": causal, "offset": offset, "mask": mask}
+    torch.testing.assert_close(ours(q, k, v, **options)[0], formula(q, k, v, **options)[0], **tolerance(dtype))
+    found = gradients(lambda *t: ours(*t, **options)[0], (q, k, v), dout)
+    expected = gradients(lambda *t: formula(*t, **options)[0], map(double, (q, k, v)), double(dout))
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), e, **tolerance(dtype))
+
+
+# ---- functional ------------------------------------------------------------------------------------------------------
+
+
+def spied(monkeypatch):
+    """Calls of torch's function."""
+    calls, real = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
+    return calls, real
+
+
+def test_functional_takes_what_torch_takes(monkeypatch, device):
+    calls, real = spied(monkeypatch)
+    f, d = torch.float32, device
+    cases = [
+        ((2, 3, 9, 8), (2, 3, 11, 8), {}),
+        ((2, 3, 9, 8), (2, 3, 11, 8), {"attn_mask": torch.rand(9, 11, device=d) < 0.7}),
+        ((2, 3, 9, 8), (2, 3, 11, 8), {"attn_mask": randn(2, 1, 9, 11, dtype=f, device=d), "scale": 0.2}),
+        ((3, 9, 8), (3, 11, 8), {"attn_mask": randn(3, 9, 11, dtype=f, device=d)}),
+        ((3, 9, 8), (3, 9, 8), {"is_causal": True}),
+        ((2, 5, 3, 9, 8), (2, 5, 3, 11, 8), {"attn_mask": randn(5, 1, 9, 11, dtype=f, device=d)}),
+        ((2, 5, 3, 9, 8), (2, 5, 3, 11, 8), {"attn_mask": randn(2, 1, 1, 1, 11, dtype=f, device=d)}),
+        ((2, 5, 3, 9, 8), (2, 5, 3, 11, 8), {"attn_mask": torch.rand(11, device=d) < 0.9}),
+        ((2, 4, 9, 8), (2, 2, 11, 8), {"enable_gqa": True}),
+        ((4, 9, 8), (2, 11, 8), {"enable_gqa": True}),
+    ]
+    for shape, other, options in cases:
+        q, k, v = (randn(*s, dtype=f, device=d) for s in (shape, other, other))
+        found = G.scaled_dot_product_attention(q, k, v, **options)
+        assert not calls, (shape, options)
+        torch.testing.assert_close(found, real(q, k, v, **options))
+        out, logsumexp = G.scaled_dot_product_attention(q, k, v, **options, return_logsumexp=True)
+        assert torch.equal(out, found)
+        assert logsumexp.shape == shape[:-1]
+
+
+def test_functional_gives_the_rest_to_torch(monkeypatch, device):
+    """What no kernel serves, with torch's own result; and never an option of ours with it."""
+    calls, real = spied(monkeypatch)
+    f, d = torch.float32, device
+    grad_mask = randn(9, 11, dtype=f, device=d).requires_grad_()
+    cases = [
+        ((2, 3, 9, 8), (2, 3, 11, 8), (2, 3, 11, 5), {}, "head sizes"),
+        ((2, 3, 9, 300), (2, 3, 11, 300), (2, 3, 11, 300), {}, "300 is not from 1 to 256"),
+        ((2, 3, 9, 8), (1, 3, 11, 8), (1, 3, 11, 8), {}, "differ"),
+        ((2, 3, 9, 8), (2, 1, 11, 8), (2, 1, 11, 8), {}, "differ"),
+        ((9, 8), (11, 8), (11, 8), {}, "dimensions"),
+        ((2, 3, 9, 8), (2, 3, 11, 8), (2, 3, 11, 8), {"attn_mask": grad_mask}, "requires grad"),
+    ]
+    for q_shape, k_shape, v_shape, options, reason in cases:
+        q, k, v = (randn(*s, dtype=f, device=d) for s in (q_shape, k_shape, v_shape))
+        calls.clear()
+        found = G.scaled_dot_product_attention(q, k, v, **options)
+        assert calls, reason
+        torch.testing.assert_close(found, real(q, k, v, **options))
+        bound = torch.zeros(2, dtype=torch.int32, device=d)
+        for name, value in (("query_offset", 3), ("key_begin", bound), ("key_end", bound), ("return_logsumexp", True)):
+            with pytest.raises(ValueError, match=f"{name} is not supported here: .*{reason}"):
+                G.scaled_dot_product_attention(q, k, v, **options, **{name: value})
+    out = G.scaled_dot_product_attention(q, k, v, grad_mask)
+    assert torch.autograd.grad(out.sum(), grad_mask)[0].shape == grad_mask.shape
+    qkv = randn(2, 5, 3 * 600, dtype=f, device=d)
+    torch.testing.assert_close(
+        G.causal_attention(qkv, 2), real(*unpack(qkv, 2), is_causal=True).transpose(1, 2).flatten(2)
+    )
+
+
+def test_functional_offsets_and_bounds(device):
+    q, k, v, _ = tensors(2, 2, 2, 9, 20, 8, torch.float32, device)
+    end = torch.tensor([20, 13], device=device)
+    found = G.scaled_dot_product_attention(q, k, v, is_causal=True, query_offset=11, key_end=end)
+    torch.testing.assert_close(found, formula(q, k, v, causal=True, offset=11, end=end)[0])
+    q, k, v = (t.unflatten(0, (1, 2)) for t in (q, k, v))
+    torch.testing.assert_close(
+        G.scaled_dot_product_attention(q, k, v, is_causal=True, query_offset=11, key_end=end), found[None]
+    )
+
+
+def test_functional_bad_input(device):
+    qkv = randn(2, 5, 18, dtype=torch.float32, device=device)
+    for p in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match="causal_attention: dropout_p must be from 0 to 1"):
+            G.causal_attention(qkv, 2, dropout_p=p)
+        with pytest.raises(ValueError, match="scaled_dot_product_attention: dropout_p must be from 0 to 1"):
+            G.scaled_dot_product_attention(*unpack(qkv, 2), dropout_p=p)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_packed(device):
+    qkv, dout = packed_inputs((2, 5, 2, 3), torch.float32, device)
+    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", "num_heads", r"\(2, 5, 18\)"):
+        ops.attention(qkv, 4)
+    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", r"\(5, 18\)"):
+        ops.attention(qkv[0], 2)
+    with raises("attention", r"qkv must have shape \(B, T, 3 \* C\)", r"\(2, 5, 0\)"):
+        ops.attention(qkv[..., :0], 2)
+    with raises("attention", "num_heads must be at least 1, got 0"):
+        ops.attention(qkv, 0)
+    with raises("attention", "qkv must be float64", "int64"):
+        ops.attention(qkv.long(), 2)
+    with raises("attention", "head size must be from 1 to 256, got 257"):
+        ops.attention(randn(1, 2, 3 * 257, dtype=torch.float32, device=device), 1)
+    with raises("attention", "dropout_p must be from 0 to 1, got 1.5"):
+        ops.attention(qkv, 2, None, 1.5)
+    with raises("attention", "seed must be given for dropout_p 0.5"):
+        ops.attention(qkv, 2, None, 0.5)
+    seed, offset = numbers(device)
+    with raises("attention", "offset must be given for dropout_p 0.5"):
+        ops.attention(qkv, 2, None, 0.5, seed)
+    with raises("attention", r"seed must have shape \(\), got \(1\)"):
+        ops.attention(qkv, 2, None, 0.5, seed.view(1), offset)
+    with raises("attention", "offset must be int64, got int32"):
+        ops.attention(qkv, 2, None, 0.5, seed, offset.int())
+    out, logsumexp = ops.attention(qkv, 2)
+    with raises("attention_backward", r"dout must have shape \(2, 5, 6\)", r"\(2, 4, 6\)"):
+        ops.attention_backward(dout[:, :4], qkv, out, logsumexp, 2)
+    with raises("attention_backward", r"logsumexp must have shape \(2, 2, 5\)", r"\(2, 1, 5\)"):
+        ops.attention_backward(dout, qkv, out, logsumexp[:, :1], 2)
+    with raises("attention_backward", "logsumexp must be float32, got float64"):
+        ops.attention_backward(dout, qkv, out, logsumexp.double(), 2)
+    with raises("attention_backward", "out must have the dtype of qkv", "float32", "float64"):
+        ops.attention_backward(dout, qkv, out.double(), logsumexp, 2)
+
+
+def test_bad_input(device):
+    q, k, v, dout = tensors(2, 4, 2, 5, 7, 3, torch.float32, device)
+    name, op = "scaled_dot_product_attention", ops.scaled_dot_product_attention
+    with raises(name, r"query must have shape \(B, NH, Tq, HS\), got \(4, 5, 3\)"):
+        op(q[0], k, v)
+    with raises(name, r"key must have shape \(B, heads, Tk, HS\)", r"got \(1, 2, 7, 3\)"):
+        op(q, k[:1], v)
+    with raises(name, r"value must have shape \(2, 2, 7, 3\), got \(2, 2, 6, 3\)"):
+        op(q, k, v[:, :, 1:])
+    with raises(name, r"heads of query \(3\) must be a multiple of those of key \(2\)"):
+        op(q[:, 1:], k, v)
+    with raises(name, "key must have the dtype of query", "float64"):
+        op(q, k.double(), v)
+    with raises(name, r"attn_mask must be broadcastable to \(2, 4, 5, 7\), got shape \(5, 6\)"):
+        op(q, k, v, torch.ones(5, 6, dtype=torch.bool, device=device))
+    with raises(name, r"attn_mask must be broadcastable", r"\(1, 1, 1, 1, 1\)"):
+        op(q, k, v, torch.ones(1, 1, 1, 1, 1, dtype=torch.bool, device=device))
+    with raises(name, "attn_mask must be bool or have the dtype of query", "int64"):
+        op(q, k, v, torch.ones(5, 7, dtype=torch.long, device=device))
+    with raises(name, "key_end must be int32, got int64"):
+        op(q, k, v, key_end=torch.ones(2, dtype=torch.long, device=device))
+    with raises(name, r"key_begin must have shape \(2\), got \(3\)"):
+        op(q, k, v, key_begin=torch.ones(3, dtype=torch.int32, device=device))
+    with raises(name, "dropout_p must be from 0 to 1, got -1"):
+        op(q, k, v, dropout_p=-1.0)
+    with raises(name, "attn_mask requires grad, but has no derivative"):
+        op(q.clone().requires_grad_(), k, v, torch.ones(5, 7, device=device, requires_grad=True))
+    out, logsumexp = op(q, k, v)
+    backward = ops.scaled_dot_product_attention_backward
+    with raises(f"{name}_backward", r"dout must have shape \(2, 4, 5, 3\)", r"\(2, 4, 4, 3\)"):
+        backward(dout[:, :, 1:], None, q, k, v, out, logsumexp)
+    with raises(f"{name}_backward", r"dlogsumexp must have shape \(2, 4, 5\)", r"\(2, 4, 4\)"):
+        backward(dout, logsumexp[:, :, 1:], q, k, v, out, logsumexp)
+    with raises("attention_dropout_mask", "keys must be at least 0, got -1"):
+        ops.attention_dropout_mask(1, 1, 1, -1, 0.5, *numbers(device))
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    qkv, dout = packed_inputs((2, 5, 2, 3), torch.float32, device)
+    out, logsumexp = ops.attention(qkv, 2)
+    with raises("attention_backward", "dout is on cpu", "qkv is on cuda"):
+        ops.attention_backward(dout.cpu(), qkv, out, logsumexp, 2)
+    with raises("attention", "seed is on cpu", "qkv is on cuda"):
+        ops.attention(qkv, 2, None, 0.5, *numbers("cpu"))
+    with raises("scaled_dot_product_attention", "attn_mask is on cpu", "query is on cuda"):
+        ops.scaled_dot_product_attention(*unpack(qkv, 2), torch.ones(5, 5, dtype=torch.bool))
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@most_dtypes
+def test_more_heads_than_a_grid_has_rows(dtype, device):
+    """B * NH beyond 65535."""
+    qkv, dout = packed_inputs((1025, 2, 64, 8), dtype, device)
+    out = packed(qkv, 64)
+    (dqkv,) = gradients(lambda x: packed(x, 64), (qkv,), dout)
+    for part in (slice(0, 2), slice(1023, 1025)):
+        assert torch.equal(out[part], packed(qkv[part], 64))
+        assert torch.equal(dqkv[part], gradients(lambda x: packed(x, 64), (qkv[part],), dout[part])[0])
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    b, t, nh, hs = 66, 4097, 16, 256
+    qkv = torch.randn(b, t, 3 * nh * hs, device=device, dtype=torch.bfloat16)
+    dout = torch.randn(b, t, nh * hs, device=device, dtype=torch.bfloat16)
+    assert qkv.numel() > 2**31
+    out, logsumexp = ops.attention(qkv, nh)
+    dqkv = ops.attention_backward(dout, qkv, out, logsumexp, nh)
+    for part in (slice(0, 1), slice(b - 1, b)):
+        assert torch.equal(out[part], packed(qkv[part], nh))
+        assert torch.equal(dqkv[part], gradients(lambda x: packed(x, nh), (qkv[part],), dout[part])[0])
+        q, k, v = unpack(qkv[part], nh)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(out[part], expected, **tolerance(torch.bfloat16))
+
+
+@pytest.mark.large
+def test_mask_of_more_than_2_31_elements(device):
+    q, k, v, _ = tensors(1, 2, 2, 33000, 33000, 64, torch.bfloat16, device)
+    mask = torch.rand(1, 2, 33000, 33000, device=device) < 0.5
+    assert mask.numel() > 2**31
+    out = ours(q, k, v, mask=mask)[0]
+    last = slice(32900, 33000)
+    torch.testing.assert_close(
+        out[:, :, last], torchs(q[:, :, last], k, v, mask=mask[:, :, last]), **tolerance(torch.bfloat16)
+    )

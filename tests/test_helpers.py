@@ -1,0 +1,104 @@
+"""The rule that every op is held to must itself let nothing wrong pass, and nothing right fail."""
+
+import math
+
+import pytest
+import torch
+
+from helpers import all_dtypes, assert_as_exact_as_torch
+
+LOW = [torch.float32, torch.bfloat16, torch.float16]
+low_dtypes = pytest.mark.parametrize("dtype", LOW, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def compare(ours, torchs, exact, dtype, **options):
+    double = [torch.tensor(t, dtype=torch.float64) for t in (ours, torchs, exact)]
+    assert_as_exact_as_torch(double[0].to(dtype), double[1].to(dtype), double[2], **options)
+
+
+def refused(*args, **options):
+    with pytest.raises(AssertionError):
+        compare(*args, **options)
+
+
+@pytest.mark.parametrize("torchs", [math.inf, -math.inf, math.nan, 1.0])
+@pytest.mark.parametrize("exact", [math.inf, -math.inf, math.nan])
+@all_dtypes
+def test_the_formula_says_what_is_special(exact, torchs, dtype):
+    """Whatever torch answers there."""
+    compare([exact, 1.0], [torchs, 1.0], [exact, 1.0], dtype)
+    for wrong in {math.inf, -math.inf, 0.0, torch.finfo(dtype).max} - {exact}:
+        refused([wrong, 1.0], [torchs, 1.0], [exact, 1.0], dtype)
+    if not math.isnan(exact):
+        refused([math.nan, 1.0], [torchs, 1.0], [exact, 1.0], dtype)
+
+
+@pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
+@all_dtypes
+def test_a_finite_formula_wants_a_number(special, dtype):
+    """Also where torch overflows; and torch's infinity is no yardstick for the others."""
+    for torchs in (special, 2.0):
+        refused([special, 1.0], [torchs, 1.0], [2.0, 1.0], dtype)
+    compare([2.0, 1.0], [special, 1.0], [2.0, 1.0], dtype)
+    refused([2.0, 1.1], [special, 1.0], [2.0, 1.0], dtype)
+
+
+@low_dtypes
+def test_overflow_is_the_formula_rounded(dtype):
+    largest = torch.finfo(dtype).max
+    for sign in (1, -1):
+        compare([sign * math.inf], [sign * math.inf], [sign * 2 * largest], dtype)
+        compare([sign * math.inf], [0.0], [sign * 2 * largest], dtype)
+        refused([sign * largest], [sign * math.inf], [sign * 2 * largest], dtype)  # saturated
+        refused([sign * largest], [sign * largest], [sign * 2 * largest], dtype)  # torch has no say
+        refused([sign * math.inf], [sign * math.inf], [sign * largest * 0.9], dtype)  # too soon
+        refused([-sign * math.inf], [sign * math.inf], [sign * 2 * largest], dtype)
+        refused([math.nan], [math.nan], [sign * 2 * largest], dtype)
+
+
+@low_dtypes
+def test_a_rounding_from_the_boundary_either_side_is_right(dtype):
+    info = torch.finfo(dtype)
+    boundary = info.max * (1 + info.eps / 4)  # half a unit in the last place above the largest number
+    for exact in (boundary * (1 - info.eps / 16), boundary * (1 + info.eps / 16)):
+        for ours in (info.max, math.inf):
+            compare([ours], [info.max], [exact], dtype)
+            refused([-ours], [info.max], [exact], dtype)
+
+
+@low_dtypes
+def test_an_overflow_does_not_widen_what_is_allowed(dtype):
+    info = torch.finfo(dtype)
+    for huge in (2 * info.max, 1e300):
+        compare([math.inf, info.max / 4], [math.inf, info.max / 4], [huge, info.max / 4], dtype)
+        refused([math.inf, info.max / 3], [math.inf, info.max / 4], [huge, info.max / 4], dtype)
+
+
+@all_dtypes
+def test_errors_are_measured_by_torchs(dtype):
+    eps = max(torch.finfo(dtype).eps, 1e-12)
+    compare([1 + 4 * eps], [1 + 2 * eps], [1.0], dtype)
+    refused([1 + 8 * eps], [1 + 2 * eps], [1.0], dtype)
+    refused([1 + 8 * eps], [1.0], [1.0], dtype)
+    compare([1 + 8 * eps], [1.0], [1.0], dtype, torch_error=4 * eps)
+
+
+@all_dtypes
+def test_denormals(dtype):
+    info = torch.finfo(dtype)
+    smallest = info.smallest_normal * info.eps
+    compare([smallest, 0.0], [0.0, 0.0], [smallest, 0.0], dtype)
+    compare([0.0], [smallest], [smallest], dtype)  # one rounding
+    if dtype != torch.float64:  # whose sums may be off by 1e-13
+        refused([0.0], [4 * smallest], [4 * smallest], dtype)
+
+
+@all_dtypes
+def test_shape_and_dtype(dtype):
+    one = torch.ones(3, dtype=dtype)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_as_exact_as_torch(one, one, torch.ones(4, dtype=torch.float64))
+    with pytest.raises(AssertionError, match="dtype"):
+        assert_as_exact_as_torch(one.to(torch.int32), one, one.double())
+    empty = torch.ones(0, dtype=dtype)
+    assert_as_exact_as_torch(empty, empty, empty.double())

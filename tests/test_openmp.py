@@ -1,0 +1,53 @@
+"""How the threads of `gptkernels train` wait: passively, unless the user says otherwise."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gptkernels._openmp import POLICIES, wait_passively_in_training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command_line", "is_training"),
+    [
+        (["/usr/bin/gptkernels", "train"], ["python3", "/usr/bin/gptkernels", "train"], True),
+        (["gptkernels", "--traceback", "train", "-b", "4"], ["gptkernels"], True),
+        (["-m", "train"], ["python3", "-u", "-m", "gptkernels", "train"], True),
+        (["-m", "train"], ["python3", "-mgptkernels", "train"], True),
+        (["-m", "generate"], ["python3", "-m", "gptkernels", "generate"], False),
+        (["-m", "train"], ["python3", "-m", "another", "train"], False),
+        (["train.py", "train"], ["python3", "train.py", "train"], False),
+        (["-c"], ["python3", "-c", "import gptkernels"], False),
+        ([""], ["python3"], False),
+        ([], [], False),
+    ],
+)
+def test_only_the_command_that_trains_is_changed(arguments, command_line, is_training):
+    environment = {}
+    wait_passively_in_training(arguments, command_line, environment)
+    assert environment == ({"OMP_WAIT_POLICY": "passive"} if is_training else {})
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_choice_of_the_user_stands(name):
+    environment = {name: "1"}
+    wait_passively_in_training(["gptkernels", "train"], [], environment)
+    assert environment == {name: "1"}
+
+
+@pytest.mark.parametrize(("given", "seen"), [({}, "'PASSIVE'"), ({"OMP_WAIT_POLICY": "active"}, "'ACTIVE'")])
+def test_the_library_that_torch_loads_obeys(given, seen):
+    env = {name: value for name, value in os.environ.items() if name not in POLICIES}
+    result = subprocess.run(
+        [sys.executable, "-m", "gptkernels", "train", "--help"],
+        env=env | given | {"OMP_DISPLAY_ENV": "true"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    if "OMP_WAIT_POLICY" not in result.stderr:
+        pytest.skip("this torch's OpenMP does not show its settings")
+    assert f"OMP_WAIT_POLICY = {seen}" in result.stderr

@@ -1,0 +1,476 @@
+"""Every op under torch's transforms: forward-mode AD, torch.func, and all of them on top of each other.
+
+``gradcheck`` and ``gradgradcheck`` compare with finite differences in float64; the rest compares a transform with the
+loop, or with the other transform, that it stands for.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+
+from gptkernels import functional, nn
+from gptkernels.models import GPT2, GPT2Config
+
+ops = torch.ops.gptkernels
+TOKENS = torch.tensor([[1, 0, 3], [3, 3, 2]])
+MASK3, MASK5 = [True] * 3, [True] * 5
+
+
+def losses_in_place(logits):
+    logits = logits * 1
+    losses = ops.fused_classifier_(logits, TOKENS.to(logits.device), 4)
+    return losses, logits  # which are dlogits now
+
+
+def layernorm_backward(dout, x, weight, mask=MASK3):
+    _, mean, rstd = ops.layernorm(x, weight, None)
+    return tuple(
+        g for g, wanted in zip(ops.layernorm_backward(dout, x, weight, mean, rstd, mask), mask, strict=True) if wanted
+    )
+
+
+def residual_backward(dout, dsum, total, weight):
+    _, mean, rstd = ops.layernorm(total, weight, None)
+    return ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, MASK3)
+
+
+def mlp_backward(dout, x, fc, fc_bias, proj):
+    _, pre_gelu, post_gelu = ops.mlp(x, fc, fc_bias, proj, None)
+    return ops.mlp_backward(dout, x, fc, proj, pre_gelu, post_gelu, MASK5)
+
+
+def attention_backward(dout, qkv):
+    return ops.attention_backward(dout, qkv, *ops.attention(qkv, 2), 2)
+
+
+def probabilities_backward(dout, qkv):
+    return ops.attention_probabilities_backward(dout, qkv, ops.attention_probabilities(qkv, 2)[1], 2)
+
+
+def sdpa_backward(dout, dlogsumexp, query, key, value):
+    found = ops.scaled_dot_product_attention(query, key, value, is_causal=True)
+    dlogsumexp = dlogsumexp.to(found[1].dtype)
+    return ops.scaled_dot_product_attention_backward(dout, dlogsumexp, query, key, value, *found, is_causal=True)
+
+
+def on(device):
+    return TOKENS.to(device)
+
+
+# Each op: a function of floating tensors alone, with outputs that are differentiable, and the tensors' shapes.
+CASES = {
+    "gelu": (lambda x: ops.gelu(x), [(2, 3)]),
+    "gelu of none": (lambda x: ops.gelu(x, approximate="none"), [(2, 3)]),
+    "gelu_backward": (lambda g, x: ops.gelu_backward(g, x), [(2, 3), (2, 3)]),
+    "gelu_backward of none": (lambda g, x: ops.gelu_backward(g, x, approximate="none"), [(2, 3), (2, 3)]),
+    "softmax": (lambda x: ops.softmax(x), [(2, 3)]),
+    "softmax_backward": (lambda g, out: ops.softmax_backward(g, out), [(2, 3), (2, 3)]),
+    "causal_softmax": (lambda x: ops.causal_softmax(x, 0.5), [(2, 3, 3)]),
+    "causal_softmax_backward": (lambda g, out: ops.causal_softmax_backward(g, out, 0.5), [(2, 3, 3), (2, 3, 3)]),
+    "layernorm": (lambda *args: ops.layernorm(*args, 1e-3)[0], [(2, 4), (4,), (4,)]),
+    "layernorm of x alone": (lambda x: ops.layernorm(x, None, None)[0], [(2, 4)]),
+    "layernorm_backward": (layernorm_backward, [(2, 4), (2, 4), (4,)]),
+    "layernorm_backward, dx": (
+        functools.partial(layernorm_backward, mask=[True, False, False]),
+        [(2, 4), (2, 4), (4,)],
+    ),
+    "layernorm_backward, dweight": (
+        functools.partial(layernorm_backward, mask=[False, True, False]),
+        [(2, 4), (2, 4), (4,)],
+    ),
+    "residual_layernorm": (lambda *args: ops.residual_layernorm(*args)[:2], [(2, 4), (2, 4), (4,), (4,)]),
+    "residual_layernorm_backward": (residual_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
+    "linear": (lambda *args: ops.linear(*args), [(2, 3), (4, 3), (4,)]),
+    "linear without a bias": (lambda *args: ops.linear(*args), [(2, 2, 3), (4, 3)]),
+    "linear_backward": (lambda *args: ops.linear_backward(*args, MASK3), [(2, 4), (2, 3), (4, 3)]),
+    "mlp": (lambda *args: ops.mlp(*args), [(2, 3), (4, 3), (4,), (2, 4), (2,)]),
+    "mlp_backward": (mlp_backward, [(2, 3), (2, 2), (4, 2), (4,), (3, 4)]),
+    "attention": (lambda qkv: ops.attention(qkv, 2)[0], [(2, 3, 12)]),
+    "attention_backward": (attention_backward, [(2, 3, 4), (2, 3, 12)]),
+    "attention_probabilities": (lambda qkv: ops.attention_probabilities(qkv, 2)[0], [(2, 3, 12)]),
+    "attention_probabilities_backward": (probabilities_backward, [(2, 3, 4), (2, 3, 12)]),
+    "scaled_dot_product_attention": (
+        lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+    ),
+    "scaled_dot_product_attention_backward": (
+        sdpa_backward,
+        [(2, 2, 3, 4), (2, 2, 3), (2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+    ),
+    "encoder": (lambda wte, wpe: ops.encoder(on(wte.device), wte, wpe), [(4, 3), (5, 3)]),
+    "encoder_backward": (lambda g: ops.encoder_backward(g, on(g.device), 4, 5), [(2, 3, 3)]),
+    "embedding": (lambda weight: ops.embedding(on(weight.device), weight), [(4, 3)]),
+    "embedding_backward": (lambda g: ops.embedding_backward(g, on(g.device), 4), [(2, 3, 3)]),
+    "fused_classifier": (lambda x: ops.fused_classifier(x, on(x.device), 4, 0), [(2, 3, 5)]),
+    "fused_classifier_": (losses_in_place, [(2, 3, 5)]),
+    "fused_classifier_backward": (lambda g, x: ops.fused_classifier_backward(g, x), [(2, 3), (2, 3, 5)]),
+    "fused_classifier_backward of 0-dim": (lambda g, x: ops.fused_classifier_backward(g, x), [(), (2, 3, 5)]),
+    "global_norm": (lambda *tensors: ops.global_norm(tensors), [(2, 3), (4,)]),
+}
+all_cases = pytest.mark.parametrize("case", CASES)
+
+
+def case_of(case, device, dtype=torch.float64):
+    function, shapes = CASES[case]
+    # float32 losses would be too coarse for finite differences; here all is float64.
+    return function, tuple(torch.randn(shape, dtype=dtype).to(device) for shape in shapes)
+
+
+def pytree_close(a, b, **tolerance):
+    a, b = (torch.utils._pytree.tree_leaves(t) for t in (a, b))
+    assert len(a) == len(b) > 0
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+# ---- forward mode ----------------------------------------------------------------------------------------------------
+
+
+def float64_only(case):
+    if case == "global_norm":
+        pytest.skip("its result is float32; see test_tangent_of_global_norm")
+
+
+@all_cases
+def test_forward_mode_is_the_derivative(case, device):
+    float64_only(case)
+    function, inputs = case_of(case, device)
+    for t in inputs:
+        t.requires_grad_()
+    # By non-leaves, whose tangents were lost once.
+    assert gradcheck(
+        lambda *args: function(*(t * 1 for t in args)),
+        inputs,
+        check_forward_ad=True,
+        check_batched_grad=True,
+        check_batched_forward_grad=True,
+    )
+
+
+@all_cases
+def test_forward_over_reverse(case, device):
+    float64_only(case)
+    function, inputs = case_of(case, device)
+    for t in inputs:
+        t.requires_grad_()
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True, check_batched_grad=True)
+
+
+@all_cases
+def test_forward_mode_without_gradients(case, device):
+    """Tangents flow under no_grad and through tensors that require no gradient; each input's alone and all together."""
+    function, inputs = case_of(case, device)
+    directions = [torch.randn_like(t) for t in inputs]
+    _, whole = jvp(function, inputs, tuple(directions))
+    parts = []
+    for i, direction in enumerate(directions):
+        with torch.no_grad(), forward_ad.dual_level():
+            args = [forward_ad.make_dual(t, direction) * 1 if i == k else t for k, t in enumerate(inputs)]
+            results = function(*args)
+            results = results if isinstance(results, tuple) else (results,)
+            tangents = [forward_ad.unpack_dual(r).tangent for r in results]
+            parts.append([torch.zeros_like(r) if t is None else t for r, t in zip(results, tangents, strict=True)])
+    assert any(t.abs().max() > 0 for part in parts for t in part)
+    total = [sum(column) for column in zip(*parts, strict=True)]
+    pytree_close(whole, total if isinstance(whole, tuple) else total[0])
+
+
+def test_tangent_of_global_norm(device):
+    tensors = [torch.randn(5, dtype=torch.float64, device=device), torch.randn(2, 3, device=device)]
+    directions = [torch.randn_like(t) for t in tensors]
+    norm, tangent = jvp(lambda *ts: ops.global_norm(ts), tuple(tensors), tuple(directions))
+    flat, direction = (torch.cat([t.double().flatten() for t in ts]) for ts in (tensors, directions))
+    torch.testing.assert_close(norm.double(), flat.norm(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(tangent.double(), flat @ direction / flat.norm(), rtol=1e-6, atol=1e-7)
+    zeros = (torch.zeros(3, device=device),)
+    assert jvp(lambda *ts: ops.global_norm(ts), zeros, (torch.ones(3, device=device),))[1] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@all_cases
+def test_forward_mode_in_every_dtype(case, dtype, device):
+    """The tangents have the outputs' dtypes and, near enough, the values of float64."""
+    function, inputs = case_of(case, device, dtype)
+    directions = tuple(torch.randn_like(t) for t in inputs)
+    if case.startswith("fused_classifier_backward"):  # dlosses are float32
+        inputs, directions = ((t[0].float(), t[1]) for t in (inputs, directions))
+    outputs, found = jvp(function, tuple(inputs), tuple(directions))
+    _, exact = jvp(function, tuple(t.double() for t in inputs), tuple(t.double() for t in directions))
+    for out, tangent, wanted in zip(*map(torch.utils._pytree.tree_leaves, (outputs, found, exact)), strict=True):
+        assert tangent.dtype == out.dtype
+        scale = wanted.abs().max().clamp(min=1)
+        # Up to five products deep, each with sums of rounded factors.
+        error = (tangent.double() - wanted.double()).abs().max() / scale
+        assert error <= 64 * torch.finfo(dtype).eps, (error, torch.finfo(dtype).eps)
+
+
+def test_no_tangent_is_dropped_where_there_is_no_derivative(device):
+    """What cannot be differentiated says so by name."""
+    logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
+    ones = torch.ones(2, device=device)
+    with pytest.raises(RuntimeError, match="fused_classifier: a call with dlosses is not differentiable"):
+        jvp(lambda x: ops.fused_classifier(x, targets, -1, -100, ones), (logits,), (logits,))
+    p, g, m, v, t = (torch.zeros(3, device=device) for _ in range(5))
+    options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
+
+    def step(g):
+        with torch.no_grad():
+            ops.adamw_([p], [g], [m], [v], [t.sum()], lr=torch.tensor(0.1), **options)
+        return p
+
+    with pytest.raises(RuntimeError, match="adamw_ has no derivative"):
+        jvp(step, (g,), (g,))
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+
+
+@all_cases
+def test_jacobians_agree(case, device):
+    float64_only(case)
+    function, inputs = case_of(case, device)
+    positions = tuple(range(len(inputs)))
+    reverse = jacrev(function, positions)(*inputs)
+    pytree_close(jacfwd(function, positions)(*inputs), reverse)
+    pytree_close(jacfwd(function, positions, randomness="same")(*inputs), reverse)
+    autograd = torch.autograd.functional.jacobian(function, inputs)
+    pytree_close(reverse, autograd)
+    pytree_close(
+        torch.autograd.functional.jacobian(function, inputs, strategy="forward-mode", vectorize=True), autograd
+    )
+    outputs, _ = vjp(function, *inputs)
+    pytree_close(outputs, function(*inputs))
+    outputs, push = linearize(function, *inputs)
+    directions = tuple(torch.randn_like(t) for t in inputs)
+    pytree_close(push(*directions), jvp(function, inputs, directions)[1])
+
+
+@all_cases
+def test_hessians_agree(case, device):
+    """Forward over reverse, reverse over forward, forward over forward, reverse over reverse."""
+    float64_only(case)
+    function, inputs = case_of(case, device)
+    weights = [torch.randn_like(t) for t in torch.utils._pytree.tree_leaves(function(*inputs))]
+
+    def scalar(*args):
+        outputs = torch.utils._pytree.tree_leaves(function(*args))
+        return sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))
+
+    positions = tuple(range(len(inputs)))
+    expected = torch.autograd.functional.hessian(scalar, inputs)
+    found = hessian(scalar, positions)(*inputs)
+    pytree_close(found, expected)
+    pytree_close(jacrev(jacfwd(scalar, positions), positions)(*inputs), expected)
+    if case != "fused_classifier_":  # torch's copy_ cannot do it either: "ZeroTensors are immutable"
+        pytree_close(jacfwd(jacfwd(scalar, positions), positions)(*inputs), expected)
+    pytree_close(jacrev(jacrev(scalar, positions), positions)(*inputs), expected)
+
+
+@all_cases
+def test_vmap_is_the_loop(case, device):
+    """Over all inputs, over each alone, in the first dimension and in the last, and twice."""
+    function, shapes = CASES[case]
+    size = 3
+    plain = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
+    stacked = [torch.randn(size, *shape, dtype=torch.float64).to(device) for shape in shapes]
+    for mapped in [tuple(range(len(shapes))), *((i,) for i in range(len(shapes)))]:
+        inputs = [stacked[i] if i in mapped else plain[i] for i in range(len(shapes))]
+        dims = tuple(0 if i in mapped else None for i in range(len(shapes)))
+
+        def one(i, mapped=mapped, inputs=inputs):
+            return function(*(t[i] if k in mapped else t for k, t in enumerate(inputs)))
+
+        looped = [torch.utils._pytree.tree_leaves(one(i)) for i in range(size)]
+        expected = [torch.stack(column) for column in zip(*looped, strict=True)]
+        pytree_close(vmap(function, dims)(*inputs), expected)
+        last = [t.movedim(0, -1) if d == 0 else t for t, d in zip(inputs, dims, strict=True)]
+        pytree_close(vmap(function, tuple(-1 if d == 0 else None for d in dims))(*last), expected)
+    twice = [torch.stack([t, 2 * t]) for t in stacked]
+    pytree_close(
+        vmap(vmap(function))(*twice),
+        [
+            torch.stack(pair)
+            for pair in zip(
+                *(torch.utils._pytree.tree_leaves(vmap(function)(*(t[i] for t in twice))) for i in range(2)),
+                strict=True,
+            )
+        ],
+    )
+
+
+@all_cases
+def test_gradients_for_each_sample(case, device):
+    """vmap over grad, with all inputs mapped and with only the first."""
+    function, shapes = CASES[case]
+
+    def scalar(*args):
+        return sum((out * out).sum() for out in torch.utils._pytree.tree_leaves(function(*args)))
+
+    stacked = [torch.randn(3, *shape, dtype=torch.float64).to(device) for shape in shapes]
+    for dims in [(0,) * len(shapes), (0, *(None,) * (len(shapes) - 1))]:
+        inputs = [t if d == 0 else t[0] for t, d in zip(stacked, dims, strict=True)]
+        gradient = grad(scalar, tuple(range(len(shapes))))
+        found = vmap(gradient, dims)(*inputs)
+        looped = [gradient(*(t[i] if d == 0 else t for t, d in zip(inputs, dims, strict=True))) for i in range(3)]
+        pytree_close(found, [torch.stack(column) for column in zip(*looped, strict=True)])
+
+
+def test_vmap_over_integers(device):
+    """Tokens and targets mapped, beside weights and logits that are or are not; each its own vocabulary."""
+    tokens = torch.randint(4, (3, 2, 5), device=device)
+    wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
+
+    def check(function, dims, *args):
+        expected = [
+            torch.utils._pytree.tree_leaves(
+                function(*(a if d is None else a[i] for a, d in zip(args, dims, strict=True)))
+            )
+            for i in range(3)
+        ]
+        pytree_close(vmap(function, dims)(*args), [torch.stack(c) for c in zip(*expected, strict=True)], rtol=0, atol=0)
+
+    check(ops.encoder, (0, None, None), tokens, wte[0], wpe)
+    check(ops.encoder, (0, 0, None), tokens, wte, wpe)
+    check(ops.encoder, (None, 0, None), tokens[0], wte, wpe)
+    check(ops.embedding, (0, None), tokens, wte[0])
+    check(ops.embedding, (0, 0), tokens, wte)
+    rows = torch.randn(3, 2, 5, 6, device=device)
+    for dims, args in [((0, 0), (rows, tokens)), ((0, None), (rows, tokens[0])), ((None, 0), (rows[0], tokens))]:
+        check(lambda g, t: ops.embedding_backward(g, t, 4), dims, *args)
+        check(lambda g, t: ops.encoder_backward(g, t, 4, 7), dims, *args)
+    logits, targets = torch.randn(3, 5, 8, device=device), torch.randint(6, (3, 5), device=device)
+    for dlosses, dim in [
+        (None, None),
+        (torch.rand(3, 5, device=device), 0),
+        (torch.rand(3, device=device), 0),
+        (torch.rand((), device=device), None),
+        (torch.rand(5, device=device), None),
+    ]:
+        for d, t in [(0, targets), (None, targets[0])]:
+            check(lambda x, t, g: ops.fused_classifier(x, t, 6, 2, g), (0, d, dim), logits, t, dlosses)
+    check(lambda x, t: ops.fused_classifier(x, t), (None, 0), logits[0], targets)
+
+
+def test_vmap_keeps_the_ops_errors(device):
+    with pytest.raises(RuntimeError, match=r"token|range|index"):  # of another sample's vocabulary it would be one
+        vmap(lambda g, t: ops.embedding_backward(g, t, 4))(torch.ones(2, 3, 8), torch.tensor([[0, 1, 4], [0, 0, 0]]))
+    with pytest.raises(RuntimeError, match="at least 1 dimension"):
+        vmap(ops.softmax)(torch.randn(3, device=device))
+    with pytest.raises(RuntimeError, match="size 0"):
+        vmap(lambda x, w: ops.linear(x, w))(torch.randn(0, 2, 3, device=device), torch.randn(0, 4, 3, device=device))
+    # An unmapped tensor cannot take results that differ from index to index.
+    logits = torch.randn(4, 5, device=device)
+    with pytest.raises(RuntimeError, match="inplace"):
+        vmap(lambda t: ops.fused_classifier_(logits, t))(torch.zeros(3, 4, dtype=torch.long, device=device))
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def tiny(device, **changes):
+    config = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11, "block_size": 6, "padded_vocab_size": 16}
+    return GPT2(GPT2Config(**{**config, **changes}), device=device, dtype=torch.float64)
+
+
+def loss_of(model, tokens):
+    def loss(parameters, tokens=tokens):
+        return functional_call(model, parameters, (tokens, tokens))[1]
+
+    return loss
+
+
+def test_model_forward_mode_and_reverse_mode_agree(device):
+    model, tokens = tiny(device), torch.randint(11, (3, 6), device=device)
+    parameters = dict(model.named_parameters())
+    direction = {name: torch.randn_like(p) for name, p in parameters.items()}
+    loss = loss_of(model, tokens)
+    value, tangent = jvp(loss, (parameters,), (direction,))
+    gradient = grad(loss)(parameters)
+    torch.testing.assert_close(value, model(tokens, tokens)[1])
+    torch.testing.assert_close(tangent, sum((gradient[n] * direction[n]).sum() for n in parameters))
+    # Hessian-vector products: forward over reverse, and reverse over forward.
+    _, over_reverse = jvp(grad(loss), (parameters,), (direction,))
+    over_forward = grad(lambda p: jvp(loss, (p,), (direction,))[1])(parameters)
+    pytree_close(over_reverse, over_forward)
+    assert all(t.abs().max() > 0 for t in over_reverse.values())
+
+
+def test_model_gradients_for_each_sample(device):
+    model, tokens = tiny(device), torch.randint(11, (3, 6), device=device)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    found = vmap(grad(lambda p, t: loss_of(model, t[None])(p)), (None, 0))(parameters, tokens)
+    for i in range(3):
+        expected = grad(loss_of(model, tokens[i : i + 1]))(parameters)
+        pytree_close({name: t[i] for name, t in found.items()}, expected)
+
+
+def test_ensemble_of_models(device):
+    """Stacked parameters: every op's own parameters are mapped."""
+    models, tokens = [tiny(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
+    parameters, _ = torch.func.stack_module_state(models)
+    found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)
+    pytree_close(found, torch.stack([model(tokens)[0] for model in models]))
+
+
+@pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
+def test_modules_as_torchs_layers_do(module, device):
+    """Per-sample gradients and tangents of each layer, by the recipe of torch.func's documentation."""
+    made = {
+        "LayerNorm": lambda: nn.LayerNorm(8),
+        "Linear": lambda: nn.Linear(8, 4),
+        "GELU": lambda: nn.GELU(),
+        "Softmax": lambda: nn.Softmax(-1),
+        "MLP": lambda: nn.MLP(8),
+        "CausalSelfAttention": lambda: nn.CausalSelfAttention(8, 2),
+    }[module]().to(device, torch.float64)
+    x = torch.randn(3, 2, 5, 8, dtype=torch.float64, device=device)
+    parameters = {name: p.detach() for name, p in made.named_parameters()}
+
+    def scalar(p, x):
+        return functional_call(made, p, (x,)).square().sum()
+
+    found = vmap(grad(scalar, (0, 1)), (None, 0))(parameters, x)
+    for i in range(3):
+        expected = grad(scalar, (0, 1))(parameters, x[i])
+        pytree_close([t[i] for t in torch.utils._pytree.tree_leaves(found)], expected)
+    _, tangent = jvp(functools.partial(scalar, parameters), (x[0],), (x[1],))
+    torch.testing.assert_close(tangent, (grad(scalar, 1)(parameters, x[0]) * x[1]).sum())
+
+
+def test_cross_entropy_and_embedding(device):
+    x = torch.randn(3, 4, 5, dtype=torch.float64, device=device)
+    targets = torch.randint(5, (3, 4), device=device)
+    for ours, torchs in [(functional.cross_entropy, torch.nn.functional.cross_entropy)]:
+        found, expected = (vmap(grad(f))(x, targets) for f in (ours, torchs))
+        pytree_close(found, expected)
+        found, expected = (vmap(hessian(f))(x, targets) for f in (ours, torchs))
+        pytree_close(found, expected)
+    weight = torch.randn(5, 2, dtype=torch.float64, device=device)
+    found, expected = (
+        vmap(grad(lambda w, t, f=f: f(t, w).square().sum()), (None, 0))(weight, targets)
+        for f in (functional.embedding, torch.nn.functional.embedding)
+    )
+    pytree_close(found, expected)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def test_transforms_compile(device):
+    """torch.func inside torch.compile, without a break of the graph."""
+    x, w, b = (torch.randn(s, device=device) for s in [(3, 8), (8,), (8,)])
+
+    def function(x, w, b):
+        return (ops.gelu(ops.layernorm(x, w, b)[0]) * ops.softmax(x)).sum()
+
+    for transformed in [
+        lambda *args: grad(function, (0, 1, 2))(*args),
+        lambda *args: vmap(grad(function), (0, None, None))(*args),
+        lambda *args: jvp(function, args, args),
+        lambda *args: jacrev(lambda x: ops.gelu(ops.linear(x, w[None])))(args[0]),
+    ]:
+        compiled = torch.compile(transformed, fullgraph=True, backend="aot_eager")
+        pytree_close(compiled(x, w, b), transformed(x, w, b))
