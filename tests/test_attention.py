@@ -436,6 +436,54 @@ def test_nan_and_infinity(dtype, device):
     assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
 
 
+# Of 8 to 256: each kernel's padded size, and what is padded to it.
+@pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_head_sizes_with_everything(size, dtype, device):
+    """Grouped heads, chunks, bounds, a mask, dropout, and the gradient of logsumexp, in one call."""
+    q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
+    bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
+    additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
+    bounds = [torch.tensor(n, dtype=torch.int32, device=device) for n in ([0, 19], [131, 150])]
+    dropout = (0.25, *numbers(device))
+    keep = ops.attention_dropout_mask(2, 4, 77, 150, *dropout)
+    dlogsumexp = randn(2, 4, 77, dtype=torch.float32, device=device)
+    for mask in (None, bool_mask, additive):
+        options = {"causal": True, "offset": 73, "begin": bounds[0], "end": bounds[1], "mask": mask}
+        wide = {**options, "mask": double(additive) if mask is additive else mask}
+        sees = visible(q, k, **options).any(-1)
+
+        def exact(*t, o=wide, s=sees):
+            out, logsumexp = formula(*t, **o, keep=keep, p=dropout[0])
+            return out, torch.where(s, logsumexp, 0).float()
+
+        out, logsumexp = ours(q, k, v, **options, dropout=dropout)
+        expected = exact(*map(double, (q, k, v)))
+        assert_as_exact_as_torch(out, exact(q, k, v)[0], expected[0])
+        assert (logsumexp[~sees] == -math.inf).all()
+        torch.testing.assert_close(logsumexp[sees], expected[1][sees])
+        found = gradients(lambda *t, o=options: ours(*t, **o, dropout=dropout), (q, k, v), (dout, dlogsumexp))
+        torchs_own = gradients(exact, (q, k, v), (dout, dlogsumexp))
+        wanted = gradients(exact, tuple(map(double, (q, k, v))), (double(dout), dlogsumexp))
+        for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, torchs_own, wanted, strict=True):
+            assert_as_exact_as_torch(a, b, c, name)
+
+
+@most_dtypes
+def test_few_queries_that_share_keys(dtype, device):
+    """Decoding: rows of several heads and queries in one tile, each with a window and a mask of its own."""
+    for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
+        q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
+        mask = torch.rand(2, heads, rows, columns, device=device) < 0.6
+        begin, end = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([200, 0], [columns, columns // 2]))
+        chunk = {"causal": True, "offset": columns - rows}
+        for options in ({}, chunk, {**chunk, "begin": begin, "end": end}, {"mask": mask}):
+            out, logsumexp = ours(q, k, v, **options)
+            exact = formula(*map(double, (q, k, v)), **options)
+            assert_as_exact_as_torch(out, torchs(q, k, v, **options), exact[0])
+            assert_as_exact_as_torch(logsumexp, exact[1].to(logsumexp.dtype), exact[1], "logsumexp")
+
+
 @all_dtypes
 def test_deterministic(dtype, device):
     for sizes in [(2, 6, 3, 130, 130, 16), (1, 1, 1, 700, 700, 64), (3, 2, 2, 5, 300, 33)]:

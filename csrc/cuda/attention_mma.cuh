@@ -40,9 +40,9 @@ struct MmaRows {
   __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
 };
 
-// Starts the copy of kRows rows, of which `rows` are there, to shared memory.
+// Starts the copy of kRows rows to shared memory. Those outside [begin, end) are not read: they become 0.
 template <typename T, int HS, int kRows, int kThreads>
-__device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int rows, int head_size) {
+__device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
   using Rows = MmaRows<T, HS>;
   constexpr int kStep = kThreads / Rows::kChunks;
   static_assert(kThreads % Rows::kChunks == 0 && kRows % kStep == 0);
@@ -51,7 +51,7 @@ __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int 
   const T* from = global + first * stride + chunk * kPack<T>;
 #pragma unroll
   for (int r = 0; r < kRows; r += kStep) {
-    const bool inside = column && first + r < rows;
+    const bool inside = column && first + r >= begin && first + r < end;
     copy_async_16(shared + Rows::at(first + r, chunk), inside ? from : global, inside);
     from += kStep * stride;
   }
@@ -233,7 +233,8 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 
 // ---- which columns count --------------------------------------------------------------------------------------------
 
-// Of the keys [begin, end) of a sequence.
+// The keys [begin, end) of a sequence.
+template <bool kGeneral>
 struct KeyBounds {
   int begin;
   int end;
@@ -241,8 +242,8 @@ struct KeyBounds {
   template <typename T>
   __device__ KeyBounds(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b)
       : begin(0), end(static_cast<int>(s.keys)) {
-    if (mask.key_begin) begin = max(begin, mask.key_begin[b]);
-    if (mask.key_end) end = min(end, mask.key_end[b]);
+    if (kGeneral && mask.key_begin) begin = max(begin, mask.key_begin[b]);
+    if (kGeneral && mask.key_end) end = min(end, mask.key_end[b]);
   }
 };
 

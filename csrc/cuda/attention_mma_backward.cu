@@ -65,18 +65,19 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const T* key = rows_of(p.key, b, key_head, 0);
   const T* value = rows_of(p.value, b, key_head, 0);
 
-  const KeyBounds bounds(p.mask, s, b);
+  const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
   const auto copy_stage = [&](int start, int stage) {
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
-    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, keys - start, head_size);
+    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, bounds.begin - start,
+                                      bounds.end - start, head_size);
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
-                                      keys - start, head_size);
+                                      bounds.begin - start, bounds.end - start, head_size);
   };
-  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile, rows_of(p.query, b, h, row), p.query.token, queries - row,
+  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile, rows_of(p.query, b, h, row), p.query.token, 0, queries - row,
                                            head_size);
-  copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, rows_of(p.dout, b, h, row), p.dout.token, queries - row,
+  copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, rows_of(p.dout, b, h, row), p.dout.token, 0, queries - row,
                                            head_size);
   if (first < end) copy_stage(first, 0);
 
@@ -114,7 +115,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
-  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
+  const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
   float dquery[kM][HS / 8][4] = {};
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const int64_t key_head = blockIdx.x / static_cast<unsigned>(tiles) % s.key_heads;
 
   // The windows of queries that see a key: of each row, of the tile, and of the warp's first and last row.
-  const KeyBounds bounds(p.mask, s, b);
+  const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
   // Where the walk over the queries of the heads that share a key head is.
@@ -235,8 +236,9 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const auto copy_stage = [&](const Place& place, int stage) {
     const auto [h, start] = place;
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
-    copy_rows<T, HS, kQueries, kThreads>(to, rows_of(p.query, b, h, start), p.query.token, queries - start, head_size);
-    copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, rows_of(p.dout, b, h, start), p.dout.token,
+    copy_rows<T, HS, kQueries, kThreads>(to, rows_of(p.query, b, h, start), p.query.token, 0, queries - start,
+                                         head_size);
+    copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, rows_of(p.dout, b, h, start), p.dout.token, 0,
                                          queries - start, head_size);
     const int i = threadIdx.x % kQueries;
     if (threadIdx.x < 2 * kQueries) {
@@ -246,10 +248,10 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
                    from + (b * s.heads + h) * queries + (inside ? start + i : 0), inside);
     }
   };
-  copy_rows<T, HS, Shape::kRows, kThreads>(key_tile, rows_of(p.key, b, key_head, row), p.key.token, keys - row,
-                                           head_size);
-  copy_rows<T, HS, Shape::kRows, kThreads>(value_tile, rows_of(p.value, b, key_head, row), p.value.token, keys - row,
-                                           head_size);
+  copy_rows<T, HS, Shape::kRows, kThreads>(key_tile, rows_of(p.key, b, key_head, row), p.key.token, bounds.begin - row,
+                                           bounds.end - row, head_size);
+  copy_rows<T, HS, Shape::kRows, kThreads>(value_tile, rows_of(p.value, b, key_head, row), p.value.token,
+                                           bounds.begin - row, bounds.end - row, head_size);
   Place place = {key_head * group, first};
   if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
-  const float keep_scale = kGeneral && dropout.drops() ? dropout.keep_scale : 1;
+  const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
   float dkey[kM][kColumns / 8][4] = {}, dvalue[kM][kColumns / 8][4] = {};
   int stage = 0;
   for (; place.head < last_head; place = next(place), stage ^= 1) {

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
   const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
   const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
 
-  const KeyBounds bounds(p.mask, s, b);
+  const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
   int low[kM][2], high[kM][2];
@@ -65,9 +65,10 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
 
   const auto copy_stage = [&](int start, int stage) {
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
-    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, keys - start, head_size);
+    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, bounds.begin - start,
+                                      bounds.end - start, head_size);
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
-                                      keys - start, head_size);
+                                      bounds.begin - start, bounds.end - start, head_size);
   };
   const auto round_stage = [&](int stage) {
     uint8_t* at = shared_bytes + Shape::kRows * Shape::kBytes + stage * 2 * Shape::kStageBytes;
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
 
   copy_rows<T, HS, Shape::kRows, kThreads>(query_tile,
                                            p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token,
-                                           p.query.token, queries - row, head_size);
+                                           p.query.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
   copy_async_wait();
   round_rows<T, HS, Shape::kRows, kThreads>(shared_bytes);
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
       const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
       if (lane % 4 == 0 && at < queries)
         p.logsumexp[head * queries + at] = total == 0 ? -INFINITY : fmaf(maximum[m][r] * factor, kLn2, logf(total));
-      sum[m][r] = total == 0 ? 0 : (kGeneral ? dropout.keep_scale : 1.f) / total;
+      sum[m][r] = total == 0 ? 0 : (kGeneral ? static_cast<float>(dropout.keep_scale) : 1) / total;
     }
   store_rows<T, HS>(shared_bytes, warp_row, out, sum, 0,
                     p.out.data + b * p.out.batch + h * p.out.head + (row + warp_row) * p.out.token, p.out.token,

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
 
   // This block's part of the keys that any query sees.
-  const KeyBounds bounds(p.mask, s, b);
+  const KeyBounds<true> bounds(p.mask, s, b);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
   const int blocks = max((last + kKeys - 1) / kKeys - begin, 0);
@@ -78,9 +78,10 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
 
   const auto copy_stage = [&](int start, int stage) {
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
-    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, keys - start, head_size);
+    copy_rows<T, HS, kKeys, kThreads>(to, key + start * p.key.token, p.key.token, bounds.begin - start,
+                                      bounds.end - start, head_size);
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
-                                      keys - start, head_size);
+                                      bounds.begin - start, bounds.end - start, head_size);
   };
   for (int i = threadIdx.x; i < kSplitRows * MmaRows<T, HS>::kChunks; i += kThreads) {
     const int r = i / MmaRows<T, HS>::kChunks, chunk = i % MmaRows<T, HS>::kChunks;
