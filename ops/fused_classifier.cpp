@@ -29,7 +29,7 @@ int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64
 // In-place writes to elements that share memory would overtake each other.
 void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i)
-    if (t.size(i) > 1 && t.stride(i) == 0)
+    if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
       fail(op, name, " is written in place, but several of its elements share memory (dimension ", i, " is expanded)");
 }
 

@@ -515,6 +515,13 @@ def test_in_place_on_expanded_logits_is_refused(device):
         ops.fused_classifier_(logits[:1].expand(5, 8), targets)
 
 
+def test_in_place_on_no_logits(device):
+    """However their dimensions are expanded."""
+    logits = torch.randn(1, 0, 3, device=device).expand(2, 0, 3)
+    targets = torch.zeros(2, 0, dtype=torch.int64, device=device)
+    assert ops.fused_classifier_(logits, targets).shape == (2, 0)
+
+
 @pytest.mark.parametrize("bad", [8, -1, -101, 2**40])
 @pytest.mark.parametrize("op", ["fused_classifier", "fused_classifier_"])
 def test_target_outside_the_vocabulary(op, bad, device):

@@ -11,7 +11,16 @@ import matplotlib.pyplot as plt
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import by_op, columns_of, page
 
-COLOURS = {"ours": "#1f4e9c", "torch": "#ee7733", "compile": "#9a9a9a", "liger": "#33a27f", "quack": "#aa6fc0"}
+COLOURS = {
+    "ours": "#1f4e9c",
+    "torch": "#ee7733",
+    "compile": "#9a9a9a",
+    "liger": "#33a27f",
+    "quack": "#aa6fc0",
+    "cudnn": "#76b900",
+    "flex": "#c9a227",
+    "fa3": "#c23b54",
+}
 STYLE: Any = {
     "font.size": 11,
     "axes.spines.top": False,
