@@ -490,6 +490,31 @@ def test_few_queries_that_share_keys(dtype, device):
             assert_as_exact_as_torch(logsumexp, exact[1].to(logsumexp.dtype), exact[1], "logsumexp")
 
 
+@pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 128, 160])
+def test_tf32_follows_torch(size, device):
+    """As exact as torch's own products where they may be rounded; exact otherwise. On the CPU both are exact."""
+    q, k, v, dout = tensors(2, 4, 2, 150, 200, size, torch.float32, device)
+    few = q[:, :, :5]
+    options = {"causal": True, "offset": 50}
+    before = torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            assert_as_exact_with_gradients(
+                lambda *t: ours(*t, **options)[0],
+                lambda *t: formula(*t, **options)[0],
+                lambda *t: formula(*t, **options)[0],
+                (q, k, v),
+                dout,
+                ("dquery", "dkey", "dvalue"),
+            )
+            assert_as_exact_as_torch(
+                ours(few, k, v)[0], formula(few, k, v)[0], formula(*map(double, (few, k, v)))[0], "out of few queries"
+            )
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @all_dtypes
 def test_deterministic(dtype, device):
     for sizes in [(2, 6, 3, 130, 130, 16), (1, 1, 1, 700, 700, 64), (3, 2, 2, 5, 300, 33)]:

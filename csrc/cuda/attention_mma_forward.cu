@@ -14,6 +14,7 @@ struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
+  static constexpr int kBlocks = kM == 2 || kBytes >= 256 ? 2 : 3;  // whose registers a multiprocessor has
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;
   static constexpr bool kKeepQuery = kBytes <= (sizeof(T) == 2 ? 256 : 128);
@@ -27,7 +28,7 @@ __device__ float quad_max(float x) {
 }
 
 template <typename T, int HS, bool kGeneral>
-__global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads)
+__global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, ForwardShape<T, HS, kGeneral>::kBlocks)
     attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p) {
   using Shape = ForwardShape<T, HS, kGeneral>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kOut = HS / 8, kThreads = Shape::kThreads;
