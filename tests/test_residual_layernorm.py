@@ -242,7 +242,7 @@ def test_autocast_follows_layer_norm(device):
             assert out.dtype == torch.float32
             assert total.dtype == (expected_total.dtype if device.type == "cuda" else torch.float32)
             torch.testing.assert_close(out, expected.float(), rtol=1e-2, atol=2e-2)
-            torch.testing.assert_close(total, expected_total.float(), rtol=1e-2, atol=2e-2)
+            torch.testing.assert_close(total.float(), expected_total.float(), rtol=1e-2, atol=2e-2)
 
 
 @settings(max_examples=40, deadline=None)

@@ -15,26 +15,24 @@ constexpr int kSimtThreads = 256;
 
 // ---- what a query sees, and what dropout keeps ----------------------------------------------------------------------
 
-// The score of query i and key j from their product: scaled, with the bias; -inf where the query does not see the key.
+// Whether query i sees key j, and the bias of their score.
 template <typename T>
-__device__ accumulate_t<T> masked_score(const AttentionMask<T>& mask, const AttentionSizes& sizes,
-                                        accumulate_t<T> scale, accumulate_t<T> product, int64_t b, int64_t h, int64_t i,
-                                        int64_t j) {
+__device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t h, int64_t i,
+                     int64_t j, accumulate_t<T>& bias) {
   using A = accumulate_t<T>;
-  constexpr A kUnseen = -static_cast<A>(INFINITY);
-  if (i >= sizes.queries || j >= sizes.keys) return kUnseen;
-  if (mask.causal && j > i + mask.query_offset) return kUnseen;
-  if (mask.key_begin && j < mask.key_begin[b]) return kUnseen;
-  if (mask.key_end && j >= mask.key_end[b]) return kUnseen;
+  bias = 0;
+  if (i >= sizes.queries || j >= sizes.keys) return false;
+  if (mask.causal && j > i + mask.query_offset) return false;
+  if (mask.key_begin && j < mask.key_begin[b]) return false;
+  if (mask.key_end && j >= mask.key_end[b]) return false;
   const int64_t at = b * mask.batch + h * mask.head + i * mask.query + j * mask.key;
-  if (mask.allowed && !mask.allowed[at]) return kUnseen;
-  A score = product * scale;
-  if (mask.bias) score += static_cast<A>(mask.bias[at]);
-  return score;
+  if (mask.allowed && !mask.allowed[at]) return false;
+  if (mask.bias) bias = static_cast<A>(mask.bias[at]);
+  return bias != -static_cast<A>(INFINITY);
 }
 
-// The key blocks from `first` to `end` hold all keys that the queries [row, row + rows) may see by causality and
-// bounds.
+// The keys from `first` to `end` are all that the queries [row, row + rows) may see by causality and bounds. Others are
+// not read: what is there need not be a number.
 template <typename T>
 __device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t row, int rows,
                           int64_t& first, int64_t& end) {
@@ -205,7 +203,9 @@ __global__ void __launch_bounds__(kSimtThreads)
         A largest = maximum[i];
 #pragma unroll 1
         for (int j = 0; j < kSimtTile; j += 16) {
-          own[j] = masked_score(p.mask, s, static_cast<A>(p.scale), own[j], b, h, row + 4 * ty + i, start + tx + j);
+          A bias;
+          const bool seen = sees(p.mask, s, b, h, row + 4 * ty + i, start + tx + j, bias);
+          own[j] = seen ? fma(own[j], static_cast<A>(p.scale), bias) : -static_cast<A>(INFINITY);
           largest = max(largest, own[j]);
         }
         largest = row_max(largest);
@@ -289,13 +289,13 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
                                                int64_t b, int64_t h, int64_t head, int64_t i, int64_t j,
                                                accumulate_t<T>& weight, accumulate_t<T>& gradient) {
   using A = accumulate_t<T>;
-  const A score = masked_score(p.mask, p.sizes, static_cast<A>(p.scale), weight, b, h, i, j);
-  if (score == -static_cast<A>(INFINITY)) {
+  const int64_t row = head * p.sizes.queries + i;
+  A bias;
+  if (!sees(p.mask, p.sizes, b, h, i, j, bias) || p.logsumexp[row] == -static_cast<A>(INFINITY)) {
     weight = gradient = 0;
     return 0;
   }
-  const int64_t row = head * p.sizes.queries + i;
-  A probability = exp(score - p.logsumexp[row]);
+  A probability = exp(fma(weight, static_cast<A>(p.scale), bias - p.logsumexp[row]));  // rounded once
   if (correction) probability *= correction[row];
   const A factor = !dropout.drops() ? A(1) : dropout.keeps(head, i, j) ? static_cast<A>(dropout.keep_scale) : A(0);
   weight = probability * factor;
