@@ -87,6 +87,31 @@ struct DkeyShape : BackwardShape<HS> {
 
 #if GPTKERNELS_WGMMA
 
+// Barriers of the ring of tiles and of the ring of blocks, in shared memory from `first` on: full by the loading thread
+// and its bytes, empty by the 8 computing warps.
+template <int kTiles, int kStages>
+struct BackwardBarriers {
+  uint32_t first;
+
+  __device__ uint32_t tile_full(int i) const { return first + 8 * i; }
+  __device__ uint32_t tile_empty(int i) const { return first + 8 * (kTiles + i); }
+  __device__ uint32_t block_full(int i) const { return first + 8 * (2 * kTiles + i); }
+  __device__ uint32_t block_empty(int i) const { return first + 8 * (2 * kTiles + kStages + i); }
+
+  __device__ void init() const {
+    constexpr int kComputingWarps = 8;
+    for (int i = 0; i < kTiles; ++i) {
+      barrier_init(tile_full(i), 1);
+      barrier_init(tile_empty(i), kComputingWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(block_full(i), 1);
+      barrier_init(block_empty(i), kComputingWarps);
+    }
+    barrier_init_fence();
+  }
+};
+
 // The tile of 64 rows that a warpgroup has in registers, rounded, to global memory by way of shared memory.
 template <typename T, int HS>
 __device__ void store_tile(const float (&tile)[HS / 2], float factor, const CUtensorMap& map, uint32_t shared, int row,
@@ -152,26 +177,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const uint32_t shared = (start + 1023) / 1024 * 1024;
   BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
-  const auto tile_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * i; };
-  const auto tile_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (kTiles + i); };
-  const auto block_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + i); };
-  const auto block_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + kStages + i); };
+  const BackwardBarriers<kTiles, kStages> barriers{shared + Shape::kBarriersAt};
   const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
   const auto key_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
   const auto value_at = [&](int i) { return key_at(i) + Shape::kBlockBytes; };
 
-  constexpr int kConsumerWarps = 8;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kTiles; ++i) {
-      barrier_init(tile_full(i), 1);
-      barrier_init(tile_empty(i), kConsumerWarps);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(block_full(i), 1);
-      barrier_init(block_empty(i), kConsumerWarps);
-    }
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
@@ -180,11 +191,11 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;
     for (int index = p.order.first();; index = p.order.take()) {
-      barrier_wait(tile_empty(at.slot), at.phase ^ 1);
+      barrier_wait(barriers.tile_empty(at.slot), at.phase ^ 1);
       TileOrder::Tile found;
       if (!p.order.find(index, found)) {
         tiles[at.slot].row = -1;
-        barrier_arrive(tile_full(at.slot));
+        barrier_arrive(barriers.tile_full(at.slot));
         return;
       }
       const int row = found.tile * Shape::kRows;
@@ -194,22 +205,22 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       tiles[at.slot] = {row, found.head, 0, blocks};
       const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
       const int key_head = head / p.problem.group;
-      barrier_expect(tile_full(at.slot), Shape::kTileBytes);
+      barrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
-        tma_load(to, p.query, i * kPanelColumns, row, head, batch, tile_full(at.slot));
-        tma_load(to + Shape::kRowBytes, p.dout, i * kPanelColumns, row, head, batch, tile_full(at.slot));
-        tma_load(to + 2 * Shape::kRowBytes, p.out, i * kPanelColumns, row, head, batch, tile_full(at.slot));
+        tma_load(to, p.query, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
+        tma_load(to + Shape::kRowBytes, p.dout, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
+        tma_load(to + 2 * Shape::kRowBytes, p.out, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
       }
       at.advance();
       for (int block = blocks - 1; block >= 0; --block) {
-        barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
-        barrier_expect(block_full(ring.slot), 2 * Shape::kBlockBytes);
+        barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
+        barrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
         for (int i = 0; i < Shape::kPanels; ++i) {
           tma_load(key_at(ring.slot) + i * Shape::kBlockPanel, p.key, i * kPanelColumns, block * kBlock, key_head,
-                   batch, block_full(ring.slot));
+                   batch, barriers.block_full(ring.slot));
           tma_load(value_at(ring.slot) + i * Shape::kBlockPanel, p.value, i * kPanelColumns, block * kBlock, key_head,
-                   batch, block_full(ring.slot));
+                   batch, barriers.block_full(ring.slot));
         }
         ring.advance();
       }
@@ -228,7 +239,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
   while (true) {
-    barrier_wait(tile_full(at.slot), at.phase);
+    barrier_wait(barriers.tile_full(at.slot), at.phase);
     const BackwardTile tile = tiles[at.slot];
     if (tile.row < 0) break;
     load_a(q, tile_at(at.slot), warpgroup * 64 + warp * 16);
@@ -260,7 +271,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       }
     }
     __syncwarp();
-    barrier_arrive_if(lane == 0, tile_empty(at.slot));
+    barrier_arrive_if(lane == 0, barriers.tile_empty(at.slot));
     at.advance();
 
     // Blocks that none of the warpgroup's queries sees.
@@ -268,7 +279,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     if constexpr (kCausal) {
       const int own_blocks = max((tile.row + warpgroup * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
       for (; block >= own_blocks; --block) {
-        barrier_arrive_if(lane == 0, block_empty(ring.slot));
+        barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }
     }
@@ -280,7 +291,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const RingPosition<kStages> now = ring;
       multiply<T>(dp, g, panel_descriptor(value_at(now.slot)));
       ring.advance();
-      if (block > 0) barrier_wait(block_full(ring.slot), ring.phase);
+      if (block > 0) barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(next, q, panel_descriptor(key_at(ring.slot)));  // after the last block nobody reads it
 
       const int first_key = block * kBlock;
@@ -320,9 +331,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
     // A block is free once its dq is done: a step later.
     int freed = -1;
-    const auto free_block = [&] { barrier_arrive_if(lane == 0 && freed >= 0, block_empty(max(freed, 0))); };
+    const auto free_block = [&] { barrier_arrive_if(lane == 0 && freed >= 0, barriers.block_empty(max(freed, 0))); };
     if (block >= 0) {
-      barrier_wait(block_full(ring.slot), ring.phase);
+      barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(scores_a, q, panel_descriptor(key_at(ring.slot)));
       wgmma_wait<0>();
       pin_registers(scores_a);
@@ -370,28 +381,14 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const uint32_t shared = (start + 1023) / 1024 * 1024;
   BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
-  const auto tile_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * i; };
-  const auto tile_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (kTiles + i); };
-  const auto block_full = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + i); };
-  const auto block_empty = [&](int i) { return shared + Shape::kBarriersAt + 8 * (2 * kTiles + kStages + i); };
+  const BackwardBarriers<kTiles, kStages> barriers{shared + Shape::kBarriersAt};
   const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
   const auto query_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
   const auto dout_at = [&](int i) { return query_at(i) + Shape::kBlockBytes; };
   const auto bias_at = [&](int i) { return shared + Shape::kStatisticsAt + i * 2 * Shape::kStatisticsBytes; };
   const auto delta_at = [&](int i) { return bias_at(i) + Shape::kStatisticsBytes; };
 
-  constexpr int kConsumerWarps = 8;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kTiles; ++i) {
-      barrier_init(tile_full(i), 1);
-      barrier_init(tile_empty(i), kConsumerWarps);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(block_full(i), 1);
-      barrier_init(block_empty(i), kConsumerWarps);
-    }
-    barrier_init_fence();
-  }
+  if (threadIdx.x == 0) barriers.init();
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
@@ -402,11 +399,11 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;
     for (int index = p.order.first();; index = p.order.take()) {
-      barrier_wait(tile_empty(at.slot), at.phase ^ 1);
+      barrier_wait(barriers.tile_empty(at.slot), at.phase ^ 1);
       TileOrder::Tile found;
       if (!p.order.find(index, found)) {
         tiles[at.slot].row = -1;
-        barrier_arrive(tile_full(at.slot));
+        barrier_arrive(barriers.tile_full(at.slot));
         return;
       }
       const int row = found.tile * Shape::kRows;
@@ -414,19 +411,19 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
       tiles[at.slot] = {row, found.head, first, query_blocks - first};
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
-      barrier_expect(tile_full(at.slot), Shape::kTileBytes);
+      barrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
-        tma_load(to, p.key, i * kPanelColumns, row, key_head, batch, tile_full(at.slot));
-        tma_load(to + Shape::kRowBytes, p.value, i * kPanelColumns, row, key_head, batch, tile_full(at.slot));
+        tma_load(to, p.key, i * kPanelColumns, row, key_head, batch, barriers.tile_full(at.slot));
+        tma_load(to + Shape::kRowBytes, p.value, i * kPanelColumns, row, key_head, batch, barriers.tile_full(at.slot));
       }
       at.advance();
       for (int member = 0; member < p.problem.group; ++member) {
         const int head = key_head * p.problem.group + member;
         const int64_t statistics = (static_cast<int64_t>(batch) * p.problem.heads + head) * p.pitch;
         for (int block = first; block < query_blocks; ++block) {
-          const uint32_t full = block_full(ring.slot);
-          barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
+          const uint32_t full = barriers.block_full(ring.slot);
+          barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
           barrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
@@ -454,7 +451,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
   while (true) {
-    barrier_wait(tile_full(at.slot), at.phase);
+    barrier_wait(barriers.tile_full(at.slot), at.phase);
     const BackwardTile tile = tiles[at.slot];
     if (tile.row < 0) break;
     load_a(k, tile_at(at.slot), warpgroup * 64 + warp * 16);
@@ -471,7 +468,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     int member = 0;
     const auto skip = [&] {
       for (int i = 0; i < skipped; ++i) {
-        barrier_arrive_if(lane == 0, block_empty(ring.slot));
+        barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }
       block = own_first;
@@ -492,7 +489,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         more = ++member < p.problem.group;
         if (more) skip();
       }
-      if (more) barrier_wait(block_full(ring.slot), ring.phase);
+      if (more) barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(next, k, panel_descriptor(query_at(ring.slot)));  // after the last block nobody reads it
 
       // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
@@ -542,12 +539,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
     int freed = -1;
     const auto free_block = [&](int slot) {
-      barrier_arrive_if(lane == 0 && freed >= 0, block_empty(max(freed, 0)));
+      barrier_arrive_if(lane == 0 && freed >= 0, barriers.block_empty(max(freed, 0)));
       freed = slot;
     };
     skip();
     if (block < end) {
-      barrier_wait(block_full(ring.slot), ring.phase);
+      barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(scores_a, k, panel_descriptor(query_at(ring.slot)));
       wgmma_wait<0>();
       pin_registers(scores_a);
@@ -564,7 +561,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     } else {
       for (member = 1; member < p.problem.group; ++member) skip();
     }
-    barrier_arrive_if(lane == 0, tile_empty(at.slot));
+    barrier_arrive_if(lane == 0, barriers.tile_empty(at.slot));
     at.advance();
     const int key_heads = p.problem.heads / p.problem.group;
     const uint32_t out = shared + Shape::kOutAt + warpgroup * Shape::kOutBytes;
