@@ -68,15 +68,12 @@ Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const Att
   return cudaGetLastError();
 }
 
-#define INSTANTIATE(T)                                                           \
+#define GPTKERNELS_INSTANTIATE(T)                                                \
   template int64_t attention_forward_workspace<T>(const AttentionForward<T>&);   \
   template int64_t attention_backward_workspace<T>(const AttentionBackward<T>&); \
   template Status attention_forward<T>(const AttentionForward<T>&, Stream);      \
   template Status attention_backward<T>(const AttentionBackward<T>&, Stream);
-INSTANTIATE(double)
-INSTANTIATE(float)
-INSTANTIATE(bfloat16)
-INSTANTIATE(float16)
-#undef INSTANTIATE
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+#undef GPTKERNELS_INSTANTIATE
 
 }  // namespace gptkernels::cuda

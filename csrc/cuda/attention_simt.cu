@@ -487,14 +487,11 @@ Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
   });
 }
 
-#define INSTANTIATE(T)                                                           \
+#define GPTKERNELS_INSTANTIATE(T)                                                \
   template int64_t attention_backward_simt_workspace<T>(const AttentionSizes&);  \
   template Status attention_forward_simt<T>(const AttentionForward<T>&, Stream); \
   template Status attention_backward_simt<T>(const AttentionBackward<T>&, Stream);
-INSTANTIATE(double)
-INSTANTIATE(float)
-INSTANTIATE(bfloat16)
-INSTANTIATE(float16)
-#undef INSTANTIATE
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+#undef GPTKERNELS_INSTANTIATE
 
 }  // namespace gptkernels::cuda

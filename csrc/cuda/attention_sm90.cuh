@@ -5,7 +5,10 @@
 
 #include "../attention.h"
 #include "../philox.h"
+#include "common/approximate.cuh"
+#include "common/hopper.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
 
@@ -32,15 +35,6 @@ bool built_for_wgmma() {
 
 __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ inline void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// One arrival, and bytes that TMA will deliver.
-__device__ inline void barrier_expect(uint32_t barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 __device__ inline void barrier_arrive(uint32_t barrier) {
@@ -86,12 +80,6 @@ struct RingPosition {
   }
 };
 
-__device__ inline float exp2_approximate(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Keeps what x (never -inf) is computed from ahead of what follows, where the assembler would move it behind a wait: a
 // store that never happens needs x.
 __device__ inline void complete(float x) {
@@ -104,29 +92,6 @@ __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, u
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
-}
-
-__device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(shared)
-               : "memory");
-}
-
-// D (16 x 8) += A (16 x 16) B (16 x 8) by one warp.
-template <typename T>
-__device__ void mma_16x8(float* d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
 }
 
 __device__ inline float quad_max(float x) {

@@ -108,7 +108,7 @@ struct BackwardBarriers {
       barrier_init(block_full(i), 1);
       barrier_init(block_empty(i), kComputingWarps);
     }
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
 };
 
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       tiles[at.slot] = {row, found.head, 0, blocks};
       const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
       const int key_head = head / p.problem.group;
-      barrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
+      mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
         tma_load(to, p.query, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       at.advance();
       for (int block = blocks - 1; block >= 0; --block) {
         barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
-        barrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
+        mbarrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
         for (int i = 0; i < Shape::kPanels; ++i) {
           tma_load(key_at(ring.slot) + i * Shape::kBlockPanel, p.key, i * kPanelColumns, block * kBlock, key_head,
                    batch, barriers.block_full(ring.slot));
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       delta[r] = quad_sum(delta[r]);
       if (inside && p.dlogsumexp) delta[r] -= p.dlogsumexp[index];
       const float logsumexp = inside ? p.logsumexp[index] : 0;
-      bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * 1.4426950408889634f;  // no key seen: P = 0
+      bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
       if (lane % 4 == 0) {
         p.row_bias[tile.head * p.pitch + row] = bias[r];
         p.row_delta[tile.head * p.pitch + row] = delta[r];
@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       }
       float last = 0;
 #pragma unroll
-      for (int i = 0; i < 32; ++i) current[i] = exp2_approximate(fmaf(current[i], factor, bias[i / 2 % 2]));
+      for (int i = 0; i < 32; ++i) current[i] = exp2_approximately(fmaf(current[i], factor, bias[i / 2 % 2]));
 #pragma unroll
       for (int i = 0; i < 32; i += 8) last = fmaxf(last, current[i + 7]);
       complete(last);
@@ -360,12 +360,6 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-__device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-               "l"(global), "r"(bytes), "r"(barrier)
-               : "memory");
-}
-
 __device__ inline float2 load_shared_pair(uint32_t shared) {
   float2 pair;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared) : "memory");
@@ -411,7 +405,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
       tiles[at.slot] = {row, found.head, first, query_blocks - first};
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
-      barrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
+      mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
         tma_load(to, p.key, i * kPanelColumns, row, key_head, batch, barriers.tile_full(at.slot));
@@ -424,7 +418,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         for (int block = first; block < query_blocks; ++block) {
           const uint32_t full = barriers.block_full(ring.slot);
           barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
-          barrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
+          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
                      batch, full);
@@ -509,10 +503,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float2 bias = load_shared_pair(bias_at(now.slot) + (8 * i + 2 * (lane % 4)) * 4);
-        current[4 * i] = exp2_approximate(fmaf(current[4 * i], factor, bias.x));
-        current[4 * i + 1] = exp2_approximate(fmaf(current[4 * i + 1], factor, bias.y));
-        current[4 * i + 2] = exp2_approximate(fmaf(current[4 * i + 2], factor, bias.x));
-        current[4 * i + 3] = exp2_approximate(fmaf(current[4 * i + 3], factor, bias.y));
+        current[4 * i] = exp2_approximately(fmaf(current[4 * i], factor, bias.x));
+        current[4 * i + 1] = exp2_approximately(fmaf(current[4 * i + 1], factor, bias.y));
+        current[4 * i + 2] = exp2_approximately(fmaf(current[4 * i + 2], factor, bias.x));
+        current[4 * i + 3] = exp2_approximately(fmaf(current[4 * i + 3], factor, bias.y));
         last = fmaxf(last, current[4 * i + 3]);
       }
       complete(last);

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
       barrier_init(value_full(i), 1);
       barrier_init(value_empty(i), kConsumerWarps);
     }
-    barrier_init_fence();
+    mbarrier_init_fence();
   }
   __syncthreads();
 
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     RingPosition<2> query;
     RingPosition<kStages> key;
     const auto load = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int block, int head, int batch) {
-      barrier_expect(full, Shape::kKeyBytes);
+      mbarrier_expect(full, Shape::kKeyBytes);
       for (int i = 0; i < kPanels; ++i)
         tma_load(to + i * Shape::kKeyPanel, map, i * kPanelColumns, block * kKeys, head, batch, full);
     };
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
       tiles[query.slot] = {row, found.head, blocks};
       const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
       const int key_head = head / p.problem.group;
-      barrier_expect(query_full(query.slot), Shape::kQueryBytes);
+      mbarrier_expect(query_full(query.slot), Shape::kQueryBytes);
       for (int i = 0; i < kPanels; ++i)
         tma_load(shared + query.slot * Shape::kQueryBytes + i * Shape::kQueryPanel, p.query, i * kPanelColumns, row,
                  head, batch, query_full(query.slot));
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
         uint32_t b[4];
         load_matrices(b, k + i / 4 * Shape::kKeyPanel +
                              panel_offset(j * 16 + lane / 16 * 8 + lane % 8, i % 4 * 2 + lane / 8 % 2));
-        mma_16x8<T>(&scores[8 * j], a, b[0], b[1]);
-        mma_16x8<T>(&scores[8 * j + 4], a, b[2], b[3]);
+        mma<T>(reinterpret_cast<float (&)[4]>(scores[8 * j]), a, b[0], b[1]);
+        mma<T>(reinterpret_cast<float (&)[4]>(scores[8 * j + 4]), a, b[2], b[3]);
       }
     }
   };
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
         odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
       }
       largest[r] = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
-      rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximate((reference[r] - largest[r]) * factor);
+      rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest[r]) * factor);
       reference[r] = largest[r];
     }
     needs_reference = __any_sync(~0u, largest[0] == -INFINITY || largest[1] == -INFINITY);
@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
       for (int i = 0; i < kScores / 4; ++i) {
         float& x = scores[4 * i + 2 * r];
         float& y = scores[4 * i + 2 * r + 1];
-        x = exp2_approximate(fmaf(x, factor, bias));
-        y = exp2_approximate(fmaf(y, factor, bias));
+        x = exp2_approximately(fmaf(x, factor, bias));
+        y = exp2_approximately(fmaf(y, factor, bias));
         even += x;
         odd += y;
       }

@@ -31,9 +31,11 @@ __device__ inline void mbarrier_init_fence() {
 }
 
 // Arrives, and announces the bytes that the phase still has to wait for.
+__device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  mbarrier_expect(shared_address(barrier), bytes);
 }
 
 // Waits until the phase of this parity has completed; the phases' parities are 0, 1, 0, ...
@@ -51,11 +53,13 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
 
 // Copies from global to shared memory, asynchronously. Addresses and size are multiples of 16 bytes; the barrier counts
 // the bytes as they arrive.
-__device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(shared)),
-               "l"(global), "r"(bytes), "r"(shared_address(barrier))
+__device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
+}
+__device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
+  bulk_load(shared_address(shared), global, bytes, shared_address(barrier));
 }
 
 __device__ inline unsigned cluster_rank() {
