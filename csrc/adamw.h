@@ -28,7 +28,8 @@ struct AdamwOptions {
 // Optional scalars on the tensors' device (or null). The kernel reads them there, so a CUDA graph can replay with new
 // values.
 struct AdamwNumbers {
-  const float* lr;          // or null: options.lr
+  const float* lr;          // or null: wide_lr
+  const double* wide_lr;    // or null: options.lr
   const float* grad_scale;  // the gradients are divided by it
   const float* grad_norm;   // of the gradients so divided; they are clipped to options.max_grad_norm
   const float* found_inf;   // when it is not 0, nothing changes
@@ -84,7 +85,7 @@ GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
 
 template <typename A>
 GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const AdamwNumbers& numbers, double step) {
-  const double lr = numbers.lr ? *numbers.lr : o.lr;
+  const double lr = numbers.lr ? *numbers.lr : numbers.wide_lr ? *numbers.wide_lr : o.lr;
   const double scale = numbers.grad_scale ? *numbers.grad_scale : 1;
   const double clip = numbers.grad_norm ? clip_coefficient(*numbers.grad_norm, o.max_grad_norm) : 1;
   return {.gradient = A((o.maximize ? -clip : clip) / scale),

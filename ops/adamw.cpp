@@ -145,9 +145,8 @@ void check_option(const char* name, double value, bool good, const char* wanted)
 
 void check_lr(const Tensor& lr) {
   if (lr.numel() != 1) fail(op, "lr must have one element, got shape ", describe(shape_of(lr)));
-  if (lr.scalar_type() != ScalarType::Float && (lr.scalar_type() != ScalarType::Double || !lr.is_cpu()))
-    fail(op, "lr must be float32, or float64 on the cpu, got ", describe(lr.scalar_type()), " on ",
-         describe_device(lr));
+  if (lr.scalar_type() != ScalarType::Float && lr.scalar_type() != ScalarType::Double)
+    fail(op, "lr must be float32 or float64, got ", describe(lr.scalar_type()));
 }
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
@@ -293,7 +292,9 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
                                 .weight_decay = weight_decay,
                                 .max_grad_norm = static_cast<float>(max_grad_norm.value_or(0)),
                                 .maximize = maximize};
-  const AdamwNumbers numbers = {.lr = lr.is_cpu() ? nullptr : pointer<float>(lr),
+  const bool wide = lr.scalar_type() == ScalarType::Double;
+  const AdamwNumbers numbers = {.lr = lr.is_cpu() || wide ? nullptr : pointer<float>(lr),
+                                .wide_lr = lr.is_cpu() || !wide ? nullptr : pointer<double>(lr),
                                 .grad_scale = pointer<float>(grad_scale),
                                 .grad_norm = pointer<float>(grad_norm),
                                 .found_inf = pointer<float>(found_inf)};

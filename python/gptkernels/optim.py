@@ -212,10 +212,12 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """In float64 on the CPU, where the launch reads it; in float32 on the device, where the kernel does."""
+    """On the CPU, where the launch reads it, or on the device, where the kernel does."""
     if not isinstance(lr, Tensor):
         return torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
-    return lr.double() if lr.is_cpu else lr.to(device, torch.float32)
+    if lr.is_cpu:
+        return lr.double()
+    return lr.to(device, lr.dtype if lr.dtype == torch.float64 else torch.float32)
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:

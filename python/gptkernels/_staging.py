@@ -1,0 +1,66 @@
+"""A batch on its way into the tensors that a CUDA graph reads."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Signature = tuple[tuple[torch.Size, torch.dtype], ...]
+
+
+def signature(batch: Sequence[Tensor]) -> Signature:
+    """What a graph captured for one batch asks of the next."""
+    return tuple((t.shape, t.dtype) for t in batch)
+
+
+class Staging:
+    """Static tensors on a CUDA device, and the way into them.
+
+    A batch on the host is copied to pinned memory and from there, on a stream of its own, to one of two buffers on the
+    device, while the device still works on the step before. Only the copy from the buffer into the static tensors waits
+    for that step. The caller may use his own memory again at once.
+
+    Args:
+        kind: the shapes and dtypes that all batches have.
+        device: where the static tensors are.
+    """
+
+    def __init__(self, kind: Signature, device: torch.device) -> None:
+        self.static = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in kind]
+        self._stream = torch.cuda.Stream(device)
+        self._buffers: list[_Buffer] = []
+
+    def put(self, batch: Sequence[Tensor]) -> None:
+        """Copy a batch into the static tensors, in the order of the current stream."""
+        sources = batch if all(t.is_cuda for t in batch) else self._on_device(batch)
+        for static, source in zip(self.static, sources, strict=True):
+            static.copy_(source, non_blocking=True)
+        if sources is not batch:
+            self._buffers[-1].free.record()
+
+    def _on_device(self, batch: Sequence[Tensor]) -> list[Tensor]:
+        """The batch in a buffer on the device, before whatever the current stream does next."""
+        if not self._buffers:
+            self._buffers = [_Buffer(self.static) for _ in range(2)]
+        buffer = self._buffers.pop(0)
+        self._buffers.append(buffer)
+        buffer.filled.synchronize()  # the copy of two batches ago: as a rule it has long been done
+        for pinned, t in zip(buffer.pinned, batch, strict=True):
+            pinned.copy_(t)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(buffer.free)
+            for on_device, pinned in zip(buffer.on_device, buffer.pinned, strict=True):
+                on_device.copy_(pinned, non_blocking=True)
+            buffer.filled.record()
+        torch.cuda.current_stream().wait_event(buffer.filled)
+        return buffer.on_device
+
+
+class _Buffer:
+    """A batch in pinned memory and on the device; `filled` is when it is there, `free` when it has been taken."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        self.pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in like]
+        self.on_device = [torch.empty_like(t) for t in like]
+        self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
+        self.free.record()  # on_device may be memory that earlier work of this stream still uses

@@ -1,0 +1,407 @@
+"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of the eager one; on the CPU it is that."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import gptkernels
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.optim import AdamW
+
+CONFIG = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 500, "block_size": 64}
+STEPS = 6  # of which the first two are eager everywhere
+
+
+@pytest.fixture(autouse=True)
+def _reports(caplog):
+    caplog.set_level(logging.INFO, logger="gptkernels.graphs")
+
+
+def make(device, dtype=torch.bfloat16, dropout=0.0, **options):
+    torch.manual_seed(7)
+    model = GPT2(GPT2Config(**CONFIG), device=device, dtype=dtype)
+    for block in model.transformer.h:
+        block.attn.dropout = dropout
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    options = {"lr": 1e-2, "master_weights": True, "max_grad_norm": 1.0, **options}
+    return model, AdamW(groups, **options)
+
+
+def loss_of(model, autocast=False):
+    def loss(tokens, targets):
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            return model(tokens, targets, return_logits=False)[1]
+
+    return loss
+
+
+def batches(count, batch=3, length=64, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    windows = torch.randint(500, (count, batch, length + 1), generator=generator)
+    return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
+
+
+def plain_step(model, optimizer, loss, *micro):
+    """The loop that people write."""
+    device = next(model.parameters()).device
+    total = 0
+    for batch in micro:
+        value = loss(*(t.to(device) for t in batch))
+        value = value / len(micro) if len(micro) > 1 else value
+        value.backward()
+        total = total + value.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(total), float(optimizer.grad_norm)
+
+
+def assert_same(a, b):
+    (model_a, optimizer_a), (model_b, optimizer_b) = a, b
+    for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+        for key, value in optimizer_a.state[p].items():
+            assert torch.equal(value, optimizer_b.state[q][key]), f"{name}: {key}"
+
+
+def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
+    """Plain and graphed steps on the same batches, each step (micro-batch, ...); everything must be equal bit by bit.
+
+    Returns:
+        The graphed step, and the losses.
+    """
+    plain, graphed = make(device, **options), make(device, **options)
+    loss, losses = loss_of(plain[0], autocast), []
+    step = gptkernels.graphed_step(loss_of(graphed[0], autocast), graphed[1])
+    torch.manual_seed(3)
+    numbers = []
+    for i, micro in enumerate(steps):
+        change(i, *plain)
+        numbers.append(plain_step(*plain, loss, *micro))
+    torch.manual_seed(3)
+    for i, micro in enumerate(steps):
+        change(i, *graphed)
+        result = step(*micro)
+        assert all(p.grad is None for p in graphed[0].parameters())
+        assert result.read() == pytest.approx(numbers[i], rel=0, abs=0)
+        assert (result.loss.item(), result.grad_norm.item()) == numbers[i]
+        assert graphed[1].grad_norm.item() == numbers[i][1]
+        losses.append(result.read().loss)
+    assert_same(plain, graphed)
+    return step, losses
+
+
+def expect_captures(step, device, count):
+    if device.type == "cuda":
+        assert step.eager_because is None
+        assert step.captures == count
+    else:
+        assert step.eager_because == "the parameters are on the CPU"
+        assert step.captures == 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_has_the_bits_of_the_eager_step(device, accumulation):
+    data = batches(STEPS * accumulation)
+    step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)])
+    expect_captures(step, device, 1)
+    assert len(set(losses)) == STEPS
+
+
+@pytest.mark.parametrize("where", ["float", "cpu", "device"])
+def test_learning_rates_change(device, where):
+    def change(i, model, optimizer):
+        for k, group in enumerate(optimizer.param_groups):
+            rate = 0.003 * (i + 1) / (k + 1)
+            group["lr"] = {
+                "float": lambda rate=rate: rate,
+                "cpu": lambda rate=rate: torch.tensor(rate),
+                "device": lambda rate=rate: torch.tensor(rate, device=device),
+            }[where]()
+
+    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], change)
+    expect_captures(step, device, 1)
+
+
+def test_schedulers_change_the_learning_rate(device):
+    schedulers = {}
+
+    def change(i, model, optimizer):
+        if i == 0:
+            schedulers[optimizer] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+        else:
+            schedulers[optimizer].step()
+
+    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], change)
+    expect_captures(step, device, 1)
+
+
+def test_every_replay_drops_anew_and_as_eager(device):
+    """The same batch at a learning rate of 0: only the masks can differ."""
+    (batch,) = batches(1)
+    step, losses = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
+    assert len(set(losses)) == STEPS
+    expect_captures(step, device, 1)
+
+
+def test_a_change_of_shape_captures_again(device):
+    """Two shapes in turn, and one whose last batch of a step is shorter."""
+    long, short = batches(8), batches(8, batch=2, length=32, seed=2)
+    one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
+    both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
+    step, _ = run_both(device, [*one, *both])
+    expect_captures(step, device, 3)
+
+
+def test_autocast(device):
+    """Parameters in float32, cast inside the graph: each step must see their new values."""
+    step, losses = run_both(device, [[b] for b in batches(1) * STEPS], autocast=True, dtype=torch.float32)
+    assert len(set(losses)) == STEPS
+    expect_captures(step, device, 1)
+
+
+def test_autocast_around_the_step(device):
+    """One context around all steps; autocast's cache of casts must not outlive an update."""
+    plain, graphed = make(device, dtype=torch.float32), make(device, dtype=torch.float32)
+    step = gptkernels.graphed_step(loss_of(graphed[0], autocast=False), graphed[1])
+    inside = loss_of(plain[0], autocast=True)
+
+    def loss(tokens, targets):
+        return plain[0](tokens, targets, return_logits=False)[1]
+
+    step = gptkernels.graphed_step(lambda *b: graphed[0](*b, return_logits=False)[1], graphed[1])
+    numbers = [plain_step(*plain, inside, batch) for batch in batches(STEPS)]
+    with torch.autocast(device.type, torch.bfloat16):
+        found = [step(batch).read() for batch in batches(STEPS)]
+    assert [tuple(n) for n in found] == numbers
+    assert_same(plain, graphed)
+
+
+@pytest.mark.parametrize("option", ["weight_decay", "max_grad_norm", "requires_grad"])
+def test_options_that_change(device, option):
+    def change(i, model, optimizer):
+        if i != 4:
+            return
+        if option == "weight_decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        elif option == "max_grad_norm":
+            optimizer.max_grad_norm = 0.01
+        else:
+            model.transformer.ln_f.bias.requires_grad_(False)
+
+    step, _ = run_both(device, [[batch] for batch in batches(8)], change)
+    expect_captures(step, device, 2)
+
+
+def test_load_state_dict(device):
+    """Back to an earlier state in the middle: the graph must not go on with the old moments and masters."""
+    saved = {}
+
+    def change(i, model, optimizer):
+        if i == 3:
+            saved[model] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        if i == 5:
+            model.load_state_dict(saved[model][0])
+            optimizer.load_state_dict(saved[model][1])
+
+    step, _ = run_both(device, [[batch] for batch in batches(9)], change)
+    expect_captures(step, device, 2)
+
+
+def test_a_run_that_is_resumed(device):
+    """In a new process the first steps are eager; they are the ones that would have been replayed."""
+    data = batches(8)
+    model, optimizer = make(device)
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    for batch in data[:4]:
+        step(batch)
+    model_2, optimizer_2 = make(device)
+    model_2.load_state_dict(copy.deepcopy(model.state_dict()))
+    optimizer_2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step_2 = gptkernels.graphed_step(loss_of(model_2), optimizer_2)
+    for batch in data[4:]:
+        assert step(batch).read() == step_2(batch).read()
+    assert_same((model, optimizer), (model_2, optimizer_2))
+
+
+def test_batches_on_the_device_and_memory_that_is_used_again(device):
+    """The caller's memory may change as soon as the step has been launched, unless it is on the device."""
+    plain, graphed = make(device), make(device)
+    step = gptkernels.graphed_step(loss_of(graphed[0]), graphed[1])
+    data = batches(2 * STEPS)
+    buffer = [t.clone() for t in data[0]]
+    for i, batch in enumerate(data):
+        numbers = plain_step(*plain, loss_of(plain[0]), batch)
+        if i % 3 == 0:
+            result = step([t.to(device) for t in batch])
+        else:
+            for to, t in zip(buffer, batch, strict=True):
+                to.copy_(t)
+            result = step(buffer)
+            if step.captures:
+                for to in buffer:
+                    to.zero_()
+        assert result.read() == numbers
+    assert_same(plain, graphed)
+
+
+def test_results_are_read_late(device):
+    model, optimizer = make(device)
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    results = [step(batch) for batch in batches(STEPS)]
+    read = [result.read() for result in results]
+    assert len({numbers.loss for numbers in read}) == STEPS
+    assert [(r.loss.item(), r.grad_norm.item()) for r in results] == [tuple(n) for n in read]
+
+
+def test_without_a_norm(device):
+    model, optimizer = make(device, max_grad_norm=None)
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    for batch in batches(4):
+        result = step(batch)
+        assert result.grad_norm is None
+        assert result.read().grad_norm is None
+
+
+def test_a_model_that_is_not_ours(device):
+    def build():
+        torch.manual_seed(5)
+        layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1)]
+        model = torch.nn.Sequential(*layers).to(device)
+        return model, AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+    def loss_with(model):
+        return lambda x, y: torch.nn.functional.mse_loss(model(x), y)
+
+    plain, graphed = build(), build()
+    step = gptkernels.graphed_step(loss_with(graphed[0]), graphed[1])
+    data = [(torch.randn(16, 8), torch.randn(16, 1)) for _ in range(STEPS)]
+    torch.manual_seed(3)
+    numbers = [plain_step(*plain, loss_with(plain[0]), batch) for batch in data]
+    torch.manual_seed(3)
+    assert [tuple(step(batch).read()) for batch in data] == numbers
+    assert_same(plain, graphed)
+    expect_captures(step, device, 1)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_before_update(device, accumulation):
+    """It sees the gradients, and what it does to them counts: halved, they have half the norm."""
+    plain, graphed = make(device), make(device)
+    norms = []
+
+    def halve(model):
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+        norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()))
+
+    steps = [gptkernels.graphed_step(loss_of(plain[0]), plain[1], before_update=lambda: halve(plain[0]), capture=False)]
+    steps += [gptkernels.graphed_step(loss_of(graphed[0]), graphed[1], before_update=lambda: halve(graphed[0]))]
+    data = batches(STEPS * accumulation)
+    for i in range(STEPS):
+        results = [step(*data[i::STEPS]).read() for step in steps]
+        assert results[0] == results[1]
+        assert results[0].grad_norm == pytest.approx(norms[-1], rel=1e-4)
+    assert steps[0].eager_because == "capture is False"
+    expect_captures(steps[1], device, 1)
+    assert_same(plain, graphed)
+
+
+# ---- where it stays eager --------------------------------------------------------------------------------------------
+
+
+def only_record(caplog):
+    (record,) = [r for r in caplog.records if r.name == "gptkernels.graphs"]
+    return record.getMessage()
+
+
+def train_eagerly(step, model, optimizer, loss, expected):
+    """The step is the plain one, whatever made it so."""
+    plain_model = copy.deepcopy(model)
+    plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    for batch in batches(5):
+        assert step(batch).read() == plain_step(plain_model, plain_optimizer, loss(plain_model), batch)
+    assert expected in (step.eager_because or "")
+    assert step.captures == 0
+
+
+def test_the_cpu_is_eager_with_one_line(caplog):
+    model, optimizer = make(torch.device("cpu"))
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    for batch in batches(4):
+        step(batch)
+    assert only_record(caplog) == "the training step runs eagerly: the parameters are on the CPU"
+
+
+def test_another_optimizer(device, caplog):
+    model, _ = make(device, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    losses = [step(batch).read() for batch in batches(1) * 4]
+    assert losses[0].loss > losses[-1].loss
+    assert all(numbers.grad_norm is None for numbers in losses)
+    assert ("SGD" if device.type == "cuda" else "CPU") in only_record(caplog)
+
+
+def test_step_hooks(device, caplog):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    model, optimizer = make(device)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    for batch in batches(4):
+        step(batch)
+    assert len(calls) == 4
+    assert "step hooks" in only_record(caplog)
+
+
+def test_a_hook_that_waits_for_the_device(device, caplog):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    model, _ = make(device, dtype=torch.float32)
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    seen = []
+    model.transformer.ln_f.register_forward_hook(lambda module, inputs, out: seen.append(out.mean().item()))
+    train_eagerly(
+        gptkernels.graphed_step(loss_of(model), optimizer), model, optimizer, loss_of, "waits for the device, at"
+    )
+    assert "test_graphs.py" in only_record(caplog)
+
+
+def test_a_capture_that_fails(device, caplog):
+    """What no watch sees: a wait that only the capture refuses. The generators work afterwards."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    model, _ = make(device, dtype=torch.float32)
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+    def waiting(model):
+        def loss(tokens, targets):
+            torch.rand(3, device=device)
+            torch.cuda.current_stream().synchronize()
+            return model(tokens, targets, return_logits=False)[1]
+
+        return loss
+
+    train_eagerly(
+        gptkernels.graphed_step(waiting(model), optimizer), model, optimizer, loss_of, "it cannot be captured"
+    )
+    assert "it cannot be captured" in only_record(caplog)
+    assert torch.rand(3, device=device).isfinite().all()
+    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], dropout=0.1)
+    expect_captures(step, device, 1)
+
+
+def test_what_it_refuses(device):
+    model, optimizer = make(device)
+    step = gptkernels.graphed_step(loss_of(model), optimizer)
+    with pytest.raises(ValueError, match="at least one batch"):
+        step()
+    with pytest.raises(TypeError, match="tuple or list of tensors, got Tensor"):
+        step(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="are more than block_size"):
+        step(batches(1, length=65)[0])
