@@ -105,7 +105,6 @@ def _profiles(config, weights, sizes, precision, device):
     speed = timeline.rates(device)
     itemsize = 4 if precision == "tf32" else 2
     count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied
-    update_bytes = count * 28  # gradient, moments, parameter, and with 16 bits its master
     found = []
     for batch in sizes:
         step = make("ours", precision, config, weights, device)
@@ -114,7 +113,7 @@ def _profiles(config, weights, sizes, precision, device):
             step(*b)
         torch.cuda.synchronize()
         launched = timeline.launches(lambda step=step, b=data[3]: step(*b))
-        lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, update_bytes=update_bytes))
+        lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, parameters=count))
         found.append({"batch": batch, "precision": precision, "lines": lines})
         print(_profile_table(found[-1]), flush=True)
         del step

@@ -1,5 +1,6 @@
 """The kernels of one step, by what they compute: their time, the least that it could be, and the difference."""
 
+import collections
 import math
 import re
 from collections.abc import Callable, Iterable
@@ -12,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import roof
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul", re.IGNORECASE)
-PART_OF_PRODUCT = re.compile(r"splitK|Memset", re.IGNORECASE)  # what cuBLAS launches around a product
+BEFORE_PRODUCT, AFTER_PRODUCT = re.compile(r"Memset"), re.compile(r"splitKreduce")  # which cuBLAS launches with it
 
 # What the products of an op compute, in the order of their launches; from the start again where there are more.
 PRODUCTS = {
@@ -97,49 +98,62 @@ def _owner(event):
 # ---- what they compute -----------------------------------------------------------------------------------------------
 
 
-def pieces(found: Iterable[Launch], speed: Rates, *, itemsize: int, update_bytes: int) -> list[Piece]:
+def pieces(found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int) -> list[Piece]:
     """The launches by what they compute, the most excessive first.
 
     Args:
         found: what a step launched.
         speed: what the floors are measured by.
         itemsize: bytes of an activation.
-        update_bytes: what AdamW must read and write for all parameters.
+        parameters: how many numbers AdamW updates.
     """
     by_key: dict[tuple, Piece] = {}
-    counted, products, last = set(), {}, ""
+    counted, products, longest = set(), collections.Counter(), {}
+    updates = len({launch.call for launch in found if launch.op == "adamw_"})
+    sizes = Sizes(itemsize, parameters, max(updates, 1))
     for launch in found:
-        what = _what(launch, products, last)
-        if PRODUCT.search(launch.kernel):
-            last = what
+        what = _what(launch, products)
         size = " ".join("x".join(map(str, shape)) for shape in launch.shapes[:2] if shape)
         key = launch.op, what, size
-        piece = by_key.setdefault(key, Piece(launch.op, what, size, _short(launch.kernel)))
+        piece = by_key.setdefault(key, Piece(launch.op, what, size, ""))
         piece.launches += 1
         piece.seconds += launch.seconds
+        if launch.seconds > longest.get(key, 0.0):
+            longest[key], piece.kernel = launch.seconds, _short(launch.kernel)
         if (launch.call, what) not in counted:
             counted.add((launch.call, what))
-            nbytes, flops = least(launch.op, what, launch.shapes, itemsize, update_bytes)
+            nbytes, flops = least(launch.op, what, launch.shapes, sizes)
             piece.floor += max(nbytes / speed.bytes, flops / speed.flops)
     return sorted(by_key.values(), key=lambda piece: -piece.excess)
 
 
-def _what(launch: Launch, products: dict[int, int], last: str) -> str:
+def _what(launch: Launch, products: collections.Counter) -> str:
+    """The part of the op; `products` counts each call's."""
     names = PRODUCTS.get(launch.op)
-    if names and PART_OF_PRODUCT.search(launch.kernel) and not PRODUCT.search(launch.kernel):
-        return last or names[0]
     if names and PRODUCT.search(launch.kernel):
-        i = products[launch.call] = products.get(launch.call, -1) + 1
-        return names[i % len(names)]
-    for part in ("column_sum", "partial_sums", "fused_classifier", "bins", "tiles"):
-        if part in launch.kernel:
-            return part.replace("_", " ").replace("partial sums", "column sum") if names else ""
-    return "other" if names else ""
+        products[launch.call] += 1
+        return names[(products[launch.call] - 1) % len(names)]
+    if names and BEFORE_PRODUCT.search(launch.kernel):
+        return names[products[launch.call] % len(names)]
+    if names and AFTER_PRODUCT.search(launch.kernel):
+        return names[(products[launch.call] - 1) % len(names)]
+    if not names:
+        return ""
+    parts = {"column_sum": "column sums", "partial_sums": "column sums", "fused_classifier": "classifier"}
+    return next((what for part, what in parts.items() if part in launch.kernel), "other")
 
 
-def least(op, what, shapes, itemsize, update_bytes) -> tuple[int, int]:
+class Sizes(NamedTuple):
+    """What the shapes of a call don't say: bytes of an activation, the parameters, and how many calls update them."""
+
+    itemsize: int
+    parameters: int
+    updates: int
+
+
+def least(op, what, shapes, sizes) -> tuple[int, int]:
     """Bytes that one call must move, and flops; 0 for what could be part of another pass."""
-    n = math.prod(shapes[0]) if shapes else 0
+    n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
         x, weight = _x_and_weight(op, what, shapes)
         flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
@@ -148,15 +162,17 @@ def least(op, what, shapes, itemsize, update_bytes) -> tuple[int, int]:
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
         return 0, (2 if op == "attention" else 5) * b * t * t * (c3 // 3)  # half of the products, by the causal mask
     passes = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3, "encoder": 2}
-    if op == "residual_layernorm_backward":
+    if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
         return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0
     if op in passes:
         return passes[op] * n * itemsize * (shapes[1][-1] if op == "encoder" else 1), 0
     if op == "encoder_backward" and not what:
         return n * itemsize, 0
-    if what == "fused classifier":
+    if what == "classifier":
         return 2 * n // shapes[0][-1] * shapes[1][0] * itemsize, 0
-    return {"adamw_": update_bytes, "global_norm": update_bytes * itemsize // 28}.get(op, 0), 0
+    # AdamW: the gradient, two moments, the parameter, and in 16 bits its master.
+    update = {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
+    return update.get(op, 0), 0
 
 
 def _x_and_weight(op, what, shapes):
