@@ -1,6 +1,7 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps). With
-// a residual it normalises sum = x + residual, rounded to T, and writes the sum too: the step between two blocks of a
-// transformer in one pass.
+// a residual it normalises sum = x + x_bias + residual, rounded to T, and writes the sum too: the step between two
+// blocks of a transformer in one pass. x_bias is that of the linear layer which made x. Added here it costs nothing,
+// and neither does its gradient, the sums of dx over the rows.
 #pragma once
 
 #include "device.h"
@@ -15,6 +16,7 @@ struct LayernormForward {
   T* sum;                 // (N, C), where there is a residual
   const T* x;             // (N, C)
   const T* residual;      // (N, C) or null: none
+  const T* x_bias;        // (C) or null: zeros; only with a residual
   const T* weight;        // (C) or null: ones
   const T* bias;          // (C) or null: zeros
   int64_t rows;           // N
@@ -27,13 +29,14 @@ struct LayernormBackward {
   T* dx;                        // (N, C) or null: not wanted
   T* dweight;                   // (C) or null: not wanted
   T* dbias;                     // (C) or null: not wanted
+  T* dx_bias;                   // (C) or null: not wanted; dx then is not null
   const T* dout;                // (N, C)
   const T* dsum;                // (N, C) or null: the gradient of the sum by other paths, added to dx
   const T* x;                   // (N, C)
   const T* weight;              // (C) or null: ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes
+  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; null: no sums are wanted
   int64_t rows;                 // N
   int64_t width;                // C
 };
@@ -41,7 +44,7 @@ struct LayernormBackward {
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
 
-// The size of the backward's workspace in bytes: partial sums of dweight and dbias over groups of rows.
+// The size of the backward's workspace in bytes: partial sums of dweight, dbias and dx_bias over groups of rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 

@@ -78,28 +78,44 @@ Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t
   return losses;
 }
 
-Tensor fused_classifier_backward_op(const Tensor& dlosses, const Tensor& dlogits) {
-  constexpr const char* op = "fused_classifier_backward";
+void check_backward(const char* op, const Tensor& dlosses, const Tensor& dlogits) {
   check_dim_at_least(op, "dlogits", dlogits, 1);
   check_floating(op, "dlogits", dlogits);
   check_same_device(op, "dlosses", dlosses, "dlogits", dlogits);
   check_dtype(op, "dlosses", dlosses, accumulate_dtype(dlogits));
   if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
+}
 
+// scaled and dlogits are dense, and may be the same.
+void backward(const char* op, const Tensor& scaled, const Tensor& dlosses, const Tensor& dlogits) {
   const Launcher launcher(op, dlogits);
   const Tensor dlosses_dense = dense(dlosses);
-  const Tensor dlogits_dense = dense(dlogits);
-  Tensor scaled = allocate(shape_of(dlogits), dlogits);
   dispatch_floating(dlogits, [&]<typename T>() {
     launcher.check(fused_classifier_backward<T>({.scaled = pointer<T>(scaled),
-                                                 .dlogits = pointer<T>(dlogits_dense),
+                                                 .dlogits = pointer<T>(dlogits),
                                                  .dlosses = pointer<accumulate_t<T>>(dlosses_dense),
                                                  .dlosses_per_row = dlosses.dim() != 0,
                                                  .rows = rows_of(dlogits),
                                                  .width = width_of(dlogits)},
                                                 launcher.stream()));
   });
+}
+
+Tensor fused_classifier_backward_op(const Tensor& dlosses, const Tensor& dlogits) {
+  constexpr const char* op = "fused_classifier_backward";
+  check_backward(op, dlosses, dlogits);
+  Tensor scaled = allocate(shape_of(dlogits), dlogits);
+  backward(op, scaled, dlosses, dense(dlogits));
   return scaled;
+}
+
+void fused_classifier_backward_inplace_op(const Tensor& dlosses, Tensor dlogits) {
+  constexpr const char* op = "fused_classifier_backward_";
+  check_backward(op, dlosses, dlogits);
+  check_no_overlap(op, "dlogits", dlogits);
+  const Tensor dlogits_dense = dense(dlogits);
+  backward(op, dlogits_dense, dlosses, dlogits_dense);
+  if (!dlogits.is_contiguous()) torch::stable::copy_(dlogits, dlogits_dense);
 }
 
 }  // namespace
@@ -108,6 +124,7 @@ STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("fused_classifier", TORCH_BOX(&fused_classifier_op));
   m.impl("fused_classifier_", TORCH_BOX(&fused_classifier_inplace_op));
   m.impl("fused_classifier_backward", TORCH_BOX(&fused_classifier_backward_op));
+  m.impl("fused_classifier_backward_", TORCH_BOX(&fused_classifier_backward_inplace_op));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -12,7 +12,8 @@ std::tuple<Tensor, Tensor, Tensor> layernorm_op(const Tensor& x, const OptionalT
 std::tuple<Tensor, Tensor, Tensor> layernorm_backward_op(const Tensor& dout, const Tensor& x,
                                                          const OptionalTensor& weight, const Tensor& mean,
                                                          const Tensor& rstd, const std::vector<bool>& output_mask) {
-  return run_layernorm_backward("layernorm_backward", dout, {}, "x", x, weight, mean, rstd, output_mask);
+  const auto found = run_layernorm_backward("layernorm_backward", dout, {}, "x", x, weight, mean, rstd, output_mask);
+  return {found.dx, found.dweight, found.dbias};
 }
 
 }  // namespace

@@ -13,21 +13,25 @@ struct LayernormOutputs {
   Tensor rstd;
 };
 
-// Layernorm of x, or of x + residual.
+// Layernorm of x, or of x + x_bias + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
-                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps) {
+                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                      const OptionalTensor& x_bias = std::nullopt) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
   check_like(op, "residual", residual, "x", x);
   check_like(op, "weight", weight, "x", x);
   check_like(op, "bias", bias, "x", x);
+  check_like(op, "x_bias", x_bias, "x", x);
   check_shape(op, "residual", residual, shape_of(x));
   check_shape(op, "weight", weight, {width_of(x)});
   check_shape(op, "bias", bias, {width_of(x)});
+  check_shape(op, "x_bias", x_bias, {width_of(x)});
 
   const Launcher launcher(op, x);
   const Tensor x_dense = dense(x);
   const OptionalTensor residual_dense = dense(residual);
+  const OptionalTensor x_bias_dense = dense(x_bias);
   const OptionalTensor weight_dense = dense(weight);
   const OptionalTensor bias_dense = dense(bias);
   LayernormOutputs outputs = {.out = allocate(shape_of(x), x),
@@ -41,6 +45,7 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
                                          .sum = pointer<T>(outputs.sum),
                                          .x = pointer<T>(x_dense),
                                          .residual = pointer<T>(residual_dense),
+                                         .x_bias = pointer<T>(x_bias_dense),
                                          .weight = pointer<T>(weight_dense),
                                          .bias = pointer<T>(bias_dense),
                                          .rows = rows_of(x),
@@ -51,13 +56,19 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
   return outputs;
 }
 
-// dx, dweight and dbias. `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by
-// other paths than the norm, is added to dx.
-inline std::tuple<Tensor, Tensor, Tensor> run_layernorm_backward(const char* op, const Tensor& dout,
-                                                                 const OptionalTensor& dsum, const char* name,
-                                                                 const Tensor& x, const OptionalTensor& weight,
-                                                                 const Tensor& mean, const Tensor& rstd,
-                                                                 const std::vector<bool>& output_mask) {
+struct LayernormGradients {
+  Tensor dx;
+  Tensor dweight;
+  Tensor dbias;
+  Tensor dx_bias;
+};
+
+// `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by other paths than the
+// norm, is added to dx. The mask has three or, with dx_bias, four entries.
+inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
+                                                 const char* name, const Tensor& x, const OptionalTensor& weight,
+                                                 const Tensor& mean, const Tensor& rstd,
+                                                 const std::vector<bool>& output_mask) {
   check_dim_at_least(op, name, x, 1);
   check_floating(op, name, x);
   check_like(op, "dout", dout, name, x);
@@ -74,22 +85,25 @@ inline std::tuple<Tensor, Tensor, Tensor> run_layernorm_backward(const char* op,
   check_shape(op, "rstd", rstd, leading_shape(x));
 
   const Launcher launcher(op, x);
-  const bool sums_wanted = output_mask[1] || output_mask[2];
+  const bool x_bias_wanted = output_mask.size() > 3 && output_mask[3];
+  const bool sums_wanted = output_mask[1] || output_mask[2] || x_bias_wanted;
   const Tensor dout_dense = dense(dout);
   const OptionalTensor dsum_dense = dense(dsum);
   const Tensor x_dense = dense(x);
   const OptionalTensor weight_dense = dense(weight);
   const Tensor mean_dense = dense(mean);
   const Tensor rstd_dense = dense(rstd);
-  Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
+  Tensor dx = allocate_if(output_mask[0] || x_bias_wanted, shape_of(x), x);
   Tensor dweight = allocate_if(output_mask[1], {width_of(x)}, x);
   Tensor dbias = allocate_if(output_mask[2], {width_of(x)}, x);
+  Tensor dx_bias = allocate_if(x_bias_wanted, {width_of(x)}, x);
   dispatch_floating(x, [&]<typename T>() {
     const int64_t scratch = sums_wanted ? layernorm_backward_workspace<T>(rows_of(x), width_of(x)) : 0;
     const Tensor partials = workspace(scratch, x);
     launcher.check(layernorm_backward<T>({.dx = pointer<T>(dx),
                                           .dweight = pointer<T>(dweight),
                                           .dbias = pointer<T>(dbias),
+                                          .dx_bias = pointer<T>(dx_bias),
                                           .dout = pointer<T>(dout_dense),
                                           .dsum = pointer<T>(dsum_dense),
                                           .x = pointer<T>(x_dense),
@@ -101,7 +115,8 @@ inline std::tuple<Tensor, Tensor, Tensor> run_layernorm_backward(const char* op,
                                           .width = width_of(x)},
                                          launcher.stream()));
   });
-  return {dx, dweight, dbias};
+  if (!output_mask[0]) dx = allocate_if(false, shape_of(x), x);
+  return {dx, dweight, dbias, dx_bias};
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -24,11 +24,15 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
   m.def(
-      "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5) "
+      "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, Tensor? "
+      "x_bias=None) "
       "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "residual_layernorm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, "
       "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "residual_layernorm_bias_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, "
+      "Tensor rstd, bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
 
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dout, Tensor out) -> Tensor");
@@ -89,6 +93,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fused_classifier_(Tensor(a!) logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> Tensor");
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
+  m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
   // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
   // lets the op choose. _with_gradients is for 'mean' and 'sum'.

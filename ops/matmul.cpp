@@ -42,6 +42,15 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
+// The fastest plan of a product that comes for the first time. One that accumulates is timed into other memory.
+template <typename T>
+MatmulPlan timed_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
+                      cublasHandle_t handle) {
+  const Tensor scratch = workspace(kMatmulTimingWorkspace, out.tensor);
+  const Tensor other = workspace(p.accumulate ? p.rows * p.out_ld * int64_t(sizeof(double)) : 0, out.tensor);
+  return matmul_time(p, plan, pointer<void>(other), pointer<void>(scratch), handle, launcher.stream());
+}
+
 #else
 
 // The matrix, or batch of them, as a tensor of its own over the same memory.
@@ -141,7 +150,8 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .dgelu_at = pointer<T>(epilogue.dgelu_at),
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate};
-    const MatmulPlan plan = matmul_plan(p, handle);
+    MatmulPlan plan = matmul_plan(p, handle);
+    if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
     launcher.check(status.cuda);

@@ -5,8 +5,9 @@ namespace {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_op(const Tensor& x, const Tensor& residual,
                                                                  const OptionalTensor& weight,
-                                                                 const OptionalTensor& bias, double eps) {
-  const auto [out, sum, mean, rstd] = run_layernorm("residual_layernorm", x, residual, weight, bias, eps);
+                                                                 const OptionalTensor& bias, double eps,
+                                                                 const OptionalTensor& x_bias) {
+  const auto [out, sum, mean, rstd] = run_layernorm("residual_layernorm", x, residual, weight, bias, eps, x_bias);
   return {out, *sum, mean, rstd};
 }
 
@@ -15,7 +16,18 @@ std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& 
                                                                   const Tensor& sum, const OptionalTensor& weight,
                                                                   const Tensor& mean, const Tensor& rstd,
                                                                   const std::vector<bool>& output_mask) {
-  return run_layernorm_backward("residual_layernorm_backward", dout, dsum, "sum", sum, weight, mean, rstd, output_mask);
+  const auto found =
+      run_layernorm_backward("residual_layernorm_backward", dout, dsum, "sum", sum, weight, mean, rstd, output_mask);
+  return {found.dx, found.dweight, found.dbias};
+}
+
+// With the gradient of x_bias.
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
+    const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
+    const Tensor& rstd, const std::vector<bool>& output_mask) {
+  const auto found = run_layernorm_backward("residual_layernorm_bias_backward", dout, dsum, "sum", sum, weight, mean,
+                                            rstd, output_mask);
+  return {found.dx, found.dweight, found.dbias, found.dx_bias};
 }
 
 }  // namespace
@@ -23,6 +35,7 @@ std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("residual_layernorm", TORCH_BOX(&residual_layernorm_op));
   m.impl("residual_layernorm_backward", TORCH_BOX(&residual_layernorm_backward_op));
+  m.impl("residual_layernorm_bias_backward", TORCH_BOX(&residual_layernorm_bias_backward_op));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

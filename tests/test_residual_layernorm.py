@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gptkernels  # noqa: F401
+import gptkernels
 from helpers import (
     all_dtypes,
     all_rows,
@@ -243,6 +243,140 @@ def test_autocast_follows_layer_norm(device):
             assert total.dtype == (expected_total.dtype if device.type == "cuda" else torch.float32)
             torch.testing.assert_close(out, expected.float(), rtol=1e-2, atol=2e-2)
             torch.testing.assert_close(total.float(), expected_total.float(), rtol=1e-2, atol=2e-2)
+
+
+# ---- x_bias ---------------------------------------------------------------------------------------------------------
+
+
+def ours_biased(x, residual, weight, bias, x_bias):
+    return ops.residual_layernorm(x, residual, weight, bias, 1e-5, x_bias)[:2]
+
+
+def torchs_biased(x, residual, weight, bias, x_bias):
+    return torchs(x + x_bias, residual, weight, bias)
+
+
+def exact_biased(x, residual, weight, bias, x_bias):
+    return exact(x + x_bias, residual, weight, bias)
+
+
+def check_biased(args, douts):
+    """As ``check``."""
+    doubles = [double(t) for t in args]
+    outputs = ours_biased(*args), torchs_biased(*args), exact_biased(*doubles)
+    for name, a, b, c in zip(("out", "sum"), *outputs, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+    found = (
+        gradients(ours_biased, args, douts),
+        gradients(torchs_biased, args, douts),
+        gradients(exact_biased, doubles, [double(t) for t in douts]),
+    )
+    for name, a, b, c in zip(("dx", "dresidual", "dweight", "dbias", "dx_bias"), *found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_as_exact_as_torch(a, b, c, name)
+
+
+@pytest.mark.parametrize("used", ["both", "out", "sum"])
+@pytest.mark.parametrize("width", [1, 7, 33, 768, 1600, 4096, 50257])
+@all_rows
+@all_dtypes
+def test_a_bias_of_x(rows, width, used, dtype, device):
+    args = (*inputs(rows, width, dtype, device), randn(width, dtype=dtype, device=device))
+    out, total = (randn(rows, width, dtype=dtype, device=device) for _ in range(2))
+    check_biased(args, {"both": (out, total), "out": (out, None), "sum": (None, total)}[used])
+
+
+@pytest.mark.parametrize("rows", [64, 1000, 5000])
+@all_dtypes
+def test_a_bias_of_x_over_many_rows(rows, dtype, device):
+    args = (*inputs(rows, 96, dtype, device), randn(96, dtype=dtype, device=device))
+    check_biased(args, [randn(rows, 96, dtype=dtype, device=device) for _ in range(2)])
+
+
+def test_without_weight_and_bias_of_the_norm(device):
+    x, residual, _, x_bias = inputs(9, 40, torch.float32, device)
+    douts = [randn(9, 40, dtype=torch.float32, device=device) for _ in range(2)]
+    check_biased((x, residual, None, None, x_bias), douts)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_only_the_gradients_that_are_wanted_with_a_bias_of_x(wanted, device):
+    args = (*inputs(5, 33, torch.float32, device), randn(33, dtype=torch.float32, device=device))
+    leaves = [t.requires_grad_(i == wanted) for i, t in enumerate(args)]
+    out, total = ours_biased(*leaves)
+    (out.sum() + total.square().sum()).backward()
+    expected = gradients(torchs_biased, args, (torch.ones_like(out), 2 * total.detach()))
+    for i, (leaf, grad) in enumerate(zip(leaves, expected, strict=True)):
+        assert (leaf.grad is not None) == (i == wanted)
+        if i == wanted:
+            torch.testing.assert_close(leaf.grad, grad)
+
+
+def test_the_bias_of_x_changes_no_other_bits(device):
+    """A bias of zeros gives the bits of none, and its gradient's kernel those of the others."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (7, 768, 1600, 50257):
+            args = inputs(40, width, dtype, device)
+            found = ops.residual_layernorm(*args)
+            for a, b in zip(found, ops.residual_layernorm(*args, 1e-5, torch.zeros_like(args[2])), strict=True):
+                assert torch.equal(a, b)
+            out, total, mean, rstd = found
+            inputs_of_backward = out, args[0], total, args[2], mean, rstd
+            plain = ops.residual_layernorm_backward(*inputs_of_backward, [True] * 3)
+            *others, dx_bias = ops.residual_layernorm_bias_backward(*inputs_of_backward, [True] * 4)
+            if dtype == torch.float32:  # a narrower dx is rounded, and what is summed is not
+                torch.testing.assert_close(dx_bias, plain[0].double().sum(0).to(dtype), **tolerance(dtype))
+            torch.testing.assert_close(others[0], plain[0], **tolerance(dtype))
+            (*none, alone) = ops.residual_layernorm_bias_backward(*inputs_of_backward, [False, False, False, True])
+            assert [t.numel() for t in none] == [0, 0, 0]
+            assert torch.equal(alone, dx_bias)
+            assert_same_bits(lambda args=inputs_of_backward: ops.residual_layernorm_bias_backward(*args, [True] * 4))
+
+
+def test_gradcheck_with_a_bias_of_x(device):
+    for rows, width in [(3, 7), (1, 1)]:
+        args = (*inputs(rows, width, torch.float64, device), randn(width, dtype=torch.float64, device=device))
+        args = [t.requires_grad_() for t in args]
+        assert torch.autograd.gradcheck(ours_biased, args)
+        assert torch.autograd.gradgradcheck(ours_biased, args)
+        assert torch.autograd.gradgradcheck(lambda *args: ours_biased(*args)[1] ** 2, args)
+
+
+@all_dtypes
+def test_opcheck_with_a_bias_of_x(dtype, device):
+    x, residual, weight, bias = (t.requires_grad_() for t in inputs(4, 7, dtype, device))
+    x_bias = randn(7, dtype=dtype, device=device, requires_grad=True)
+    torch.library.opcheck(ops.residual_layernorm, (x, residual, weight, bias, 1e-5, x_bias))
+    _, total, mean, rstd = ops.residual_layernorm(*(t.detach() for t in (x, residual, weight, bias)))
+    total.requires_grad_()
+    dout, dsum = (randn(4, 7, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    for mask in ([True] * 4, [True, False, False, True]):
+        torch.library.opcheck(ops.residual_layernorm_bias_backward, (dout, dsum, total, weight, mean, rstd, mask))
+    mask = [False, False, True, True]
+    torch.library.opcheck(ops.residual_layernorm_bias_backward, (dout, None, total, weight, mean, rstd, mask))
+
+
+def test_autocast_with_a_bias_of_x(device):
+    args = (*inputs(5, 33, torch.float32, device), randn(33, dtype=torch.float32, device=device))
+    with torch.autocast(device.type, torch.bfloat16):
+        for low in (False, True):
+            x, residual = (t.bfloat16() if low else t for t in args[:2])
+            out, total = ours_biased(x, residual, *args[2:])
+            expected, expected_total = exact_biased(*args)
+            assert out.dtype == torch.float32
+            torch.testing.assert_close(out, expected.float(), rtol=1e-2, atol=5e-2)
+            torch.testing.assert_close(total.float(), expected_total.float(), rtol=1e-2, atol=5e-2)
+
+
+def test_a_bad_bias_of_x(device):
+    x, residual, weight, bias = inputs(4, 8, torch.float32, device)
+    with raises("residual_layernorm", "x_bias must have shape", r"\(8\)"):
+        ops.residual_layernorm(x, residual, weight, bias, 1e-5, bias[:7])
+    with raises("residual_layernorm", "x_bias must have the dtype of x"):
+        ops.residual_layernorm(x, residual, weight, bias, 1e-5, bias.double())
+    with pytest.raises(ValueError, match="x_bias must have shape"):
+        gptkernels.functional.residual_layer_norm(x, residual, (8,), weight, bias, x_bias=bias[:7])
 
 
 @settings(max_examples=40, deadline=None)

@@ -37,6 +37,11 @@ def residual_backward(dout, dsum, total, weight):
     return ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, MASK3)
 
 
+def residual_bias_backward(dout, dsum, total, weight):
+    _, mean, rstd = ops.layernorm(total, weight, None)
+    return ops.residual_layernorm_bias_backward(dout, dsum, total, weight, mean, rstd, [True] * 4)
+
+
 def mlp_backward(dout, x, fc, fc_bias, proj):
     _, pre_gelu, post_gelu = ops.mlp(x, fc, fc_bias, proj, None)
     return ops.mlp_backward(dout, x, fc, proj, pre_gelu, post_gelu, MASK5)
@@ -82,6 +87,11 @@ CASES = {
         [(2, 4), (2, 4), (4,)],
     ),
     "residual_layernorm": (lambda *args: ops.residual_layernorm(*args)[:2], [(2, 4), (2, 4), (4,), (4,)]),
+    "residual_layernorm of a biased x": (
+        lambda x, r, w, b, x_bias: ops.residual_layernorm(x, r, w, b, 1e-5, x_bias)[:2],
+        [(2, 4), (2, 4), (4,), (4,), (4,)],
+    ),
+    "residual_layernorm_bias_backward": (residual_bias_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
     "residual_layernorm_backward": (residual_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
     "linear": (lambda *args: ops.linear(*args), [(2, 3), (4, 3), (4,)]),
     "linear without a bias": (lambda *args: ops.linear(*args), [(2, 2, 3), (4, 3)]),

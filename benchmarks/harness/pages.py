@@ -24,10 +24,10 @@ def filled(root: Path, run) -> dict[Path, str]:
     """What the pages are with the run's figures in them."""
     parts = {root / "README.md": overview(run)}
     parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
-    return {path: _between(path.read_text(), part) for path, part in parts.items() if path.exists()}
+    return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
 
 
-def _between(text, part):
+def between(text, part):
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n{part}\n{end}{after}" if begin and end else text

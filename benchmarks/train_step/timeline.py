@@ -1,9 +1,10 @@
-"""The kernels of one step, by the op that launched them: their time, the least it could be, and the difference."""
+"""The kernels of one step, by what they compute: their time, the least that it could be, and the difference."""
 
+import collections
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,66 +12,206 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import roof
 
-PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul_sm90|cublas", re.IGNORECASE)
-REDUCTION = re.compile(r"splitK|splitk|reduce_kernel.*cublas", re.IGNORECASE)  # of a product's parts: part of it
+PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul", re.IGNORECASE)
+BEFORE_PRODUCT, AFTER_PRODUCT = re.compile(r"Memset"), re.compile(r"splitKreduce")  # which cuBLAS launches with it
 
-# What the products of an op compute, in the order of their launches; once more from the start where there are more.
+# What the products of an op compute, in the order of their launches; from the start again where there are more.
 PRODUCTS = {
     "linear": ["out"],
     "linear_backward": ["dx", "dweight"],
-    "mlp": ["fc + GELU", "proj"],
-    "mlp_backward": ["dproj_weight", "dGELU", "dx", "dfc_weight"],
-    "linear_cross_entropy_with_gradients": ["logits", "dx", "dweight"],
+    "mlp": ["fc and GELU", "proj"],
+    "mlp_backward": ["dproj_weight", "dhidden and dGELU", "dx", "dfc_weight"],
+    "linear_cross_entropy": ["logits", "dx", "dweight"],
 }
 
 
 class Launch(NamedTuple):
-    """A kernel, copy or fill that ran on the device, and the op it belongs to."""
+    """A kernel, copy or fill that ran on the device, and the op call that it belongs to."""
 
     op: str
+    call: int
     shapes: tuple[tuple[int, ...], ...]
     kernel: str
     seconds: float
-    start: float
 
 
 @dataclass
 class Piece:
-    """All launches of a step that do one thing: an op's part at one shape."""
+    """All launches of a step that do one thing at one size. `floor` is seconds for all of them."""
 
     op: str
     what: str
     size: str
     kernel: str
-    count: int = 0
+    launches: int = 0
     seconds: float = 0
-    floor: float | None = None
+    floor: float = 0
+
+    @property
+    def excess(self) -> float:
+        return self.seconds - self.floor
+
+
+class Rates(NamedTuple):
+    """What the device can do at most: bytes/s of a large copy, flop/s of a large product."""
+
+    bytes: float
+    flops: float
+
+
+def rates(device, repeats=10) -> Rates:
+    copy, product = roof.rows(device, repeats)
+    return Rates(copy.bytes / copy.times["torch"].median, product.flops / product.times["torch"].median)
+
+
+# ---- what was launched -----------------------------------------------------------------------------------------------
 
 
 def launches(step: Callable[[], object]) -> list[Launch]:
-    """What one call launches, in the order of the op calls."""
+    """What one call launches on the device, in order."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiler:
         step()
         torch.cuda.synchronize()
     found = []
-    for event in profiler.events():
-        for kernel in event.kernels:
+    for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
+        if event.kernels:
             op = _owner(event)
-            shapes = tuple(tuple(s) for s in (op.input_shapes or ()) if isinstance(s, list | tuple))
-            found.append(Launch(op.name, shapes, kernel.name, kernel.duration * 1e-6, event.time_range.start))
-    return sorted(found, key=lambda launch: launch.start)
+            shapes = tuple(tuple(s) for s in op.input_shapes or () if isinstance(s, list | tuple))
+            name = op.name.removeprefix("gptkernels::")
+            found += [Launch(name, op.id, shapes, k.name, k.duration * 1e-6) for k in event.kernels]
+    return found
 
 
 def _owner(event):
-    """The outermost op of ours around an event, else the outermost of torch's."""
-    chain = []
+    """The outermost of our ops around an event, else the outermost of torch's."""
+    around = []
     while event is not None:
-        chain.append(event)
+        around.append(event)
         event = event.cpu_parent
-    for prefix in ("gptkernels::", "aten::", ""):
-        for outer in reversed(chain):
+    for prefix in ("gptkernels::", "aten::"):
+        for outer in reversed(around):
             if outer.name.startswith(prefix):
                 return outer
-    return chain[0]
+    return around[0]
 
 
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+def pieces(found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int) -> list[Piece]:
+    """The launches by what they compute, the most excessive first.
+
+    Args:
+        found: what a step launched.
+        speed: what the floors are measured by.
+        itemsize: bytes of an activation.
+        parameters: how many numbers AdamW updates.
+    """
+    by_key: dict[tuple, Piece] = {}
+    counted, products, longest = set(), collections.Counter(), {}
+    updates = len({launch.call for launch in found if launch.op == "adamw_"})
+    sizes = Sizes(itemsize, parameters, max(updates, 1))
+    for launch in found:
+        what = _what(launch, products)
+        size = " ".join("x".join(map(str, shape)) for shape in launch.shapes[:2] if shape)
+        key = launch.op, what, size
+        piece = by_key.setdefault(key, Piece(launch.op, what, size, ""))
+        piece.launches += 1
+        piece.seconds += launch.seconds
+        if launch.seconds > longest.get(key, 0.0):
+            longest[key], piece.kernel = launch.seconds, _short(launch.kernel)
+        if (launch.call, what) not in counted:
+            counted.add((launch.call, what))
+            nbytes, flops = least(launch.op, what, launch.shapes, sizes)
+            piece.floor += max(nbytes / speed.bytes, flops / speed.flops)
+    return sorted(by_key.values(), key=lambda piece: -piece.excess)
+
+
+def _what(launch: Launch, products: collections.Counter) -> str:
+    """The part of the op; `products` counts each call's."""
+    names = PRODUCTS.get(launch.op)
+    if names and PRODUCT.search(launch.kernel):
+        products[launch.call] += 1
+        return names[(products[launch.call] - 1) % len(names)]
+    if names and BEFORE_PRODUCT.search(launch.kernel):
+        return names[products[launch.call] % len(names)]
+    if names and AFTER_PRODUCT.search(launch.kernel):
+        return names[(products[launch.call] - 1) % len(names)]
+    if not names:
+        return ""
+    parts = {"column_sum": "column sums", "partial_sums": "column sums", "fused_classifier": "classifier"}
+    return next((what for part, what in parts.items() if part in launch.kernel), "other")
+
+
+class Sizes(NamedTuple):
+    """What the shapes of a call don't say: bytes of an activation, the parameters, and how many calls update them."""
+
+    itemsize: int
+    parameters: int
+    updates: int
+
+
+def least(op, what, shapes, sizes) -> tuple[int, int]:
+    """Bytes that one call must move, and flops; 0 for what could be part of another pass."""
+    n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
+    if what in PRODUCTS.get(op, ()):
+        x, weight = _x_and_weight(op, what, shapes)
+        flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
+        return 0, flops
+    if op in ("attention", "attention_backward"):
+        b, t, c3 = shapes[0] if op == "attention" else shapes[1]
+        return 0, (2 if op == "attention" else 5) * b * t * t * (c3 // 3)  # half of the products, by the causal mask
+    passes = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3, "encoder": 2}
+    if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
+        return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0
+    if op in passes:
+        return passes[op] * n * itemsize * (shapes[1][-1] if op == "encoder" else 1), 0
+    if op == "encoder_backward" and not what:
+        return n * itemsize, 0
+    if what == "classifier":
+        return 2 * n // shapes[0][-1] * shapes[1][0] * itemsize, 0
+    # AdamW: the gradient, two moments, the parameter, and in 16 bits its master.
+    update = {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
+    return update.get(op, 0), 0
+
+
+def _x_and_weight(op, what, shapes):
+    """Of a product: the operand with a row a token, and the matrix."""
+    if op == "linear_backward":
+        return shapes[1], shapes[2]
+    if op == "mlp":
+        x, fc, _, proj = shapes[:4]
+        return (x, fc) if what.startswith("fc") else ((*x[:-1], fc[0]), proj)
+    if op == "mlp_backward":
+        dout, x, fc, proj = shapes[:4]
+        return (dout, proj) if what in ("dproj_weight", "dhidden and dGELU") else (x, fc)
+    return shapes[0], shapes[1]
+
+
+def _short(kernel: str) -> str:
+    """A kernel's name without its types."""
+    name = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", name)[0].split("::")[-1][:60]
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
+
+
+def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
+    """A line a piece, then one for all that are too short to show, then the sum."""
+    shown = [piece for piece in found if piece.seconds >= least_shown]
+    rest = [piece for piece in found if piece.seconds < least_shown]
+    lines = [[p.op, p.what, p.size, p.kernel, str(p.launches), *_milliseconds([p])] for p in shown]
+    if rest:
+        lines.append(["the rest", "", "", "", str(sum(p.launches for p in rest)), *_milliseconds(rest)])
+    lines.append(["all", "", "", "", str(sum(p.launches for p in found)), *_milliseconds(found)])
+    return lines
+
+
+def _milliseconds(some: list[Piece]) -> list[str]:
+    return [
+        f"{1e3 * sum(values):.3f}"
+        for values in ([p.seconds for p in some], [p.floor for p in some], [p.excess for p in some])
+    ]

@@ -8,7 +8,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The row to normalise: x, or x + residual, which is written to p.sum first.
+// The row to normalise: x, or x + x_bias + residual, which is written to p.sum first.
 template <typename T>
 const T* input_row(const LayernormForward<T>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -16,8 +16,13 @@ const T* input_row(const LayernormForward<T>& p, int64_t row) {
   if (p.residual == nullptr) return x;
   const T* residual = p.residual + row * p.width;
   T* sum = p.sum + row * p.width;
+  if (const T* bias = p.x_bias) {
 #pragma omp simd
-  for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
+    for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(bias[i]) + A(residual[i]));
+  } else {
+#pragma omp simd
+    for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
+  }
   return sum;
 }
 
@@ -54,8 +59,9 @@ void forward_row(const LayernormForward<T>& p, int64_t row) {
   }
 }
 
-// dweight and dbias are sums over rows. The rows are divided into groups, as many as the number of rows asks for, and
-// the groups' sums are added in order. The bits of the result therefore do not depend on the number of threads.
+// dweight, dbias and dx_bias are sums over rows. The rows are divided into groups, as many as the number of rows asks
+// for, and the groups' sums are added in order. The bits of the result therefore do not depend on the number of
+// threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -67,12 +73,13 @@ template <typename A>
 struct Partial {
   A* dweight;  // (C)
   A* dbias;    // (C)
+  A* dx_bias;  // (C)
 };
 
 template <typename T>
 Partial<accumulate_t<T>> partial(const LayernormBackward<T>& p, int64_t group) {
-  auto* base = static_cast<accumulate_t<T>*>(p.workspace) + group * 2 * p.width;
-  return {base, base + p.width};
+  auto* base = static_cast<accumulate_t<T>*>(p.workspace) + group * 3 * p.width;
+  return {base, base + p.width, base + 2 * p.width};
 }
 
 // With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first pass over the
@@ -103,22 +110,32 @@ void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
   };
-  if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr) {
+  const auto write = [&](const auto& value) {
+    if (p.dx_bias) {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i) + A(dsum[i]));
-  } else {
+      for (int64_t i = 0; i < p.width; ++i) {
+        const A found = value(i);
+        store(dx[i], found);
+        sums.dx_bias[i] += found;
+      }
+    } else {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(dx[i], gradient(i));
-  }
+      for (int64_t i = 0; i < p.width; ++i) store(dx[i], value(i));
+    }
+  };
+  if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr)
+    write([&](int64_t i) { return gradient(i) + A(dsum[i]); });
+  else
+    write(gradient);
 }
 
 template <typename T>
 void backward_group(const LayernormBackward<T>& p, int64_t group, int64_t groups) {
   const int64_t begin = p.rows * group / groups;
   const int64_t end = p.rows * (group + 1) / groups;
-  const bool sums_wanted = p.dweight || p.dbias;
+  const bool sums_wanted = p.dweight || p.dbias || p.dx_bias;
   const auto sums = partial(p, group);
-  if (sums_wanted) std::fill_n(sums.dweight, 2 * p.width, accumulate_t<T>(0));
+  if (sums_wanted) std::fill_n(sums.dweight, 3 * p.width, accumulate_t<T>(0));
   const auto rows = [&](const auto& weight) {
     for (int64_t row = begin; row < end; ++row) {
       if (sums_wanted)
@@ -139,12 +156,15 @@ void add_groups(const LayernormBackward<T>& p, int64_t groups, int64_t begin, in
   for (int64_t i = begin; i < end; ++i) {
     A dweight = 0;
     A dbias = 0;
+    A dx_bias = 0;
     for (int64_t group = 0; group < groups; ++group) {
       dweight += partial(p, group).dweight[i];
       dbias += partial(p, group).dbias[i];
+      dx_bias += partial(p, group).dx_bias[i];
     }
     if (p.dweight) store(p.dweight[i], dweight);
     if (p.dbias) store(p.dbias[i], dbias);
+    if (p.dx_bias) store(p.dx_bias[i], dx_bias);
   }
 }
 
@@ -162,7 +182,7 @@ Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
 
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  return row_groups(rows) * 2 * width * int64_t(sizeof(accumulate_t<T>));
+  return row_groups(rows) * 3 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
 template <typename T>
@@ -173,7 +193,7 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
       for (int64_t group = begin; group < end; ++group) backward_group(p, group, groups);
     });
   });
-  if (p.dweight || p.dbias)
+  if (p.dweight || p.dbias || p.dx_bias)
     parallel_for(stream, p.width, groups,
                  [&](int64_t begin, int64_t end) { vectorised([&] { add_groups(p, groups, begin, end); }); });
   return {};

@@ -291,6 +291,7 @@ __global__ void __launch_bounds__(256)
   const int64_t unit = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int64_t row = segments == 1 ? unit : unit / segments;
   if (row >= p.rows) return;
+  if (p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == A(1)) return;  // in place: nothing changes
   const T* from = p.dlogits + row * p.width;
   const int before = elements_before<Pack>(from);
   const int64_t first = (unit - row * segments) * kBackwardItems * blockDim.x + threadIdx.x;

@@ -60,22 +60,22 @@ void launch_forward(const LayernormForward<T>& p, Stream stream) {
 // ---- backward ----
 
 // Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
-template <bool kResidual, typename T>
+template <bool kResidual, int kArrays, typename T>
 int64_t launch_backward_ring(const LayernormBackward<T>& p, Stream stream) {
   // With a third array to wait for, more warps per SM are worth their barriers.
   constexpr int kWarpItems = sizeof(T) == 2 && kResidual ? 5 : kMostWarpItems;
-  const auto max_threads = backward_max_threads<T, kResidual>;
+  const auto max_threads = backward_max_threads<T, kResidual, kArrays>;
   const RowShape row = row_shape<T, BlockPart>(std::max<int64_t>(p.width / kPack<T>, 1), kWarpItems, max_threads);
   int64_t blocks = 0;
   if (row.items > 0)
     with_row<T, BlockPart, kWarpItems>(row, [&](auto type) {
       using R = typename decltype(type)::type;
-      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual>;
+      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual, kArrays>;
       const int64_t row_bytes = (kResidual ? 3 : 2) * p.width * int64_t(sizeof(T));
       const RingShape shape =
           ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
       if (shape.stages == 0) return;
-      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * 2 * R::kItems * R::kVec * sizeof(float);
+      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * kArrays * R::kItems * R::kVec * sizeof(float);
       kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages);
       blocks = shape.grid;
     });
@@ -91,9 +91,11 @@ inline int64_t simple_partials(int64_t rows) {
 template <int kVec, typename T>
 int64_t launch_backward(const LayernormBackward<T>& p, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8)
-    if (const int64_t blocks = p.rows == 0 ? 0
-                               : p.dsum    ? launch_backward_ring<true>(p, stream)
-                                           : launch_backward_ring<false>(p, stream))
+    if (const int64_t blocks = p.rows == 0           ? 0
+                               : p.dsum && p.dx_bias ? launch_backward_ring<true, 3>(p, stream)
+                               : p.dx_bias           ? launch_backward_ring<false, 3>(p, stream)
+                               : p.dsum              ? launch_backward_ring<true, 2>(p, stream)
+                                                     : launch_backward_ring<false, 2>(p, stream))
       return blocks;
   if (p.dx && p.rows)
     layernorm_backward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p);
@@ -119,7 +121,7 @@ Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));
-  return partials * 2 * width * int64_t(sizeof(accumulate_t<T>));
+  return partials * 3 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
 template <typename T>
@@ -132,8 +134,9 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
                             .second = p.dbias,
                             .partials = static_cast<const accumulate_t<T>*>(p.workspace),
                             .count = partials,
-                            .width = 2 * p.width,
-                            .split = p.width},
+                            .width = column_sums(p) * p.width,
+                            .split = p.width,
+                            .third = p.dx_bias},
                            stream);
   return cudaGetLastError();
 }

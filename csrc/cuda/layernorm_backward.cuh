@@ -1,7 +1,8 @@
 // Layernorm backward over the rows of a matrix. Reads x and dout and writes dx: 3 * N * C * sizeof(T) bytes. With
 // g = dout * weight and n = (x - mean) * rstd,
 //   dx = rstd * (g - avg(g) - n * avg(g * n)),   dweight = sum over rows of dout * n,   dbias = sum over rows of dout.
-// `dsum`, the gradient that reaches x by the residual path, is read once and added to dx.
+// `dsum`, the gradient that reaches x by the residual path, is read once and added to dx; dx_bias = sum over rows of
+// dx.
 #pragma once
 
 #include <cstdint>
@@ -57,39 +58,48 @@ __global__ void __launch_bounds__(kSimpleThreads) layernorm_backward_simple_kern
   }
 }
 
-// Partial sums of dweight and dbias, (gridDim.y, 2, C): a thread takes a column, each block row of the grid a run of
-// rows.
+// The number of sums over the rows: dweight, dbias, and dx_bias if it is wanted.
+template <typename T>
+__host__ __device__ int column_sums(const LayernormBackward<T>& p) {
+  return p.dx_bias ? 3 : 2;
+}
+
+// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, each block row of the grid a run of rows. dx is
+// there already.
 template <typename T>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
   const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (column >= p.width) return;
-  A dweight = 0, dbias = 0;
+  A dweight = 0, dbias = 0, dx_bias = 0;
   for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
     const A dout = widen(p.dout[row * p.width + column]);
+    if (p.dx_bias) dx_bias += widen(p.dx[row * p.width + column]);
     dweight += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
     dbias += dout;
   }
-  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * 2 * p.width;
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
   partial[column] = dweight;
   partial[p.width + column] = dbias;
+  if (p.dx_bias) partial[2 * p.width + column] = dx_bias;
 }
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
 // One block per SM walks over the rows, several at a time. A thread has the same columns in every row, so it keeps
-// their part of dweight and dbias in registers. These fill the register file, so the next rows wait in shared memory
-// (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds its threads' sums and
-// writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
+// their part of dweight, dbias and dx_bias in registers. These fill the register file, so the next rows wait in shared
+// memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds its threads' sums
+// and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
 
-// Adds the dweight and dbias of a block's rows (blockDim.y) and writes them as one row of the workspace. They pass
-// through shared memory in place of the ring, in float4s: (blockDim.y, 2, kItems, kVec / 4, blockDim.x), so that
-// neighbouring threads use neighbouring banks.
-template <typename R>
+// Adds the sums of a block's rows (blockDim.y) and writes them as one row of the workspace. They pass through shared
+// memory in place of the ring, in float4s: (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x), so that neighbouring
+// threads use neighbouring banks.
+template <typename R, int kArrays>
 __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void* shared,
-                                 const float (&dweight)[R::kItems][R::kVec], const float (&dbias)[R::kItems][R::kVec]) {
-  constexpr int kSums = 4;  // of a part
-  constexpr int kParts = 2 * R::kItems * R::kVec / kSums;
+                                 const float (&found)[kArrays][R::kItems][R::kVec]) {
+  constexpr int kSums = 4;                                // of a part
+  constexpr int kOneArray = R::kItems * R::kVec / kSums;  // in parts
+  constexpr int kParts = kArrays * kOneArray;
   using Part = Packed<float, kSums>;
   const int threads = blockDim.x;
   Part* const sums = static_cast<Part*>(shared) + threadIdx.x;
@@ -97,16 +107,16 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
   __syncthreads();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
-    const int at = part % (kParts / 2) * kSums;
-    const float (&from)[R::kItems][R::kVec] = part < kParts / 2 ? dweight : dbias;
+    const int at = part % kOneArray * kSums;
+    const float (&from)[R::kItems][R::kVec] = found[part / kOneArray];
     Part sum;
     for (int k = 0; k < kSums; ++k) sum.v[k] = from[at / R::kVec][at % R::kVec + k];
     sums[(threadIdx.y * kParts + part) * threads] = sum;
   }
   __syncthreads();
-  float* partial = static_cast<float*>(p.workspace) + int64_t(blockIdx.x) * 2 * p.width;
+  float* partial = static_cast<float*>(p.workspace) + int64_t(blockIdx.x) * kArrays * p.width;
   for (int part = threadIdx.y; part < kParts; part += blockDim.y) {
-    const int at = part % (kParts / 2) * kSums;
+    const int at = part % kOneArray * kSums;
     const int column = R::column(at / R::kVec) + at % R::kVec;
     if (column >= p.width) continue;
     Part sum = sums[part * threads];
@@ -115,12 +125,13 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
       const Part more = sums[(row * kParts + part) * threads];
       for (int k = 0; k < kSums; ++k) sum.v[k] += more.v[k];
     }
-    store(partial + (part < kParts / 2 ? 0 : p.width) + column, sum);
+    store(partial + part / kOneArray * p.width + column, sum);
   }
 }
 
-template <typename R, bool kResidual>
-__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>(R::kItems))
+// kArrays of sums over the rows: those of dweight and dbias, and with three those of dx.
+template <typename R, bool kResidual, int kArrays>
+__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T> p, int stages) {
   using Ring = RowRing<R, kResidual ? 3 : 2>;
   constexpr int kVec = R::kVec;
@@ -134,8 +145,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
   float next_mean = row < p.rows ? p.mean[row] : 0.0f;
   float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
 
-  float dweight[R::kItems][kVec] = {};
-  float dbias[R::kItems][kVec] = {};
+  float found[kArrays][R::kItems][kVec] = {};
   auto* dx = p.dx + row * width;
   for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
     const float mean = next_mean;
@@ -167,8 +177,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
       for (int k = 0; k < kVec; ++k) g[k] = d[k];
       weigh(i, n, g);
       for (int k = 0; k < kVec; ++k) {
-        dweight[i][k] += d[k] * n[k];
-        dbias[i][k] += d[k];
+        found[0][i][k] += d[k] * n[k];
+        found[1][i][k] += d[k];
         sums[0] += g[k];
         sums[1] += g[k] * n[k];
       }
@@ -188,6 +198,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
       weigh(i, n, g);
       if constexpr (kResidual) load_wide<kVec>(dsum, dout_row + width + R::column(i));
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+      if constexpr (kArrays == 3)
+        for (int k = 0; k < kVec; ++k) found[2][i][k] += g[k];
       store_narrow<kVec>(dx + R::column(i), g);
     });
   }
@@ -195,7 +207,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual>
   // compares threads by the number of barriers they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
-  if (p.workspace) write_block_sums<R>(p, shared, dweight, dbias);
+  if (p.workspace) write_block_sums<R>(p, shared, found);
 }
 
 }  // namespace gptkernels::cuda

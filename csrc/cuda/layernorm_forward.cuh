@@ -64,6 +64,7 @@ __global__ void __launch_bounds__(kSimpleThreads) layernorm_forward_simple_kerne
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
       if (p.residual) {  // the later passes read the sum; a thread reads only what it wrote itself
+        if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + column));
         add_pack(x, load<kVec>(p.residual + row * p.width + column));
         const auto rounded = narrow<T>(x);
         store(p.sum + row * p.width + column, rounded);
@@ -143,6 +144,7 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     residual.load(p.residual + row * width, width);
     auto* sum = p.sum + row * p.width;
     packs.update(width, [&](int i, float (&x)[kVec]) {
+      if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + R::column(i)));
       add_pack(x, residual.packs[i]);
       store_narrow<kVec>(sum + R::column(i), x);
     });

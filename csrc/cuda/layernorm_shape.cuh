@@ -31,12 +31,12 @@ constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Backward: the weight in T, the float32 sums of dweight and dbias, and between the two passes over a row its
-// normalised values and gradients (packed in T beyond 40 elements), and 40 others, or 48.
-template <typename T, bool kResidual>
+// Backward: the weight in T, the float32 sums over the rows (kArrays of them), and between the two passes over a row
+// its normalised values and gradients (packed in T beyond 40 elements), and 40 others, or 48.
+template <typename T, bool kResidual, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
-  return max_threads((kResidual ? 48 : 40) + items * kPack<T> * (sizeof(T) + 8 + 2 * kept) / 4);
+  return max_threads((kResidual ? 48 : 40) + items * kPack<T> * (sizeof(T) + 4 * kArrays + 2 * kept) / 4);
 }
 
 struct RowShape {

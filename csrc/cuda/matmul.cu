@@ -1,12 +1,15 @@
-#include <compare>
+#include <algorithm>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <vector>
 
 #include "../gelu.h"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "matmul.h"
+#include "matmul_choices.h"
 
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
 // out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
@@ -106,7 +109,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A product with a cuBLASLt epilogue.
+// A product by cuBLASLt: with an epilogue, or by an algorithm that was chosen by timing.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -141,6 +144,16 @@ bool may_fuse(const Matmul<T>& p) {
   return gelu_matrix(p) == nullptr || may_fuse_gelu(p);
 }
 
+template <typename T>
+cudaDataType_t out_type(const Matmul<T>& p) {
+  return p.wide_out ? kDataType<accumulate_t<T>> : kDataType<T>;
+}
+
+template <typename T>
+void* out_of(const Matmul<T>& p) {
+  return p.wide_out ? static_cast<void*>(p.wide_out) : p.out;
+}
+
 // The arguments of cublasLtMatmul. The descriptors are on the stack: filling them in takes a few dozen stores. Only the
 // heuristic's answer is worth caching.
 template <typename T>
@@ -162,12 +175,12 @@ struct LtProblem {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, matrix);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns);
     }
-    const auto layout = [&](auto& to, bool transposed, int64_t rows, int64_t columns, int64_t ld) {
+    const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld) {
       first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
     };
-    layout(a, p.b_transposed, p.inner, p.columns, p.b_ld);
-    layout(b, p.a_transposed, p.rows, p.inner, p.a_ld);
-    layout(out, false, p.rows, p.columns, p.out_ld);
+    layout(a, type, p.b_transposed, p.inner, p.columns, p.b_ld);
+    layout(b, type, p.a_transposed, p.rows, p.inner, p.a_ld);
+    layout(out, out_type(p), false, p.rows, p.columns, p.out_ld);
   }
 
   template <typename V>
@@ -176,25 +189,13 @@ struct LtProblem {
   }
 };
 
-// Everything that the heuristic's answer may depend on.
-struct PlanKey {
-  int device;
-  cudaDataType_t type;
-  cublasComputeType_t compute;
-  cublasLtEpilogue_t epilogue;
-  int64_t rows, columns, inner, out_ld, a_ld, b_ld;
-  bool a_transposed, b_transposed;
-  uint32_t out_alignment, a_alignment, b_alignment, bias_alignment, gelu_alignment;
-
-  auto operator<=>(const PlanKey&) const = default;
-};
-
 template <typename T>
-PlanKey plan_key(const Matmul<T>& p, cublasComputeType_t compute) {
+ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
   return {.device = device,
           .type = kDataType<T>,
+          .out_type = out_type(p),
           .compute = compute,
           .epilogue = epilogue(p),
           .rows = p.rows,
@@ -205,17 +206,18 @@ PlanKey plan_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .b_ld = p.b_ld,
           .a_transposed = p.a_transposed,
           .b_transposed = p.b_transposed,
-          .out_alignment = alignment(p.out),
+          .accumulate = p.accumulate,
+          .out_alignment = alignment(out_of(p)),
           .a_alignment = alignment(p.a),
           .b_alignment = alignment(p.b),
           .bias_alignment = alignment(p.bias),
           .gelu_alignment = alignment(gelu_matrix(p))};
 }
 
-// The heuristic's first choice; not fused if it has none. The partial sums of split-K are in the compute type.
+// The heuristic's choices, the first first. The partial sums of split-K are in the compute type.
 template <typename T>
-MatmulPlan ask_heuristic(const Matmul<T>& p, const PlanKey& key, cublasLtHandle_t handle) {
-  constexpr uint64_t kMaxWorkspace = 32 << 20;  // what NVIDIA advises for Hopper
+std::vector<ProductChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle, int most) {
+  constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;  // what NVIDIA advises for Hopper
   LtProblem<T> problem(p, key.compute);
   First& first = problem.first;
   cublasLtMatmulPreferenceOpaque_t preference;
@@ -229,24 +231,66 @@ MatmulPlan ask_heuristic(const Matmul<T>& p, const PlanKey& key, cublasLtHandle_
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
-  cublasLtMatmulHeuristicResult_t found = {};
+  std::vector<cublasLtMatmulHeuristicResult_t> found(most);
   int count = 0;
   first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                       &preference, 1, &found, &count));
-  if (first.status != CUBLAS_STATUS_SUCCESS || count == 0 || found.state != CUBLAS_STATUS_SUCCESS) return {};
-  return {.fused = true, .algorithm = found.algo, .workspace = static_cast<int64_t>(found.workspaceSize)};
+                                       &preference, most, found.data(), &count));
+  std::vector<ProductChoice> choices;
+  if (first.status != CUBLAS_STATUS_SUCCESS) return choices;
+  for (int i = 0; i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS)
+      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
+  return choices;
+}
+
+MatmulPlan plan_of(const ProductChoice& choice) {
+  return {.fused = true, .algorithm = choice.algorithm, .workspace = choice.workspace};
+}
+
+// Whether the algorithm can compute the product, in the workspace that it says.
+template <typename T>
+bool fits(const Matmul<T>& p, const ProductKey& key, const ProductChoice& choice, cublasLtHandle_t handle) {
+  LtProblem<T> problem(p, key.compute);
+  cublasLtMatmulHeuristicResult_t result = {};
+  problem.first(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                        &choice.algorithm, &result));
+  return problem.first.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
+         static_cast<int64_t>(result.workspaceSize) <= choice.workspace;
+}
+
+// The plans of this process. Whoever uses them holds the mutex.
+std::mutex plans_mutex;
+std::map<ProductKey, MatmulPlan> plans;
+
+// A product that is worth timing: it takes tens of microseconds on the tensor cores, and is one matrix.
+template <typename T>
+bool may_time(const Matmul<T>& p, cublasComputeType_t compute) {
+  constexpr double kLeastFlops = 4e9;
+  const bool tensor_cores = sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+  return tensor_cores && p.batches == 1 && p.alpha == 1 && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops &&
+         choices_are_timed();
 }
 
 template <typename T>
-MatmulPlan fused_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle_t handle) {
-  static std::mutex mutex;
-  static std::map<PlanKey, MatmulPlan> plans;
-  const PlanKey key = plan_key(p, compute);
-  const std::lock_guard lock(mutex);
+MatmulPlan first_plan(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle) {
+  const bool timed = may_time(p, key.compute);
+  if (timed)
+    if (const auto choice = kept_choice(key); choice && fits(p, key, *choice, handle)) return plan_of(*choice);
+  MatmulPlan plan = {};
+  if (may_fuse(p))
+    if (const auto choices = ask_heuristic(p, key, handle, 1); !choices.empty()) plan = plan_of(choices[0]);
+  plan.untimed = timed && (plan.fused || !may_fuse(p));
+  return plan;
+}
+
+template <typename T>
+MatmulPlan lt_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle_t handle) {
+  const ProductKey key = product_key(p, compute);
+  const std::lock_guard lock(plans_mutex);
   auto known = plans.find(key);
   // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
   if (known == plans.end())
-    known = plans.emplace(key, ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle))).first;
+    known = plans.emplace(key, first_plan(p, key, reinterpret_cast<cublasLtHandle_t>(handle))).first;
   return known->second;
 }
 
@@ -255,11 +299,96 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
                            Stream stream) {
   LtProblem<T> problem(p, compute_type<T>(handle));
   const accumulate_t<T> alpha = 1;
-  const accumulate_t<T> beta = 0;
+  const accumulate_t<T> beta = p.accumulate ? 1 : 0;
   problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
-                               p.a, &problem.b, &beta, p.out, &problem.out, p.out, &problem.out, &plan.algorithm,
-                               workspace, plan.workspace, stream));
+                               p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
+                               &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.first.status};
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Timing.
+
+// Times launches one by one, without waiting between them.
+class Timer {
+ public:
+  explicit Timer(Stream stream) : stream_(stream) {}
+  ~Timer() {
+    for (cudaEvent_t event : events_) cudaEventDestroy(event);
+  }
+  Timer(const Timer&) = delete;
+  Timer& operator=(const Timer&) = delete;
+
+  template <typename Launch>
+  void time(const Launch& launch) {
+    mark();
+    launch();
+    mark();
+  }
+
+  // The milliseconds of each launch so far; empty if the device failed.
+  std::vector<float> read() const {
+    std::vector<float> times;
+    if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
+    for (size_t i = 0; i + 1 < events_.size(); i += 2) {
+      float milliseconds = 0;
+      if (cudaEventElapsedTime(&milliseconds, events_[i], events_[i + 1]) != cudaSuccess) return {};
+      times.push_back(milliseconds);
+    }
+    return times;
+  }
+
+ private:
+  void mark() {
+    cudaEvent_t event = nullptr;
+    if (cudaEventCreate(&event) != cudaSuccess) return;
+    events_.push_back(event);
+    cudaEventRecord(event, stream_);
+  }
+
+  Stream stream_;
+  std::vector<cudaEvent_t> events_;
+};
+
+// The index of the fastest, by the median of its launches; times has those of the first round, then of the next. The
+// first choice is kept unless another is clearly faster: the heuristic's order is the same at every run, and times are
+// not.
+inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
+  constexpr float kClearly = 0.98f;
+  const auto median = [&](size_t choice) {
+    std::vector<float> own;
+    for (int round = 0; round < rounds; ++round) own.push_back(times[round * count + choice]);
+    std::nth_element(own.begin(), own.begin() + own.size() / 2, own.end());
+    return own[own.size() / 2];
+  };
+  size_t best = 0;
+  for (size_t i = 1; i < count; ++i)
+    if (median(i) < median(best)) best = i;
+  return median(best) < kClearly * median(0) ? best : 0;
+}
+
+// Times p by each of the choices and returns the fastest. The choices take turns, so that a change of the clock is fair
+// to all. Those that cannot be launched are left out; without any there is no result.
+template <typename T>
+std::optional<ProductChoice> time_choices(const Matmul<T>& p, std::vector<ProductChoice> choices, void* workspace,
+                                          cublasHandle_t handle, Stream stream) {
+  constexpr int kRounds = 8;
+  const auto launch = [&](const ProductChoice& choice) {
+    return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
+  };
+  std::erase_if(choices, [&](const ProductChoice& choice) { return !launch(choice); });
+  if (choices.empty()) return std::nullopt;
+  Timer timer(stream);
+  for (int round = 0; round < kRounds; ++round)
+    for (const ProductChoice& choice : choices) timer.time([&] { launch(choice); });
+  const std::vector<float> times = timer.read();
+  if (times.size() != kRounds * choices.size()) return choices[0];
+  return choices[fastest(times, choices.size(), kRounds)];
+}
+
+inline bool is_captured(Stream stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
+  return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -332,7 +461,7 @@ cudaError_t gelu(const Matmul<T>& p, Stream stream) {
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
   const cublasComputeType_t compute = compute_type<T>(handle);
-  const MatmulPlan plan = may_fuse(p) ? fused_plan(p, compute, handle) : MatmulPlan{};
+  const MatmulPlan plan = may_fuse(p) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.fused || gelu_matrix(p) == nullptr) return plan;
   MatmulPlan first = matmul_plan(without_gelu(p), handle);
   first.own_gelu = true;
@@ -348,8 +477,31 @@ MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace,
   return status;
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                       \
-  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t); \
+template <typename T>
+MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
+                       cublasHandle_t handle, Stream stream) {
+  if (is_captured(stream)) return plan;
+  constexpr int kChoices = 8;
+  Matmul<T> p = plan.own_gelu ? without_gelu(given) : given;
+  const ProductKey key = product_key(p, compute_type<T>(handle));
+  if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
+  if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
+  const auto choices = ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
+  const auto fastest = time_choices(p, choices, workspace, handle, stream);
+  MatmulPlan timed = fastest ? plan_of(*fastest) : plan;
+  timed.untimed = timed.own_gelu = false;
+  if (fastest) keep_choice(key, *fastest);
+  {
+    const std::lock_guard lock(plans_mutex);
+    plans[key] = timed;
+  }
+  timed.own_gelu = plan.own_gelu;
+  return timed;
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                                                \
+  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t);                                          \
+  template MatmulPlan matmul_time<T>(const Matmul<T>&, const MatmulPlan&, void*, void*, cublasHandle_t, Stream); \
   template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 

@@ -37,13 +37,18 @@ struct Matmul {
   bool accumulate = false;              // add the product to what is there (beta = 1)
 };
 
-// How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process.
+// How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
+// large product on the tensor cores it has several answers, and its first is up to a fifth slower than the best: these
+// are timed, once per shape and user (matmul_choices.h).
 struct MatmulPlan {
   bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
   bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
+  bool untimed;   // matmul_time may find a faster one
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };
+
+constexpr int64_t kMatmulTimingWorkspace = 32 << 20;
 
 struct MatmulStatus {
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
@@ -54,6 +59,14 @@ struct MatmulStatus {
 
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
+
+// Times cuBLASLt's algorithms for an untimed plan's product and returns the plan with the fastest, which matmul_plan
+// then has too. This is the one function here that waits for the device. The products go to `out`, which has the layout
+// of p's and may be that, unless p accumulates; pre_gelu is written. The workspace has kMatmulTimingWorkspace bytes.
+// While the stream is captured it returns the plan as it is.
+template <typename T>
+MatmulPlan matmul_time(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace, cublasHandle_t handle,
+                       Stream stream);
 
 // The handle's own stream must be `stream`.
 template <typename T>

@@ -75,8 +75,11 @@ def residual_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    x_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream's addition and the norm that follows it, in one pass over memory.
+
+    The linear layer that makes ``x`` can leave its bias to this pass: it and its gradient then cost nothing.
 
     Args:
         x: (..., *normalized_shape), what a layer adds to the stream.
@@ -85,9 +88,10 @@ def residual_layer_norm(
         weight: of normalized_shape, or None.
         bias: of normalized_shape, or None.
         eps: added to the variance.
+        x_bias: of normalized_shape, added to x; or None.
 
     Returns:
-        ``layer_norm(x + residual, ...)`` and ``x + residual``.
+        ``layer_norm(x + x_bias + residual, ...)`` and ``x + x_bias + residual``.
 
     Raises:
         ValueError: as :func:`layer_norm`, and when x and residual differ in shape.
@@ -96,13 +100,19 @@ def residual_layer_norm(
         raise ValueError(
             f"residual_layer_norm: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
-    dims = _check_norm("residual_layer_norm", x, normalized_shape, weight, bias)
-    out, total, _, _ = ops.residual_layernorm.default(*_as_one(dims, x, residual, weight, bias), eps)
+    dims = _check_norm("residual_layer_norm", x, normalized_shape, weight, bias, x_bias)
+    *norm, x_bias = _as_one(dims, x, residual, weight, bias, x_bias)
+    out, total, _, _ = ops.residual_layernorm.default(*norm, eps, x_bias)
     return (out, total) if dims == 1 else (out.view(x.shape), total.view(x.shape))
 
 
 def _check_norm(
-    function: str, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None
+    function: str,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    x_bias: Tensor | None = None,
 ) -> int:
     """How many dimensions are normalised."""
     shape = tuple(normalized_shape)
@@ -111,7 +121,7 @@ def _check_norm(
             f"{function}: normalized_shape must be the last dimensions of the input, which has shape "
             f"{tuple(x.shape)}, got {shape}"
         )
-    for name, parameter in (("weight", weight), ("bias", bias)):
+    for name, parameter in (("weight", weight), ("bias", bias), ("x_bias", x_bias)):
         if parameter is not None and parameter.shape != shape:
             raise ValueError(f"{function}: {name} must have shape {shape}, got {tuple(parameter.shape)}")
     return len(shape)

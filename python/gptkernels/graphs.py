@@ -363,7 +363,7 @@ class _Watch:
     def __enter__(self) -> "_Watch":
         self._mode = torch.cuda.get_sync_debug_mode()
         self._catch = warnings.catch_warnings(record=True)
-        self._caught = self._catch.__enter__() or []
+        self._caught: list[Any] = self._catch.__enter__()  # type: ignore[assignment]
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         return self
@@ -453,4 +453,7 @@ def _end_capture_of_random_numbers(device: torch.device) -> None:
 
 
 def _first_line(error: BaseException) -> str:
+    """Of the first error: those that it led to when the capture was ended say less."""
+    while error.__context__ is not None:
+        error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

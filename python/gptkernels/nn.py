@@ -138,6 +138,16 @@ class MLP(torch.nn.Module):
             return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj.bias)
         return proj(functional.gelu(fc(x), approximate="tanh"))
 
+    def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What :meth:`forward` returns without the last bias, and that bias, which the next pass adds.
+
+        None, where the last layer must be called and has added it.
+        """
+        fc, proj = self.c_fc, self.c_proj
+        if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
+            return functional.mlp(x, fc.weight, fc.bias, proj.weight, None), proj.bias
+        return self(x), None
+
 
 class KeyValueCache:
     """The keys and values of a layer's earlier tokens, for decoding a token at a time.
@@ -222,11 +232,21 @@ class CausalSelfAttention(torch.nn.Module):
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        return self.c_proj(self._attend(x, cache))
+
+    def without_bias(self, x: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor | None]:
+        """As :meth:`MLP.without_bias`."""
+        attended, proj = self._attend(x, cache), self.c_proj
+        if is_unmodified(proj, Linear):
+            return functional.linear(attended, proj.weight), proj.bias
+        return proj(attended), None
+
+    def _attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         qkv = self.c_attn(x)
         dropout_p = self.dropout if self.training else 0.0
         if cache is None:
-            return self.c_proj(functional.causal_attention(qkv, self.n_head, dropout_p=dropout_p))
-        return self.c_proj(cache.attend(qkv, self.n_head, dropout_p))
+            return functional.causal_attention(qkv, self.n_head, dropout_p=dropout_p)
+        return cache.attend(qkv, self.n_head, dropout_p)
 
     def extra_repr(self) -> str:
         """What the children don't show."""

@@ -10,8 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// Adds partials (count, width) over count. The first `split` columns of the result go to `first`, the others to
-// `second`; either may be null, and is then not written.
+// Adds partials (count, width) over count. The first `split` columns of the result go to `first`, as many more to
+// `second`, the others to `third`; each may be null, and is then not written.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -20,6 +20,7 @@ struct PartialSums {
   int64_t count;
   int64_t width;
   int64_t split;
+  T* third = nullptr;
 };
 
 // A block takes kWarp columns. Each of its kSumRows warps adds every kSumRows-th row; the warps' sums are then added
@@ -43,8 +44,9 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;
-  T* out = mine < p.split ? p.first : p.second;
-  if (out) out[mine < p.split ? mine : mine - p.split] = narrow<T>(accumulate_t<T>(total));
+  const int part = mine < p.split ? 0 : mine < 2 * p.split ? 1 : 2;
+  T* out = part == 0 ? p.first : part == 1 ? p.second : p.third;
+  if (out) out[mine - part * p.split] = narrow<T>(accumulate_t<T>(total));
 }
 
 template <typename T, typename A = accumulate_t<T>>

@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -86,6 +86,13 @@ class GPT2Config:
         return cls(**{**PRESETS[name], **changes})
 
 
+class Pending(NamedTuple):
+    """What is yet to be added to the residual stream: (B, T, C), and a bias (C) or None."""
+
+    values: Tensor
+    bias: Tensor | None
+
+
 class Block(torch.nn.Module):
     """A layer: ``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
 
@@ -102,8 +109,8 @@ class Block(torch.nn.Module):
         return _add(*self.without_last_addition(x, None, cache))
 
     def without_last_addition(
-        self, stream: Tensor, pending: Tensor | None, cache: nn.KeyValueCache | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
+    ) -> tuple[Tensor, Pending]:
         """The layer without its last residual addition, which the next layer does.
 
         An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
@@ -111,28 +118,39 @@ class Block(torch.nn.Module):
 
         Args:
             stream: (B, T, C), the residual stream.
-            pending: (B, T, C), not yet added to the stream; None if nothing is pending.
+            pending: not yet added to the stream; None if nothing is pending.
             cache: as in :meth:`forward`.
 
         Returns:
             The stream, and what is now to be added to it.
         """
         normed, stream = _add_and_norm(stream, pending, self.ln_1)
-        attended = self.attn(normed) if cache is None else self.attn(normed, cache)
+        caches = () if cache is None else (cache,)
+        if is_unmodified(self.attn, nn.CausalSelfAttention):
+            attended = Pending(*self.attn.without_bias(normed, *caches))
+        else:
+            attended = Pending(self.attn(normed, *caches), None)
         normed, stream = _add_and_norm(stream, attended, self.ln_2)
-        return stream, self.mlp(normed)
+        if is_unmodified(self.mlp, nn.MLP):
+            return stream, Pending(*self.mlp.without_bias(normed))
+        return stream, Pending(self.mlp(normed), None)
 
 
-def _add(stream: Tensor, pending: Tensor | None) -> Tensor:
-    return stream if pending is None else stream + pending
+def _add(stream: Tensor, pending: Pending | None) -> Tensor:
+    if pending is None:
+        return stream
+    values = pending.values if pending.bias is None else pending.values + pending.bias.to(pending.values.dtype)
+    return stream + values
 
 
-def _add_and_norm(stream: Tensor, pending: Tensor | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """``norm(stream + pending)`` and ``stream + pending``, in one kernel unless the norm must be called."""
+def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+    """``norm`` of the stream with what is pending, and that stream, in one kernel unless the norm must be called."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm):
         stream = _add(stream, pending)
         return norm(stream), stream
-    return functional.residual_layer_norm(pending, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+    return functional.residual_layer_norm(
+        pending.values, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps, pending.bias
+    )
 
 
 class Transformer(torch.nn.Module):

@@ -20,6 +20,7 @@ from gptkernels.ops._register import (
     ops,
     recorder,
     vmap,
+    without_derivative,
 )
 from gptkernels.ops._vmap import leading
 
@@ -34,6 +35,10 @@ def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 def _fake_backward(dlosses, dlogits):
     return dlogits.new_empty(dlogits.shape)
+
+
+def _fake_backward_in_place(dlosses, dlogits):
+    return None
 
 
 def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
@@ -203,3 +208,6 @@ vmap("fused_classifier", vmap_rule)
 _registrations.impl("fused_classifier_", _in_place_by_copy, "FuncTorchBatched")
 vmap("fused_classifier_backward", vmap_rule)
 mutates("fused_classifier_")
+fake("fused_classifier_backward_", _fake_backward_in_place)
+mutates("fused_classifier_backward_")
+without_derivative("fused_classifier_backward_")

@@ -67,13 +67,26 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
-            scaled = (
-                ops.fused_classifier_backward.default(dloss, gradient) if wanted else None
-                for gradient, wanted in zip(saved, mask, strict=True)
-            )
+            scale = _scale_in_place if _is_last_backward(saved) else ops.fused_classifier_backward.default
+            scaled = (scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
             return *scaled, *(None,) * 5
         gradients = ops.linear_cross_entropy_backward.default(dloss, x, weight, targets, *ctx.options, mask)
         return *present(gradients, mask), *(None,) * 5
+
+
+def _is_last_backward(saved) -> bool:
+    """Whether nobody will see what was saved again, and so may be given it: the engine keeps no graph."""
+    return (
+        all(type(t) is Tensor for t in saved)  # no tracing
+        and not torch._C._are_functorch_transforms_active()
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+    )
+
+
+def _scale_in_place(dloss, gradient) -> Tensor:
+    """``gradient * dloss``, in no time where dloss is 1, as it is under ``loss.backward()``."""
+    ops.fused_classifier_backward_.default(dloss, gradient)
+    return gradient
 
 
 def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size) -> Tensor:

@@ -1,4 +1,7 @@
-"""The residual stream's step and the norm that follows it: sum = x + residual, out = layernorm(sum)."""
+"""The residual stream's step and the norm that follows it: sum = x + x_bias + residual, out = layernorm(sum).
+
+x_bias is the bias of the linear layer that has made x: added here, and its gradient summed here, it costs nothing.
+"""
 
 import torch
 
@@ -20,23 +23,23 @@ from gptkernels.ops._vmap import rows, rows_and_sums
 from gptkernels.ops.layernorm import backward_formula
 
 
-def _fake(x, residual, weight, bias, eps=1e-5):
+def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None):
     statistics = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
     return x.new_empty(x.shape), x.new_empty(x.shape), statistics, torch.empty_like(statistics)
 
 
 def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
-    shapes = (sum.shape, sum.shape[-1:], sum.shape[-1:])
+    shapes = (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1))
     return tuple(sum.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
 
 
 class ResidualLayerNorm(torch.autograd.Function):
-    """x (..., C), residual (..., C), weight (C), bias (C) -> out (..., C), sum (..., C), mean (...), rstd (...)."""
+    """x and residual (..., C), weight, bias and x_bias (C) -> out and sum (..., C), mean and rstd (...)."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps):
+    def forward(ctx, x, residual, weight, bias, eps, x_bias):
         """Save the sum, which flows on, and the statistics: neither x nor residual."""
-        out, sum, mean, rstd = below_autograd(ops.residual_layernorm, x, residual, weight, bias, eps)
+        out, sum, mean, rstd = below_autograd(ops.residual_layernorm.default, x, residual, weight, bias, eps, x_bias)
         ctx.save_for_backward(sum, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
@@ -46,26 +49,41 @@ class ResidualLayerNorm(torch.autograd.Function):
     def backward(ctx, dout, dsum, _dmean, _drstd):
         """One kernel for all the gradients that are wanted; x and residual share theirs."""
         sum, weight, mean, rstd = ctx.saved_tensors
-        needs_x, needs_residual, *needs_rest, _ = ctx.needs_input_grad
+        needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad
         if dout is None:  # the norm was not used
-            return dsum if needs_x else None, dsum if needs_residual else None, None, None, None
-        mask = (needs_x or needs_residual, *needs_rest)
-        gradients = ops.residual_layernorm_backward(dout, dsum, sum, weight, mean, rstd, mask)
-        dx, dweight, dbias = present(gradients, mask)
-        return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None
+            dx, dweight, dbias = dsum, None, None
+            dx_bias = _sum_of_rows(dsum) if needs_x_bias and dsum is not None else None
+        else:
+            mask = (needs_x or needs_residual, needs_weight, needs_bias)
+            inputs = dout, dsum, sum, weight, mean, rstd
+            if needs_x_bias:
+                mask = (*mask, True)
+                gradients = ops.residual_layernorm_bias_backward.default(*inputs, mask)
+            else:
+                gradients = ops.residual_layernorm_backward.default(*inputs, mask)
+            dx, dweight, dbias, dx_bias = (*present(gradients, mask), None)[:4]
+        return dx if needs_x else None, dx if needs_residual else None, dweight, dbias, None, dx_bias
 
 
-def formula(x, residual, weight, bias, eps):
+def _sum_of_rows(t):
+    """(..., C) -> (C)."""
+    return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
+
+
+def formula(x, residual, weight, bias, eps, x_bias):
     """out and sum in torch ops; the statistics have no derivative of their own."""
     wide = accumulate_dtype(x.dtype)
     sum = x.to(wide) + residual.to(wide)
+    if x_bias is not None:
+        sum = sum + x_bias.to(wide)
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
 def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, output_mask):
     """All of the backward's outputs; None for those that are not wanted."""
     dx, dweight, dbias = backward_formula(dout, sum, weight, rstd)
-    return present((dx if dsum is None else dx + dsum, dweight, dbias), output_mask)
+    dx = dx if dsum is None else dx + dsum
+    return present((dx, dweight, dbias, _sum_of_rows(dx))[: len(output_mask)], output_mask)
 
 
 class ResidualLayerNormBackward(torch.autograd.Function):
@@ -77,14 +95,18 @@ class ResidualLayerNormBackward(torch.autograd.Function):
         ctx.save_for_backward(dout, sum, weight, rstd)
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
-        return below_autograd(ops.residual_layernorm_backward, dout, dsum, sum, weight, mean, rstd, output_mask)
+        op = getattr(ops, _BACKWARD[len(output_mask)]).default
+        return below_autograd(op, dout, dsum, sum, weight, mean, rstd, output_mask)
 
     @staticmethod
     def backward(ctx, *grads):
-        """By the norm's own formula; dsum is only added to dx, so its gradient is dx's."""
+        """By the norm's own formula; dsum is only added to dx, so its gradient is dx's, and dx_bias is dx's sums."""
         dout, sum, weight, rstd = ctx.saved_tensors
         needs_dout, needs_dsum, needs_sum, needs_weight = ctx.needs_input_grad[:4]
-        grads = present(grads, ctx.output_mask)
+        ddx, *rest = present(grads, ctx.output_mask)
+        if len(rest) > 2 and (ddx_bias := rest.pop()) is not None:
+            ddx = ddx_bias.expand_as(sum) if ddx is None else ddx + ddx_bias
+        grads = (ddx, *rest[:2])
         ddout, dsum, dweight, _ = differentiate(
             lambda *inputs: tuple(t.to(sum.dtype) for t in backward_formula(*inputs)),
             (dout, sum, weight, rstd),
@@ -94,23 +116,28 @@ class ResidualLayerNormBackward(torch.autograd.Function):
         return ddout, grads[0] if needs_dsum else None, dsum, dweight, None, None, None
 
 
-def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5):
+_BACKWARD = {3: "residual_layernorm_backward", 4: "residual_layernorm_bias_backward"}
+
+
+def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None):
     """On CUDA autocast leaves an addition in its operands' dtype and makes layer_norm float32.
 
     A sum in float32 is part of the fused op; a narrower one is added first, as in torch.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
-        return op(*(cast(t, torch.float32) for t in (x, residual, weight, bias)), eps)
-    sum = x + residual
+        return op(*(cast(t, torch.float32) for t in (x, residual, weight, bias)), eps, cast(x_bias, torch.float32))
+    sum = (x if x_bias is None else x + cast(x_bias, x.dtype)) + residual
     out, mean, rstd = ops.layernorm(*(cast(t, torch.float32) for t in (sum, weight, bias)), eps)
     return out, sum, mean, rstd
 
 
 fake("residual_layernorm", _fake)
 fake("residual_layernorm_backward", _fake_backward)
+fake("residual_layernorm_bias_backward", _fake_backward)
 autograd("residual_layernorm", ResidualLayerNorm, jvp=by_formula(formula))
-autograd("residual_layernorm_backward", ResidualLayerNormBackward, jvp=by_formula(masked_backward_formula))
+for _name in _BACKWARD.values():
+    autograd(_name, ResidualLayerNormBackward, jvp=by_formula(masked_backward_formula))
+    vmap(_name, rows_and_sums(0, 1, 2, 4, 5))
 vmap("residual_layernorm", rows(0, 1))
-vmap("residual_layernorm_backward", rows_and_sums(0, 1, 2, 4, 5))
 autocast("residual_layernorm", cpu="promote")
 autocast_by("residual_layernorm", "cuda", as_torchs_steps)

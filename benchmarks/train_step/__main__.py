@@ -1,0 +1,181 @@
+"""``python -m benchmarks.train_step``: steps timed, profiled, kept, and put into docs/step.md."""
+
+import argparse
+import json
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.machine import describe, title
+from benchmarks.harness.pages import between
+from benchmarks.harness.report import markdown
+from benchmarks.train_step import timeline
+from benchmarks.train_step.measure import batches, measure
+from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
+from gptkernels.models import GPT2, GPT2Config
+
+PAGE = Path(__file__).parents[2] / "docs" / "step.md"
+HEADER = ["", "parameters", "batch", "ms", "+-", "tokens/s", "MFU", "GiB", "first loss", "last loss"]
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
+    add = parser.add_argument
+    add("--batch", default="64,4", help="sequences a step, comma-separated (default: %(default)s)")
+    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
+    add("--precisions", default="bf16", help="; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()))
+    add("--layers", type=int, default=12, help="of GPT-2 124M (default: %(default)s)")
+    add("--width", type=int, default=768, help="channels (default: %(default)s)")
+    add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
+    add("--vocabulary", type=int, default=50304, help="default: %(default)s")
+    add("--warm-up", type=int, default=10, help="steps before the timed ones (default: %(default)s)")
+    add("--steps", type=int, default=40, help="timed steps (default: %(default)s)")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--profile", action="store_true", help="the kernels of one step of ours in place of times (CUDA)")
+    add("--host", action="store_true", help="the host's time for the parts of a step of ours on tiny batches")
+    add("--json", type=Path, metavar="FILE", help="keep the run here; what the file has of other kinds stays")
+    add("--from", type=Path, dest="kept", metavar="FILE", help="take this kept run and measure nothing")
+    add("--pages", action="store_true", help="put the tables into docs/step.md")
+    return parser
+
+
+def main(arguments=None):
+    cli = parser()
+    arguments = cli.parse_args(arguments)
+    chosen = _list(arguments.variants, VARIANTS, cli.error)
+    precisions = _list(arguments.precisions, PRECISIONS, cli.error)
+    sizes = [int(batch) for batch in arguments.batch.split(",")]
+    if arguments.kept:
+        run = json.loads(arguments.kept.read_text())
+        print(*tables(run), sep="\n\n")
+    else:
+        run = _measured(arguments, chosen, precisions, sizes)
+    if arguments.json:
+        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+        arguments.json.write_text(json.dumps({**before, **run}, indent=1) + "\n")
+    if arguments.pages:
+        PAGE.write_text(between(PAGE.read_text(), "\n\n".join(tables(run))))
+    return 0
+
+
+def _list(text, known, error):
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            error(f"there is no {name}; there is {', '.join(known)}")
+    return names
+
+
+def _measured(arguments, chosen, precisions, sizes):
+    device = torch.device(arguments.device)
+    config = GPT2Config(
+        block_size=arguments.length,
+        vocab_size=arguments.vocabulary,
+        n_layer=arguments.layers,
+        n_head=max(1, arguments.width // 64),
+        n_embd=arguments.width,
+    )
+    torch.manual_seed(0)
+    weights = GPT2(config).state_dict()
+    machine = describe(device)
+    print(title(machine), flush=True)
+    if arguments.profile:
+        return {"profile": {"machine": machine, "steps": _profiles(config, weights, sizes, precisions[0], device)}}
+    if arguments.host:
+        return {"host": {"machine": machine, "parts": _host_parts(config, weights, device)}}
+    rows = []
+    print(markdown(HEADER, [], texts=2), flush=True)
+    for precision in precisions:
+        for batch in sizes:
+            for variant in chosen:
+                options = {"warm_up": arguments.warm_up, "steps": arguments.steps}
+                row = measure(variant, precision, config, weights, batch, device, **options).dump()
+                rows.append(row)
+                print("| " + " | ".join(_cells(row)) + " |", flush=True)
+    return {"steps": {"machine": machine, "rows": rows}}
+
+
+# ---- profile and host ------------------------------------------------------------------------------------------------
+
+
+def _profiles(config, weights, sizes, precision, device):
+    speed = timeline.rates(device)
+    itemsize = 4 if precision == "tf32" else 2
+    count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied
+    found = []
+    for batch in sizes:
+        step = make("ours", precision, config, weights, device)
+        data = batches(config, batch, config.block_size, 4, device)
+        for b in data[:3]:
+            step(*b)
+        torch.cuda.synchronize()
+        launched = timeline.launches(lambda step=step, b=data[3]: step(*b))
+        lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, parameters=count))
+        found.append({"batch": batch, "precision": precision, "lines": lines})
+        print(_profile_table(found[-1]), flush=True)
+        del step
+        torch.cuda.empty_cache()
+    return found
+
+
+def _profile_table(step):
+    head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}"
+    return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
+
+
+def _host_parts(config, weights, device):
+    """Milliseconds of forward, backward, update and all, on one sequence of 64 tokens."""
+    from benchmarks.train_step.variants import groups
+    from gptkernels.optim import AdamW
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = GPT2(config, device, dtype)
+    model.load_state_dict(weights)
+    optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
+    tokens = torch.zeros(1, min(64, config.block_size), dtype=torch.int64, device=device)
+    rounds = []
+    for _ in range(40):
+        marks = [time.perf_counter()]
+        loss = model(tokens, tokens, return_logits=False)[1]
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rounds.append([1e3 * (b - a) for a, b in pairwise(marks)])
+    parts = [sorted(values)[len(values) // 2] for values in zip(*rounds[10:], strict=True)]
+    found = dict(zip(["forward", "backward", "update"], parts, strict=True))
+    print(", ".join(f"{name} {value:.2f} ms" for name, value in found.items()), f"in all {sum(parts):.2f} ms")
+    return found
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _cells(row):
+    texts = [row["variant"], row["precision"], str(row["batch"])]
+    if row["fault"]:
+        return [*texts, row["fault"], *[""] * 6]
+    mfu = f"{row['mfu']:.1%}" if row["mfu"] else ""
+    speed = [f"{row['milliseconds']:.2f}", f"{row['spread']:.2f}", f"{row['tokens_per_second']:.0f}", mfu]
+    return [*texts, *speed, f"{row['gib']:.1f}", f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}"]
+
+
+def tables(run) -> list[str]:
+    """What docs/step.md shows of a run."""
+    found = []
+    if "steps" in run:
+        found += [title(run["steps"]["machine"]) + ".", markdown(HEADER, map(_cells, run["steps"]["rows"]), texts=2)]
+    if "profile" in run:
+        found += [title(run["profile"]["machine"]) + ".", *map(_profile_table, run["profile"]["steps"])]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+// cuBLASLt's algorithm for a product, chosen by timing and kept in a file of the user's, so that later processes have
+// the same algorithms, and with them the same bits. Host code.
+//
+// The file is named after all that an algorithm depends on besides the product: the GPU, the driver, cuBLASLt's
+// version. GPTKERNELS_MATMUL_CHOICES is the folder it is in (by default gptkernels in the user's cache folder), or
+// "off": then nothing is timed, and the heuristic decides.
+#pragma once
+
+#include <cublasLt.h>
+
+#include <compare>
+#include <cstdint>
+#include <optional>
+
+namespace gptkernels::cuda {
+
+// Everything that cuBLASLt's answer may depend on. The sizes are those of Matmul.
+struct ProductKey {
+  int device;
+  cudaDataType_t type;
+  cudaDataType_t out_type;
+  cublasComputeType_t compute;
+  cublasLtEpilogue_t epilogue;
+  int64_t rows, columns, inner, out_ld, a_ld, b_ld;
+  bool a_transposed, b_transposed, accumulate;
+  uint32_t out_alignment, a_alignment, b_alignment, bias_alignment, gelu_alignment;
+
+  auto operator<=>(const ProductKey&) const = default;
+};
+
+struct ProductChoice {
+  cublasLtMatmulAlgo_t algorithm;
+  int64_t workspace;  // bytes
+};
+
+// Whether products may be timed.
+bool choices_are_timed();
+
+// What an earlier call of keep_choice, in this process or another, has kept. The caller checks that it fits the
+// product: files can be damaged.
+std::optional<ProductChoice> kept_choice(const ProductKey& key);
+
+// Keeps a choice, in the file too if that can be written.
+void keep_choice(const ProductKey& key, const ProductChoice& choice);
+
+}  // namespace gptkernels::cuda
