@@ -30,7 +30,7 @@ from gptkernels.training.model import parameter_groups
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.plot import read_losses as csv_losses
 from gptkernels.training.progress import printable, show_progress
-from gptkernels.training.schedule import cosine_schedule
+from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
 
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
@@ -96,20 +96,47 @@ def assert_same_run(one, other):
 # The parts.
 
 
-def test_schedule_warms_up_to_the_peak_and_decays_to_a_fraction_of_it():
-    rates = [cosine_schedule(step, 100, 10, 1e-3, 0.1) for step in range(101)]
+KINDS = ["cosine", "linear", "wsd", "constant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_warm_up_to_the_peak_and_decay_to_the_minimum(kind):
+    schedule = Schedule(kind, 1e-3, 1e-4, warmup_steps=10, total_steps=100)
+    rates = [schedule.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(1e-4)
     assert rates[9] == rates[10] == pytest.approx(1e-3)
-    assert rates[55] == pytest.approx(0.55e-3)
-    assert rates[100] == pytest.approx(1e-4)
+    assert rates[100] == schedule.rate(1000) == pytest.approx(1e-3 if kind == "constant" else 1e-4)
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert cosine_schedule(1000, 100, 10, 1e-3, 0.1) == rates[100]
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(0, 0), (1, 0), (5, 5), (5, 9)])
-def test_schedule_at_its_edges(total, warmup):
-    assert all(0 < cosine_schedule(step, total, warmup, 1.0, 0.5) <= 1 for step in range(total + 2))
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", {10: 1, 55: 0.55, 100: 0.1}),
+        ("linear", {10: 1, 55: 0.55, 73: 0.37, 100: 0.1}),
+        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # llm.c: 1 - sqrt(progress) in the last fifth
+        ("constant", {10: 1, 100: 1}),
+    ],
+)
+def test_schedules_in_between(kind, expected):
+    schedule = Schedule(kind, 1.0, 0.1, warmup_steps=10, total_steps=100)
+    assert {step: schedule.rate(step) for step in expected} == pytest.approx(expected)
+
+
+def test_the_decay_may_have_another_length_than_the_run():
+    for kind in ("cosine", "linear"):
+        schedule = Schedule(kind, 1.0, 0.1, warmup_steps=10, total_steps=100, decay_steps=50)
+        assert [schedule.rate(step) for step in (10, 30, 50, 99)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    schedule = Schedule("wsd", 1.0, 0.1, warmup_steps=10, total_steps=100, decay_steps=40)
+    assert [schedule.rate(step) for step in (60, 70, 100)] == pytest.approx([1, 0.55, 0.1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "warmup", "decay"), [(0, 0, None), (1, 0, 1), (5, 5, 3), (5, 9, 20), (5, 0, 9)])
+def test_schedules_at_their_edges(kind, total, warmup, decay):
+    schedule = Schedule(kind, 1.0, 0.5, warmup, total, decay)
+    assert all(0 < schedule.rate(step) <= 1 for step in range(total + 2))
 
 
 def test_weight_decay_is_on_matrices_only():
