@@ -32,21 +32,7 @@ from gptkernels.training.plot import read_losses as csv_losses
 from gptkernels.training.progress import printable, show_progress
 from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
-
-TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
-SMALL = {
-    "layers": 1,
-    "heads": 2,
-    "channels": 16,
-    "batch_size": 2,
-    "sequence_length": 16,
-    "steps": 8,
-    "val_every": 3,
-    "val_max_batches": 2,
-    "sample_every": 4,
-    "sample_length": 5,
-    "checkpoint_every": 4,
-}
+from small_runs import SMALL, TEXT, assert_same_run, at_step, read_losses, run_flags, write_text
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,34 +49,13 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A data prefix: text in bytes, with its tokenizer."""
-    prefix = tmp_path_factory.mktemp("data") / "text"
-    write_tokens(f"{prefix}_train.bin", [list(TEXT)])
-    write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
-    load_tokenizer("bytes").save(prefix)
-    return str(prefix)
+    return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
 @pytest.fixture
 def options(data, tmp_path, device):
     """The options of a small run in a folder of its own."""
     return SMALL | {"data": data, "output": str(tmp_path / "run"), "device": str(device)}
-
-
-def read_losses(run):
-    """What a run's CSV says, but for the times: (step, split, loss, learning rate, gradient norm)."""
-    with open(run / "log.csv", newline="") as file:
-        return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in csv.DictReader(file)]
-
-
-def assert_same_run(one, other):
-    """The two runs have the same parameters, optimizer, data order and losses, to the bit."""
-    assert read_losses(one) == read_losses(other)
-    states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
-    for field in ("model", "optimizer", "rng"):
-        pair = [getattr(state, field) for state in states]
-        torch.testing.assert_close(*pair, rtol=0, atol=0)
-    for name in ("step", "data"):
-        assert states[0].trainer[name] == states[1].trainer[name]
 
 
 # The parts.
@@ -618,10 +583,6 @@ def fill_disk(monkeypatch, count):
     return calls
 
 
-def run_flags(options):
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-
-
 def test_a_full_disk_gets_a_sentence_and_leaves_the_last_checkpoint(options, tmp_path, capsys):
     """At every point at which a run writes."""
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
@@ -695,18 +656,6 @@ def test_runs_have_folders_of_their_own(options, tmp_path, monkeypatch):
 
 
 # Interruptions.
-
-
-def at_step(monkeypatch, step, act):
-    """Have the trainer call `act` before it makes update number `step`."""
-    launch = Trainer._launch_step
-
-    def launch_and_act(self):
-        if self.step == step:
-            act()
-        return launch(self)
-
-    monkeypatch.setattr(Trainer, "_launch_step", launch_and_act)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 - A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state
   dict under nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...), its matrices
   (out, in) as in `torch.nn.Linear`, and a configuration under nanoGPT's names: `block_size` (the longest
-  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd`, `bias` (False: no linear and no norm has one) and `activation`
-  ("gelu_tanh", or "gelu" for the exact one).
+  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd`, `bias` (False: no linear and no norm has one) and, where it is
+  not "gelu_tanh", `activation` ("gelu": the exact one).
 - A training state: one `.safetensors` file that also holds the optimizer, the random number generators and
   what the trainer counts.
 
@@ -113,7 +113,7 @@ def save_model(
         raise ValueError(f"{path}: dtype is {dtype}, .bin takes torch.float32 or torch.bfloat16")
     if not config["bias"]:
         raise ValueError(f"{path}: a .bin cannot say that a model has no biases: save it as .safetensors")
-    if config["activation"] != _TANH:
+    if "activation" in config:
         raise ValueError(f"{path}: a .bin cannot say that a model has the exact GELU: save it as .safetensors")
     V = config["vocab_size"]
     Vp = -(-V // _PADDING) * _PADDING if padded_vocab_size is None else padded_vocab_size
@@ -220,7 +220,8 @@ def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: bias is {bias!r}, must be true or false")
     if (activation := config.get("activation", _TANH)) not in _ACTIVATIONS:
         raise ValueError(f"{where}: activation is {activation!r}, must be one of {', '.join(_ACTIVATIONS)}")
-    return {**{name: config[name] for name in _SIZES}, "bias": bias, "activation": activation}
+    shape = {**{name: config[name] for name in _SIZES}, "bias": bias}
+    return shape if activation == _TANH else shape | {"activation": activation}
 
 
 def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:

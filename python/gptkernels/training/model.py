@@ -53,7 +53,8 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         sizes, weights = saved.config, saved.model
     elif config.init_from is not None:
         wanted = sizes
-        sizes, weights = load_model(model_file(config.init_from))
+        found, weights = load_model(model_file(config.init_from))
+        sizes = {"activation": "gelu_tanh", **found}
         _check_same_size(config.init_from, sizes, wanted)
     else:
         positions = PRESETS[config.model].positions or config.sequence_length

@@ -87,7 +87,7 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
             raise ValueError(f"{path}: config: {name} is {_shown(config[name])}, which is no such number")
     if unknown := config.keys() - _MODEL_TYPES.keys():
         raise ValueError(f"{path}: config: {min(map(repr, unknown))} is unknown")
-    sizes = check_model(saved.model, config, str(path))
+    sizes = {"activation": "gelu_tanh", **check_model(saved.model, config, str(path))}
     for option, name in _SIZES.items():
         if getattr(options, option) != sizes[name]:
             raise ValueError(
