@@ -46,6 +46,7 @@ def assert_same_run(one, other):
     for field in ("model", "optimizer", "rng"):
         pair = [getattr(state, field) for state in states]
         torch.testing.assert_close(*pair, rtol=0, atol=0)
+    torch.testing.assert_close(*(state.trainer["outliers"] for state in states), rtol=0, atol=0, equal_nan=True)
     for name in ("step", "data"):
         assert states[0].trainer[name] == states[1].trainer[name]
 
