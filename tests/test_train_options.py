@@ -55,7 +55,7 @@ def crash():
         {"beta1": 0.8, "beta2": 0.99},
         {"recompute": "blocks", "dtype": "autocast"},
         {"recompute": "blocks", "dtype": "bfloat16"},
-        {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0},
+        {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0, "learning_rate": 1e-6},
         {"keep_last": 3, "keep_every": 4},
     ],
     ids=lambda given: " ".join(f"{name}={value}" for name, value in given.items()),
