@@ -1,15 +1,12 @@
 """The kernels of one step, by the op that launched them: their time, the least it could be, and the difference."""
 
-import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-
-from benchmarks.harness import roof
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul_sm90|cublas", re.IGNORECASE)
 REDUCTION = re.compile(r"splitK|splitk|reduce_kernel.*cublas", re.IGNORECASE)  # of a product's parts: part of it
@@ -72,5 +69,3 @@ def _owner(event):
             if outer.name.startswith(prefix):
                 return outer
     return chain[0]
-
-

@@ -21,7 +21,6 @@ from gptkernels.checkpoint import (
 )
 from gptkernels.data import Question
 from gptkernels.models import GPT2
-from gptkernels.ops import ops
 from gptkernels.optim import AdamW
 from gptkernels.training.clock import Mark
 from gptkernels.training.config import TrainConfig
@@ -29,7 +28,6 @@ from gptkernels.training.evaluation import Score, answer, check_questions, mean_
 from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.training.model import BatchLoss, build_model, parameter_groups
-from gptkernels.training.outliers import OutlierDetector, Skipping
 from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.processes import Processes, process_rank
@@ -51,6 +49,7 @@ from gptkernels.training.runs import (
 from gptkernels.training.saved import check_optimizer, saved_options
 from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
+from gptkernels.training.step import Step
 from gptkernels.training.utilization import peak_flops, peak_memory
 
 SAMPLE_TEMPERATURE = 0.8
@@ -211,7 +210,8 @@ class Trainer:
             max_grad_norm=config.grad_clip or math.inf,
         )
         self.accumulation = config.accumulation(processes.world_size)
-        self._make_outliers()
+        limits = (config.skip_update_lossz, config.skip_update_gradz)
+        self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
         self.total_steps = self._count_steps()
         self.step = 0  # updates made
         self._saved_step: int | None = None
@@ -230,12 +230,6 @@ class Trainer:
         self._log_path = self.output / LOG if config.log_file is None else Path(config.log_file)
         if is_other_file(str(self._log_path), self.output):
             raise ValueError(f"--log-file {self._log_path} is another file of this run")
-
-    def _make_outliers(self) -> None:
-        """On the device where an update may be skipped, else on the host, which reads the numbers anyway."""
-        limits, device = (self.config.skip_update_lossz, self.config.skip_update_gradz), self.processes.device
-        self._skipping = Skipping(*limits, device) if any(limits) else None
-        self._outliers = OutlierDetector(device if self._skipping else "cpu")
 
     def _count_steps(self) -> int:
         if self.config.steps is not None:
@@ -259,7 +253,7 @@ class Trainer:
         groups = self.optimizer.state_dict()["param_groups"]  # as the options say
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
         if "outliers" in saved.trainer:
-            self._outliers.load_state_dict(saved.trainer["outliers"])
+            self._step.outliers.load_state_dict(saved.trainer["outliers"])
         self.step = self._saved_step = step
         restore_rng_state(saved.rng)
 
@@ -311,36 +305,11 @@ class Trainer:
         rate = self._schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total = torch.zeros((), device=self.processes.device)
-        for _ in range(self.accumulation):
-            batch = (part.to(self.processes.device, non_blocking=True) for part in self.data.train.next_batch())
-            loss = self._loss(*batch) / self.accumulation
-            loss.backward()
-            total += loss.detach()
-        self.processes.average_gradients(self.model.parameters())
-        numbers = self._update(total)
-        self.optimizer.zero_grad()
-        stop = torch.full_like(total, self._request.signal)
-        numbers = self.processes.average(torch.cat([numbers, stop.unsqueeze(0)]))
+        numbers = self._step([self.data.train.next_batch() for _ in range(self.accumulation)])
+        stop = numbers.new_full((1,), self._request.signal)
+        numbers = self.processes.average(torch.cat([numbers, stop]))
         self.step += 1
         return PendingStep(self.step - 1, rate, numbers)
-
-    def _update(self, loss: Tensor) -> Tensor:
-        """Update the parameters, or skip that. The loss and the gradient's norm, (2,).
-
-        Where updates may be skipped, their z-scores follow, and whether this one was: (5,).
-        """
-        if self._skipping is None:
-            self.optimizer.step()
-            assert self.optimizer.grad_norm is not None
-            return torch.stack([loss, self.optimizer.grad_norm])
-        norm = ops.global_norm([p.grad for p in self.model.parameters() if p.grad is not None])
-        measured = torch.stack([self.processes.average(loss), norm])
-        scores = self._outliers.scores(measured)
-        skipped = self._skipping.found(scores)
-        self.optimizer.found_inf = skipped
-        self.optimizer.step()
-        return torch.cat([measured, scores.float(), skipped.unsqueeze(0)])
 
     def _make_schedule(self) -> Schedule:
         config, steps = self.config, self.total_steps
@@ -364,7 +333,7 @@ class Trainer:
             raise self._diverged(f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}")
         self._stop = self._stop or stop > 0
         self._train_loss = loss
-        scores = more[:2] or self._outliers.scores(torch.tensor([loss, norm])).tolist()
+        scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
         record = self._record(pending, loss, norm, scores)
         if more and more[2]:
             self._progress.say(f"step {pending.step}: no update, {_describe_scores(*scores)}")
@@ -481,7 +450,7 @@ class Trainer:
                     "data": self.data.train.state_dict(),
                     "fingerprint": self._fingerprint,
                     "options": asdict(self.config),
-                    "outliers": self._outliers.state_dict(),
+                    "outliers": self._step.outliers.state_dict(),
                 },
             )
             self._retain()

@@ -263,6 +263,9 @@ class TrainConfig:
     )
     device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one", "speed")
     tf32: bool = _option(False, "let CUDA round float32 matmuls to TF32", "speed")
+    graph: bool = _option(
+        True, "replay the step as a CUDA graph, which has the same bits (default: on CUDA, where it can be)", "speed"
+    )
     compile: bool = _option(False, "compile the model with torch.compile", "speed")
     recompute: str = _option(
         "none", "what is computed again in the backward pass, to save memory", "speed", choices=RECOMPUTE
