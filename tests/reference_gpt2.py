@@ -24,6 +24,7 @@ class Config(Protocol):
     n_head: int
     n_embd: int
     bias: bool
+    activation: str
 
 
 class CausalSelfAttention(nn.Module):
@@ -47,9 +48,10 @@ class MLP(nn.Module):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.approximate = "none" if config.activation == "gelu" else "tanh"
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.c_proj(F.gelu(self.c_fc(x), approximate=self.approximate))
 
 
 class Block(nn.Module):

@@ -164,3 +164,23 @@ def test_residual_layernorm_is_torchs_steps(x_dtype, residual_dtype, device):
     expected = F.layer_norm(expected_total.float(), (8,), weight, bias)
     assert out.dtype == expected.dtype
     torch.testing.assert_close(out, expected)
+
+
+def test_tensors_may_be_saved_otherwise(device):
+    """As activation checkpointing does: the hooks see what the op saves, and nothing of how its casts are kept."""
+    weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
+    x = torch.randn(5, 4, device=device)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast(device.type):
+        out = functional.linear(x, weight)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    assert set(saved) <= {x.shape, weight.shape}
+    with torch.autocast(device.type):
+        expected = functional.linear(x, weight)
+    grads = [torch.autograd.grad(result.float().square().sum(), weight)[0] for result in (out, expected)]
+    assert torch.equal(*grads)

@@ -111,6 +111,16 @@ def test_bin_layout(tmp_path):
     assert raw[1024:] == b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
+def test_the_exact_gelu_is_kept_where_it_can_be(tmp_path):
+    config = CONFIG | {"activation": "gelu"}
+    checkpoint.save_model(tmp_path / "model.safetensors", make_state(), config)
+    assert checkpoint.load_model(tmp_path / "model.safetensors")[0] == config
+    with pytest.raises(ValueError, match="cannot say that a model has the exact GELU"):
+        checkpoint.save_model(tmp_path / "model.bin", make_state(), config)
+    with pytest.raises(ValueError, match="activation is 'relu', must be one of gelu_tanh, gelu"):
+        checkpoint.save_model(tmp_path / "model.safetensors", make_state(), CONFIG | {"activation": "relu"})
+
+
 def test_bin_padding(tmp_path):
     path = tmp_path / "model.bin"
     state = make_state()

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from gptkernels.data import (
     DataLoader,
     TokenFile,
+    TokenFiles,
+    find_files,
     load_tokenizer,
     prepare,
     prepare_standard_library,
@@ -191,7 +193,78 @@ def test_file_larger_than_memory(tmp_path):
     assert loader.num_windows == count // 8
 
 
+# Several token files
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Three files of 40, 1 and 59 tokens: 0..99 when read as one."""
+    for name, tokens in (("a", range(40)), ("b", [40]), ("c", range(41, 100))):
+        write_tokens(tmp_path / f"text_{name}.bin", [list(tokens)])
+    return str(tmp_path / "text_*.bin")
+
+
+def test_shards_are_one_text(shards):
+    files = TokenFiles(find_files(shards))
+    assert [path.name for path in files.paths] == ["text_a.bin", "text_b.bin", "text_c.bin"]
+    assert len(files) == 100
+    everything = np.arange(100)
+    for start in range(0, 101, 3):
+        for stop in range(0, 104, 3):
+            assert files[start:stop].tolist() == everything[start:stop].tolist()
+    assert files[:].dtype == np.int64
+    assert [(path.name, position) for path, position in map(files.locate, (0, 39, 40, 41, 99))] == [
+        *(("text_a.bin", 0), ("text_a.bin", 39), ("text_b.bin", 0), ("text_c.bin", 0), ("text_c.bin", 58))
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("random_offsets", [True, False])
+def test_batches_of_shards_are_those_of_one_file(shards, token_file, shuffle, random_offsets):
+    loaders = [
+        DataLoader(data, 3, 7, 256, seed=4, shuffle=shuffle, random_offsets=random_offsets)
+        for data in (TokenFiles(find_files(shards)), token_file(100))
+    ]
+    for _ in range(20):
+        for one, other in zip(*(loader.next_batch() for loader in loaders), strict=True):
+            assert one.equal(other)
+
+
+def test_a_token_outside_the_vocabulary_is_said_with_its_own_file(shards):
+    loader = DataLoader(TokenFiles(find_files(shards)), 1, 99, 45)
+    with pytest.raises(ValueError, match=r"text_c.bin: token 45 at position 4 is outside the vocabulary of 45"):
+        loader.next_batch()
+
+
+def test_shards_are_found(shards, tmp_path):
+    assert find_files(str(tmp_path / "text_a.bin")) == [tmp_path / "text_a.bin"]
+    write_tokens(tmp_path / "odd[1].bin", [[1]])
+    assert find_files(str(tmp_path / "odd[1].bin")) == [tmp_path / "odd[1].bin"]
+    for name, message in (("no_*.bin", "no file matches"), ("no.bin", "no file is called")):
+        with pytest.raises(ValueError, match=message):
+            find_files(str(tmp_path / name))
+    with pytest.raises(ValueError, match="no token files"):
+        TokenFiles([])
+
+
 # The loader
+
+
+def test_random_offsets(token_file):
+    """Every offset, 0 to 57, comes up about as often; ranks share the draws; the state resumes them."""
+    alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
+    ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
+    counts = np.zeros(58, int)
+    for _ in range(58 * 25):
+        tokens, targets = alone.next_batch()
+        assert targets.equal(tokens + 1)
+        assert torch.cat([loader.next_batch()[0] for loader in ranks]).equal(tokens)
+        counts[tokens[:, 0]] += 1
+    assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared, six sigma
+    other = DataLoader(alone.data, 4, 7, 256, seed=9)
+    other.load_state_dict(alone.state_dict())
+    assert other.next_batch()[0].equal(alone.next_batch()[0])
+    assert not DataLoader(alone.data, 4, 7, 256, seed=2, random_offsets=True).next_batch()[0].equal(tokens)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**40), st.integers(0, 50))
@@ -302,6 +375,7 @@ def test_seeds_differ(token_file):
         ({"position": 1.5}, "position is 1.5"),
         ({"seed": None}, "seed is None"),
         ({"shuffle": "no"}, "shuffle is 'no', must be True or False"),
+        ({"random_offsets": 1}, "random_offsets is 1, must be True or False"),
     ],
 )
 def test_foreign_states(token_file, change, message):

@@ -138,6 +138,7 @@ def test_presets(name, parameters):
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got 10 and 3"),
         ({"dropout": 0.1}, "dropout must be 0, got 0.1"),
         ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
+        ({"activation": "relu"}, "activation must be one of gelu_tanh, gelu, got 'relu'"),
         ({"vocab_size": -5}, "vocab_size must be at least 1, got -5"),
         ({"vocab_size": 100, "padded_vocab_size": 99}, "padded_vocab_size must be at least vocab_size 100, got 99"),
     ],
@@ -316,6 +317,48 @@ def test_twenty_steps_of_training(dtype, device):
     wanted = curve(reference, torch.optim.AdamW(reference.parameters(), lr=3e-3))
     assert found == pytest.approx(wanted, rel=1e-9 if dtype == torch.float64 else 1e-4)
     assert found[-1] < found[0] - 0.5
+
+
+@DTYPES
+def test_the_exact_gelu(dtype, device):
+    config = dataclasses.replace(CONFIG, activation="gelu")
+    ours, reference = pair(dtype, device, config)
+    exact, _ = pair(torch.float64, device, config)
+    tokens, targets = batch(device=device)
+    losses = [model(tokens, targets)[1] for model in (ours, reference, exact)]
+    assert_same(*losses, dtype, "loss")
+    tanh, _ = pair(torch.float64, device)
+    assert tanh(tokens, targets)[1] != losses[2]
+    models = (ours, reference, exact)
+    grads = [torch.autograd.grad(loss, list(m.parameters())) for loss, m in zip(losses, models, strict=True)]
+    for (name, _), *gradients in zip(ours.named_parameters(), *grads, strict=True):
+        assert_same(*gradients, dtype, name)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_recomputed_blocks_give_the_same_gradients_to_the_bit(autocast, device):
+    """And the graph then keeps far less."""
+    ours, _ = pair(torch.float32, device)
+    tokens, targets = batch(device=device)
+    kept, gradients = [], []
+    for recompute in (False, True):
+        ours.transformer.recompute_blocks = recompute
+        sizes = {}
+
+        def note(tensor, sizes=sizes):
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            torch.autocast(device.type, torch.bfloat16, enabled=autocast),
+        ):
+            _, loss = ours(tokens, targets, return_logits=False)
+        kept.append(sum(sizes.values()))
+        gradients.append(torch.autograd.grad(loss, list(ours.parameters())))
+    for (name, _), plain, recomputed in zip(ours.named_parameters(), *gradients, strict=True):
+        assert torch.equal(plain, recomputed), name
+    assert kept[1] < kept[0] / 2
 
 
 @pytest.mark.parametrize("return_logits", [True, False])

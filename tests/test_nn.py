@@ -118,16 +118,21 @@ def test_options_that_are_refused(layer, options, name):
 # ---- the layers that torch does not have -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
 @pytest.mark.parametrize("bias", [True, False])
-def test_mlp(bias, device):
-    layer = nn.MLP(8, bias, device=device, dtype=torch.float64)
+def test_mlp(bias, activation, device):
+    layer = nn.MLP(8, bias, device=device, dtype=torch.float64, activation=activation)
     names = ["c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias"]
     assert list(layer.state_dict()) == [n for n in names if bias or not n.endswith("bias")]
     assert layer.c_fc.weight.shape == (32, 8)
     x = randn(2, 3, 8, dtype=torch.float64, device=device, requires_grad=True)
     fc, proj = layer.c_fc, layer.c_proj
-    expected = F.linear(F.gelu(F.linear(x, fc.weight, fc.bias), approximate="tanh"), proj.weight, proj.bias)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    expected = F.linear(F.gelu(F.linear(x, fc.weight, fc.bias), approximate=approximate), proj.weight, proj.bias)
     same_with_gradients(layer(x), expected, (x, *layer.parameters()))
+    assert ("activation='gelu'" in repr(layer)) == (activation == "gelu")
+    with pytest.raises(ValueError, match="activation must be 'gelu_tanh' or 'gelu', got 'relu'"):
+        nn.MLP(8, activation="relu")
 
 
 @pytest.mark.parametrize("bias", [True, False])

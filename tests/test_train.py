@@ -30,23 +30,9 @@ from gptkernels.training.model import parameter_groups
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.plot import read_losses as csv_losses
 from gptkernels.training.progress import printable, show_progress
-from gptkernels.training.schedule import cosine_schedule
+from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
-
-TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
-SMALL = {
-    "layers": 1,
-    "heads": 2,
-    "channels": 16,
-    "batch_size": 2,
-    "sequence_length": 16,
-    "steps": 8,
-    "val_every": 3,
-    "val_max_batches": 2,
-    "sample_every": 4,
-    "sample_length": 5,
-    "checkpoint_every": 4,
-}
+from small_runs import SMALL, TEXT, assert_same_run, at_step, read_losses, run_flags, write_text
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -63,11 +49,7 @@ def _one_thread():
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
     """A data prefix: text in bytes, with its tokenizer."""
-    prefix = tmp_path_factory.mktemp("data") / "text"
-    write_tokens(f"{prefix}_train.bin", [list(TEXT)])
-    write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
-    load_tokenizer("bytes").save(prefix)
-    return str(prefix)
+    return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
 @pytest.fixture
@@ -76,40 +58,50 @@ def options(data, tmp_path, device):
     return SMALL | {"data": data, "output": str(tmp_path / "run"), "device": str(device)}
 
 
-def read_losses(run):
-    """What a run's CSV says, but for the times: (step, split, loss, learning rate, gradient norm)."""
-    with open(run / "log.csv", newline="") as file:
-        return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in csv.DictReader(file)]
-
-
-def assert_same_run(one, other):
-    """The two runs have the same parameters, optimizer, data order and losses, to the bit."""
-    assert read_losses(one) == read_losses(other)
-    states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
-    for field in ("model", "optimizer", "rng"):
-        pair = [getattr(state, field) for state in states]
-        torch.testing.assert_close(*pair, rtol=0, atol=0)
-    for name in ("step", "data"):
-        assert states[0].trainer[name] == states[1].trainer[name]
-
-
 # The parts.
 
 
-def test_schedule_warms_up_to_the_peak_and_decays_to_a_fraction_of_it():
-    rates = [cosine_schedule(step, 100, 10, 1e-3, 0.1) for step in range(101)]
+KINDS = ["cosine", "linear", "wsd", "constant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedules_warm_up_to_the_peak_and_decay_to_the_minimum(kind):
+    schedule = Schedule(kind, 1e-3, 1e-4, warmup_steps=10, total_steps=100)
+    rates = [schedule.rate(step) for step in range(101)]
     assert rates[0] == pytest.approx(1e-4)
     assert rates[9] == rates[10] == pytest.approx(1e-3)
-    assert rates[55] == pytest.approx(0.55e-3)
-    assert rates[100] == pytest.approx(1e-4)
+    assert rates[100] == schedule.rate(1000) == pytest.approx(1e-3 if kind == "constant" else 1e-4)
     assert rates[:10] == sorted(rates[:10])
     assert rates[10:] == sorted(rates[10:], reverse=True)
-    assert cosine_schedule(1000, 100, 10, 1e-3, 0.1) == rates[100]
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(0, 0), (1, 0), (5, 5), (5, 9)])
-def test_schedule_at_its_edges(total, warmup):
-    assert all(0 < cosine_schedule(step, total, warmup, 1.0, 0.5) <= 1 for step in range(total + 2))
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", {10: 1, 55: 0.55, 100: 0.1}),
+        ("linear", {10: 1, 55: 0.55, 73: 0.37, 100: 0.1}),
+        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # llm.c: 1 - sqrt(progress) in the last fifth
+        ("constant", {10: 1, 100: 1}),
+    ],
+)
+def test_schedules_in_between(kind, expected):
+    schedule = Schedule(kind, 1.0, 0.1, warmup_steps=10, total_steps=100)
+    assert {step: schedule.rate(step) for step in expected} == pytest.approx(expected)
+
+
+def test_the_decay_may_have_another_length_than_the_run():
+    for kind in ("cosine", "linear"):
+        schedule = Schedule(kind, 1.0, 0.1, warmup_steps=10, total_steps=100, decay_steps=50)
+        assert [schedule.rate(step) for step in (10, 30, 50, 99)] == pytest.approx([1, 0.55, 0.1, 0.1])
+    schedule = Schedule("wsd", 1.0, 0.1, warmup_steps=10, total_steps=100, decay_steps=40)
+    assert [schedule.rate(step) for step in (60, 70, 100)] == pytest.approx([1, 0.55, 0.1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("total", "warmup", "decay"), [(0, 0, None), (1, 0, 1), (5, 5, 3), (5, 9, 20), (5, 0, 9)])
+def test_schedules_at_their_edges(kind, total, warmup, decay):
+    schedule = Schedule(kind, 1.0, 0.5, warmup, total, decay)
+    assert all(0 < schedule.rate(step) <= 1 for step in range(total + 2))
 
 
 def test_weight_decay_is_on_matrices_only():
@@ -488,7 +480,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(options
 
     monkeypatch.setattr(Trainer, "_loss", diverge)
     with pytest.raises(FloatingPointError, match=r"the loss is nan .* at step 5"):
-        train(TrainConfig(**options | {"val_every": 0}))
+        train(TrainConfig(**options | {"val_every": 0, "graph": False}))
     assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
 
 
@@ -591,10 +583,6 @@ def fill_disk(monkeypatch, count):
     return calls
 
 
-def run_flags(options):
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-
-
 def test_a_full_disk_gets_a_sentence_and_leaves_the_last_checkpoint(options, tmp_path, capsys):
     """At every point at which a run writes."""
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
@@ -668,18 +656,6 @@ def test_runs_have_folders_of_their_own(options, tmp_path, monkeypatch):
 
 
 # Interruptions.
-
-
-def at_step(monkeypatch, step, act):
-    """Have the trainer call `act` before it makes update number `step`."""
-    launch = Trainer._launch_step
-
-    def launch_and_act(self):
-        if self.step == step:
-            act()
-        return launch(self)
-
-    monkeypatch.setattr(Trainer, "_launch_step", launch_and_act)
 
 
 @pytest.fixture

@@ -17,11 +17,13 @@ HEADER_BYTES = 256 * 4
 MODEL_MAGIC = 20240326
 TOKENIZER_MAGIC = 20240328
 TOKENS_MAGIC = 20240520
+QUESTIONS_MAGIC = 20240522
 
 _KINDS = {
     MODEL_MAGIC: "a model",
     TOKENIZER_MAGIC: "a tokenizer",
     TOKENS_MAGIC: "a token file",
+    QUESTIONS_MAGIC: "a file of questions",
     20240801: "a token file of 32-bit tokens",
 }
 

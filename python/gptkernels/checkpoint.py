@@ -3,7 +3,8 @@
 - A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state
   dict under nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...), its matrices
   (out, in) as in `torch.nn.Linear`, and a configuration under nanoGPT's names: `block_size` (the longest
-  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd` and `bias` (False: no linear and no norm has one).
+  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd`, `bias` (False: no linear and no norm has one) and, where it is
+  not "gelu_tanh", `activation` ("gelu": the exact one).
 - A training state: one `.safetensors` file that also holds the optimizer, the random number generators and
   what the trainer counts.
 
@@ -33,6 +34,8 @@ _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
+_TANH = "gelu_tanh"
+_ACTIVATIONS = (_TANH, "gelu")
 
 # The tensors of a layer in llm.c's order; shapes in multiples of C.
 _LAYER: list[tuple[str, tuple[int, ...]]] = [
@@ -110,6 +113,8 @@ def save_model(
         raise ValueError(f"{path}: dtype is {dtype}, .bin takes torch.float32 or torch.bfloat16")
     if not config["bias"]:
         raise ValueError(f"{path}: a .bin cannot say that a model has no biases: save it as .safetensors")
+    if "activation" in config:
+        raise ValueError(f"{path}: a .bin cannot say that a model has the exact GELU: save it as .safetensors")
     V = config["vocab_size"]
     Vp = -(-V // _PADDING) * _PADDING if padded_vocab_size is None else padded_vocab_size
     if Vp < V:
@@ -164,7 +169,7 @@ def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
     with open(path, "rb") as file:
         header = read_header(file, path, MODEL_MAGIC, tuple(_VERSIONS.values()))
         dtype = next(dtype for dtype, version in _VERSIONS.items() if version == header[1])
-        config = _check_config({**dict(zip(_SIZES, header[2:7], strict=True)), "bias": True}, str(path))
+        config = _check_config(dict(zip(_SIZES, header[2:7], strict=True)), str(path))
         Vp = header[7]
         if Vp < config["vocab_size"]:
             raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {config['vocab_size']}")
@@ -213,7 +218,10 @@ def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: n_embd {config['n_embd']} is not divisible by n_head {config['n_head']}")
     if type(bias := config.get("bias", True)) is not bool:
         raise ValueError(f"{where}: bias is {bias!r}, must be true or false")
-    return {**{name: config[name] for name in _SIZES}, "bias": bias}
+    if (activation := config.get("activation", _TANH)) not in _ACTIVATIONS:
+        raise ValueError(f"{where}: activation is {activation!r}, must be one of {', '.join(_ACTIVATIONS)}")
+    shape = {**{name: config[name] for name in _SIZES}, "bias": bias}
+    return shape if activation == _TANH else shape | {"activation": activation}
 
 
 def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any
 
 from gptkernels.foreign_flags import explain_flag
-from gptkernels.training.config import TrainConfig, flag
+from gptkernels.training.config import GROUPS, TrainConfig, flag
 from gptkernels.training.output import SafeOutput, flush_streams, prepare_streams
 from gptkernels.training.progress import ByteProgress
 
@@ -109,6 +109,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # there are too many to say twice
     return parser, commands.choices
 
 
@@ -118,9 +119,10 @@ def _no_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     types = typing.get_type_hints(TrainConfig)
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
     for option in fields(TrainConfig):
-        _add_option(parser, option, types[option.name])
-    parser.add_argument(
+        _add_option(groups[option.metadata["group"]], option, types[option.name])
+    groups["checkpoints"].add_argument(
         "--resume",
         nargs="?",
         const=None,
@@ -131,13 +133,13 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_option(parser: argparse.ArgumentParser, option: Field, kind: Any) -> None:
+def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
     """A flag for a field of TrainConfig; left out when not given, so that a resumed run keeps its own."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
     if kind is bool:
-        parser.add_argument(*names, action="store_true", **keywords)
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
         return
     if option.default not in (None, MISSING):
         keywords["help"] += f" (default: {option.default})"
@@ -151,15 +153,21 @@ def _add_option(parser: argparse.ArgumentParser, option: Field, kind: Any) -> No
 
 
 def _train(**options: Any) -> int:
-    from gptkernels.train import resume, train
+    from gptkernels.train import evaluate, evaluate_run, resume, train
 
-    if "resume" in options:
+    folder: str | None = None
+    if resumes := "resume" in options:
         folder = options.pop("resume")
         if folder == "":
             raise ValueError("--resume is empty: name the folder of a run, or nothing for the latest")
-        result = resume(folder or options.pop("output", None), **options)
-    else:
-        result = train(TrainConfig(**options))
+        folder = folder or options.pop("output", None)
+    if options.get("eval_only"):
+        if resumes:
+            evaluate_run(folder, **options)
+        else:
+            evaluate(TrainConfig(**options))
+        return 0
+    result = resume(folder, **options) if resumes else train(TrainConfig(**options))
     return 128 + result.signal if result.signal else 0
 
 

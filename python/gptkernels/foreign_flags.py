@@ -15,7 +15,6 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "--eval-interval": "--val-every",
         "--log-interval": None,
         "--eval-iters": "--val-max-batches",
-        "--eval-only": None,
         "--always-save-checkpoint": "--checkpoint-every",
         "--wandb-log": "--tensorboard",
         "--wandb-project": None,
@@ -26,23 +25,18 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "--n-layer": "--layers",
         "--n-head": "--heads",
         "--n-embd": "--channels",
-        "--dropout": None,
-        "--bias": None,
         "--max-iters": "--steps",
-        "--beta1": None,
-        "--beta2": None,
-        "--decay-lr": "--final-lr-fraction",
+        "--decay-lr": "--schedule",
         "--warmup-iters": "--warmup-steps",
-        "--lr-decay-iters": "--steps",
-        "--min-lr": "--final-lr-fraction",
+        "--lr-decay-iters": "--decay-steps",
+        "--min-lr": "--min-learning-rate",
         "--backend": None,
-        "--compile": None,
     },
     LLMC: {
         "--input-bin": "--data",
-        "--input-val-bin": "--data",
+        "--input-val-bin": "--val-files",
         "--output-dir": "--output",
-        "--total-batch-size": "--grad-accumulation",
+        "--total-batch-size": "--total-batch-tokens",
         "--num-iterations": "--steps",
         "--learning-rate-decay-frac": "--final-lr-fraction",
         "--val-loss-every": "--val-every",
@@ -53,33 +47,35 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "--zero-stage": None,
         "--write-tensors": None,
         "--inference-only": None,
-        "-j": "--data",
+        "-j": "--val-files",
         "-e": "--init-from",
         "-n": "--checkpoint-every",
-        "-nk": None,
-        "-nm": None,
+        "-nk": "--keep-last",
+        "-nm": "--keep-every",
         "-y": "--resume",
-        "-d": "--grad-accumulation",
+        "-d": "--total-batch-tokens",
         "-lg": None,
         "-x": "--steps",
         "-u": "--warmup-steps",
         "-q": "--final-lr-fraction",
         "-c": "--weight-decay",
-        "-sl": None,
-        "-sg": None,
+        "-sl": "--skip-update-lossz",
+        "-sg": "--skip-update-gradz",
         "-a": None,
         "-f": "--tf32",
         "-w": "--dtype",
         "-ge": None,
         "-z": None,
-        "-r": None,
-        "-k": None,
+        "-r": "--recompute",
+        "-k": "--schedule",
         "-pn": None,
         "-pr": None,
         "-pg": None,
         "-pm": None,
         "-ps": None,
         "-pf": None,
+        "-pi": None,
+        "-pp": None,
     },
 }
 # sample.py of nanoGPT.
@@ -97,9 +93,11 @@ def explain_flag(command: str, arguments: Sequence[str], known: Collection[str])
         arguments: what follows the command.
         known: the flags of the command.
     """
-    for argument in arguments:
+    for argument, value in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument == "--":
             return None
+        if command == "train" and argument == "-h" and value.isdigit():
+            return "did you mean llm.c's -h? It is --eval-file here, with the name of a file"
         name = argument.split("=")[0]
         if name.startswith("-") and name not in known and (sentence := _explain(command, name, known)):
             return sentence

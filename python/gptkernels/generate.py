@@ -17,6 +17,8 @@ from gptkernels.models import GPT2
 from gptkernels.training.model import model_file
 from gptkernels.training.processes import pick_device
 from gptkernels.training.progress import printable
+from gptkernels.training.retention import is_numbered
+from gptkernels.training.runs import TOKENIZER_PREFIX
 
 MIN_TEMPERATURE = 1e-6
 """Logits of any model, divided by less, may leave float32."""
@@ -139,10 +141,15 @@ def _ask() -> str | None:
         return None
 
 
+def _tokenizer_of_run(checkpoint: Path) -> Path | None:
+    """The tokenizer of the run that has kept a checkpoint under a name with its step."""
+    return find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX)) if is_numbered(checkpoint) else None
+
+
 def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
     if name is not None:
         tokenizer = load_tokenizer(name)
-    elif beside := find_tokenizer_file(checkpoint.with_suffix("")):
+    elif beside := find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint):
         tokenizer = load_tokenizer(beside)
     elif vocab_size in (256, 50257):
         tokenizer = load_tokenizer("bytes" if vocab_size == 256 else "gpt2")

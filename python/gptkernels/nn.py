@@ -115,25 +115,42 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class MLP(torch.nn.Module):
-    """GPT-2's feed-forward layer with the tanh GELU, as one operator.
+    """GPT-2's feed-forward layer, with the tanh GELU as one operator.
 
-    If one of the two linear layers has been replaced, hooked or parametrised, both are called, as separate operators.
+    With the exact GELU, or if one of the two linear layers has been replaced, hooked or parametrised, the two are
+    called, as separate operators.
 
     Args:
         n_embd: C; the hidden layer has 4C.
         bias: whether the two linear layers have one.
         device: of the parameters.
         dtype: of the parameters.
+        activation: "gelu_tanh", or "gelu" for the exact one.
+
+    Raises:
+        ValueError: there is no such activation.
     """
 
-    def __init__(self, n_embd: int, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        n_embd: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        activation: str = "gelu_tanh",
+    ) -> None:
         super().__init__()
+        if activation not in ("gelu_tanh", "gelu"):
+            raise ValueError(f"MLP: activation must be 'gelu_tanh' or 'gelu', got {activation!r}")
+        self.activation = activation
         self.c_fc = Linear(n_embd, 4 * n_embd, bias, device, dtype)
         self.c_proj = Linear(4 * n_embd, n_embd, bias, device, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
         fc, proj = self.c_fc, self.c_proj
+        if self.activation == "gelu":
+            return proj(functional.gelu(fc(x)))
         if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
             return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj.bias)
         return proj(functional.gelu(fc(x), approximate="tanh"))
@@ -144,9 +161,17 @@ class MLP(torch.nn.Module):
         None, where the last layer must be called and has added it.
         """
         fc, proj = self.c_fc, self.c_proj
-        if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
+        if not is_unmodified(proj, Linear):
+            return self(x), None
+        if self.activation == "gelu":
+            return functional.linear(functional.gelu(fc(x)), proj.weight), proj.bias
+        if is_unmodified(fc, Linear):
             return functional.mlp(x, fc.weight, fc.bias, proj.weight, None), proj.bias
-        return self(x), None
+        return functional.linear(functional.gelu(fc(x), approximate="tanh"), proj.weight), proj.bias
+
+    def extra_repr(self) -> str:
+        """What the children don't show."""
+        return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
 
 
 class KeyValueCache:

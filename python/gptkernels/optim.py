@@ -44,6 +44,8 @@ class AdamW(torch.optim.AdamW):
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
+        found_inf: None, or a float32 of one element on the parameters' device: where it is not 0 the step is skipped.
+            A GradScaler sets it, and anybody may.
         grad_norm: with ``max_grad_norm``, the norm that the last step's gradients had before clipping (and after
             division by a GradScaler's scale), 0-dim float32 on their device; else None.
 
@@ -53,6 +55,7 @@ class AdamW(torch.optim.AdamW):
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
     max_grad_norm: float | None = None
+    found_inf: Tensor | None = None
     grad_norm: Tensor | None = None
 
     def __init__(

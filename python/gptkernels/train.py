@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,18 +19,21 @@ from gptkernels.checkpoint import (
     restore_rng_state,
     save_training_state,
 )
-from gptkernels.data import DataLoader
+from gptkernels.data import Question
+from gptkernels.models import GPT2
 from gptkernels.optim import AdamW
 from gptkernels.training.clock import Mark
 from gptkernels.training.config import TrainConfig
+from gptkernels.training.evaluation import Score, answer, check_questions, mean_loss
 from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
-from gptkernels.training.model import build_model, parameter_groups
+from gptkernels.training.model import BatchLoss, build_model, parameter_groups
 from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.processes import Processes, process_rank
 from gptkernels.training.progress import show_progress
-from gptkernels.training.run_data import RunData
+from gptkernels.training.retention import retain
+from gptkernels.training.run_data import HeldOutData, RunData
 from gptkernels.training.runs import (
     CHECKPOINT,
     CSV,
@@ -45,18 +47,22 @@ from gptkernels.training.runs import (
     open_run,
 )
 from gptkernels.training.saved import check_optimizer, saved_options
-from gptkernels.training.schedule import cosine_schedule
+from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
+from gptkernels.training.step import Step
+from gptkernels.training.utilization import peak_flops, peak_memory
 
-BETAS = (0.9, 0.95)
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
+MEMORY_EVERY = 16
+"""Steps. Asking torch for the memory takes the host 0.1 ms."""
 
 
 class TrainResult(NamedTuple):
     """How a run ended. Losses are in nats per token, None where there is none.
 
-    `train_loss` is that of the last step, before its update; `val_loss` that of the model as saved.
+    `train_loss` is that of the last step, before its update; `val_loss` that of the model as saved, as is `accuracy`,
+    the share of `eval_file`'s questions that it answers rightly.
     `signal` is the number of the signal that stopped the run, 0 when it went to its end.
     """
 
@@ -66,6 +72,7 @@ class TrainResult(NamedTuple):
     sample: str | None
     output: Path
     signal: int
+    accuracy: float | None = None
 
 
 def train(config: TrainConfig) -> TrainResult:
@@ -103,6 +110,68 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
         return Trainer(config, folder, saved, keep_log=keep_log).run()
 
 
+class Evaluation(NamedTuple):
+    """What `evaluate` finds; None where there is nothing to find it on.
+
+    `val_loss` is in nats per token, `score` that of `eval_file`.
+    """
+
+    val_loss: float | None
+    score: Score | None
+
+
+def evaluate(config: TrainConfig) -> Evaluation:
+    """Evaluate the model of `init_from` on the validation data and the questions that the options name; print that.
+
+    Raises:
+        ValueError: there is no `init_from`, nothing to evaluate on, or as `train`.
+        OSError: a file cannot be read.
+    """
+    if config.init_from is None:
+        raise ValueError("--eval-only takes the model of --init-from or --resume")
+    return _evaluate(config, None)
+
+
+def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
+    """`evaluate` for the model of a run's checkpoint, on what the run was evaluated on. The run may be going on.
+
+    Args:
+        run: its folder; None is the latest in runs/.
+        given: options of TrainConfig to change, such as `val_max_batches`.
+
+    Raises:
+        ValueError: there is no such run, an option in `given` cannot change, or as `evaluate`.
+    """
+    checkpoint = find_run(run) / CHECKPOINT
+    saved = load_training_state(checkpoint)
+    return _evaluate(saved_options(saved, checkpoint).updated({**given, "eval_only": True}), saved)
+
+
+def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
+    processes = Processes(config.device)
+    progress = show_progress(0, 0, processes.is_main)
+    try:
+        if config.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        model = build_model(config, 1, saved).to(processes.device).eval()
+        data = HeldOutData(config, processes, model.config.vocab_size)
+        if data.val is None and not data.questions:
+            raise ValueError(f"nothing to evaluate on: {data.why_no_val}, and no --eval-file")
+        check_questions(data.questions, model.config.block_size, config.eval_file)
+        batch_loss = BatchLoss(model, config)
+        val_loss = score = None
+        if data.val is not None:
+            val_loss = mean_loss(batch_loss, data.val, config.val_max_batches, processes)
+            progress.say(f"validation loss {val_loss:.4f} {data.unit}")
+        if data.questions:
+            score = _answer_questions(model, batch_loss, data.questions, config, processes)
+            progress.say(_describe_score(score))
+        return Evaluation(val_loss, score)
+    finally:
+        progress.close()
+        processes.close()
+
+
 class Trainer:
     """A run: the model, its data, the optimizer, and where they stand.
 
@@ -129,11 +198,20 @@ class Trainer:
             torch.backends.cuda.matmul.allow_tf32 = True
         torch.manual_seed(config.seed)
         self.data = data = RunData(config, processes)
-        self._fingerprint = fingerprint(data.train.data.path)
+        self._fingerprint = fingerprint(data.train.data.paths)
         self.model = build_model(config, data.vocab_size, saved).to(processes.device)
-        groups = parameter_groups(self.model, config.weight_decay)
-        clip = config.grad_clip or math.inf
-        self.optimizer = AdamW(groups, lr=config.learning_rate, betas=BETAS, master_weights=True, max_grad_norm=clip)
+        self._batch_loss = BatchLoss(self.model, config)
+        check_questions(data.questions, self.model.config.block_size, config.eval_file)
+        self.optimizer = AdamW(
+            parameter_groups(self.model, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            master_weights=True,
+            max_grad_norm=config.grad_clip or math.inf,
+        )
+        self.accumulation = config.accumulation(processes.world_size)
+        limits = (config.skip_update_lossz, config.skip_update_gradz)
+        self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
         self.total_steps = self._count_steps()
         self.step = 0  # updates made
         self._saved_step: int | None = None
@@ -157,7 +235,7 @@ class Trainer:
         if self.config.steps is not None:
             return self.config.steps
         assert self.config.epochs is not None
-        windows_per_step = self.processes.world_size * self.config.batch_size * self.config.grad_accumulation
+        windows_per_step = self.processes.world_size * self.config.batch_size * self.accumulation
         steps = self.config.epochs * self.data.train.num_windows / windows_per_step
         if not math.isfinite(steps):
             raise ValueError(f"--epochs is {self.config.epochs}, which is too many")
@@ -174,6 +252,8 @@ class Trainer:
         self.data.train.load_state_dict(saved.trainer["data"])
         groups = self.optimizer.state_dict()["param_groups"]  # as the options say
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+        if "outliers" in saved.trainer:
+            self._step.outliers.load_state_dict(saved.trainer["outliers"])
         self.step = self._saved_step = step
         restore_rng_state(saved.rng)
 
@@ -184,8 +264,13 @@ class Trainer:
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
         self._log: TrainingLog | None = None
         try:
+            self._schedule = self._make_schedule()
+            self._peak_flops = peak_flops(self.processes.device)
+            self._memory = 0
             if self.processes.is_main:
                 self._open_files()
+                if self._saved_step is not None:  # the run may have been killed between the two
+                    self._retain()
             with stop_on_signals() as self._request:
                 self._introduce()
                 self._train()
@@ -202,6 +287,8 @@ class Trainer:
         while self.step < self.total_steps and not self._stop:
             if _is_due(self.step, config.val_every):
                 self._validate()
+                if self.step:
+                    self._answer()
             if self.step and _is_due(self.step, config.sample_every):
                 self._sample()
             # On a GPU the numbers of a step are read when the next one is launched: the GPU never idles.
@@ -215,39 +302,23 @@ class Trainer:
 
     def _launch_step(self) -> PendingStep:
         """Make the next update, without waiting for the device."""
-        config = self.config
-        rate = self._learning_rate()
+        rate = self._schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        total = torch.zeros((), device=self.processes.device)
-        for _ in range(config.grad_accumulation):
-            loss = self._loss(*self._next_batch(self.data.train)) / config.grad_accumulation
-            loss.backward()
-            total += loss.detach()
-        self.processes.average_gradients(self.model.parameters())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        stop = torch.full_like(total, self._request.signal)
-        norm = self.optimizer.grad_norm
-        assert norm is not None
-        numbers = self.processes.average(torch.stack([total, norm, stop]))
+        numbers = self._step([self.data.train.next_batch() for _ in range(self.accumulation)])
+        stop = numbers.new_full((1,), self._request.signal)
+        numbers = self.processes.average(torch.cat([numbers, stop]))
         self.step += 1
         return PendingStep(self.step - 1, rate, numbers)
 
-    def _learning_rate(self) -> float:
-        config = self.config
-        warmup = self.total_steps // 20 if config.warmup_steps is None else config.warmup_steps
-        return cosine_schedule(self.step, self.total_steps, warmup, config.learning_rate, config.final_lr_fraction)
-
-    def _next_batch(self, data: DataLoader) -> Iterator[Tensor]:
-        return (part.to(self.processes.device, non_blocking=True) for part in data.next_batch())
+    def _make_schedule(self) -> Schedule:
+        config, steps = self.config, self.total_steps
+        warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+        final = config.final_learning_rate
+        return Schedule(config.schedule, config.learning_rate, final, warmup, steps, config.decay_steps)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with self._autocast():
-            return self.model(tokens, targets, return_logits=False)[1]
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self.processes.device.type, torch.bfloat16, enabled=self.config.dtype == "autocast")
+        return self._batch_loss(tokens, targets)
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -257,19 +328,44 @@ class Trainer:
         """Wait for a step's numbers, then log and show them."""
         if pending is None:
             return
-        loss, norm, stop = pending.read()
+        loss, norm, *more, stop = pending.read()
         if not math.isfinite(loss + norm):
             raise self._diverged(f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}")
         self._stop = self._stop or stop > 0
         self._train_loss = loss
-        seconds = pending.end.seconds_since(self._clock)
-        self._clock: Mark = pending.end
-        record = TrainingStep(
-            pending.step, loss, pending.learning_rate, norm, 1e3 * seconds, self._tokens_per_step() / seconds
-        )
+        scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
+        record = self._record(pending, loss, norm, scores)
+        if more and more[2]:
+            self._progress.say(f"step {pending.step}: no update, {_describe_scores(*scores)}")
         self._progress.step(record)
         if self._log:
             self._log.training(record)
+
+    def _record(self, pending: PendingStep, loss: float, norm: float, scores: list[float]) -> TrainingStep:
+        seconds = pending.end.seconds_since(self._clock)
+        self._clock: Mark = pending.end
+        rate = self._tokens_per_step() / seconds
+        if not self._memory or pending.step % MEMORY_EVERY == 0:
+            self._memory = peak_memory(self.processes.device)
+        return TrainingStep(
+            step=pending.step,
+            loss=loss,
+            learning_rate=pending.learning_rate,
+            gradient_norm=norm,
+            milliseconds=1e3 * seconds,
+            tokens_per_second=rate,
+            loss_z=scores[0],
+            gradient_z=scores[1],
+            mfu=self._utilization(rate),
+            memory=self._memory,
+        )
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        """The share of the device's arithmetic that the model's takes; None where the device's is not known."""
+        if self._peak_flops is None:
+            return None
+        flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
+        return flops / (self._peak_flops * self.processes.world_size)
 
     def _restart_clock(self) -> None:
         self._clock = Mark(self.processes.device)
@@ -282,26 +378,19 @@ class Trainer:
         return FloatingPointError(f"{what}: training has diverged; a lower --learning-rate may help. {kept}")
 
     def _tokens_per_step(self) -> int:
-        config = self.config
-        sequences = self.processes.world_size * config.grad_accumulation * config.batch_size
-        return sequences * config.sequence_length
+        sequences = self.processes.world_size * self.accumulation * self.config.batch_size
+        return sequences * self.config.sequence_length
 
     # Between steps.
 
-    @torch.no_grad()
     def _validate(self) -> float | None:
         """The loss on the validation data, in nats per token, logged and shown; None without such data."""
         if self.data.val is None:
             return None
         self._finish_pending()
         self.model.eval()
-        self.data.val.reset()
-        batches = min(self.data.val.batches_per_epoch, self.config.val_max_batches)
-        total = torch.zeros((), device=self.processes.device)
-        for _ in range(batches):
-            total += self._loss(*self._next_batch(self.data.val))
+        loss = mean_loss(self._loss, self.data.val, self.config.val_max_batches, self.processes)
         self.model.train()
-        loss = self.processes.average(total / batches).item()
         if not math.isfinite(loss):
             raise self._diverged(f"the validation loss is {loss} after {self.step} steps")
         self._progress.say(f"step {self.step}: validation loss {loss:.4f} {self.data.unit}")
@@ -309,6 +398,18 @@ class Trainer:
             self._log.validation(self.step, loss)
         self._restart_clock()
         return loss
+
+    def _answer(self) -> float | None:
+        """The share of the questions that are answered rightly, logged and shown; None without questions."""
+        if not self.data.questions:
+            return None
+        self._finish_pending()
+        score = _answer_questions(self.model, self._batch_loss, self.data.questions, self.config, self.processes)
+        self._progress.say(f"step {self.step}: {_describe_score(score)}")
+        if self._log:
+            self._log.evaluation(self.step, score.accuracy)
+        self._restart_clock()
+        return score.accuracy
 
     @torch.no_grad()
     def _sample(self) -> str | None:
@@ -322,7 +423,7 @@ class Trainer:
         self.model.eval()
         length = self.config.sample_length
         try:
-            with self._autocast():
+            with self._batch_loss.precision(device):
                 tokens = self.model.generate(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
         except FloatingPointError as error:
             raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
@@ -349,10 +450,15 @@ class Trainer:
                     "data": self.data.train.state_dict(),
                     "fingerprint": self._fingerprint,
                     "options": asdict(self.config),
+                    "outliers": self._step.outliers.state_dict(),
                 },
             )
+            self._retain()
         self._saved_step = self.step
         self._restart_clock()
+
+    def _retain(self) -> None:
+        retain(self.output / CHECKPOINT, self.step, self.config.keep_last, self.config.keep_every)
 
     # Beginning and end.
 
@@ -388,10 +494,11 @@ class Trainer:
     def _finish_run(self) -> TrainResult:
         self._save()
         val_loss = self._validate()
+        accuracy = self._answer()
         sample = self._sample()
         self._plot()
         self._progress.say(f"checkpoint: {self.output / CHECKPOINT}")
-        return TrainResult(self.step, self._train_loss, val_loss, sample, self.output, 0)
+        return TrainResult(self.step, self._train_loss, val_loss, sample, self.output, 0, accuracy)
 
     def _stop_early(self) -> TrainResult:
         self._save()
@@ -411,6 +518,25 @@ class Trainer:
             self._progress.say("no loss plot: it takes matplotlib (pip install matplotlib)")
         else:
             self._progress.say(f"loss plot: {self.output / PLOT}")
+
+
+def _answer_questions(
+    model: GPT2, batch_loss: BatchLoss, questions: list[Question], config: TrainConfig, processes: Processes
+) -> Score:
+    """In the precision of training, as many tokens at a time as a batch has."""
+    model.eval()
+    with batch_loss.precision(processes.device):
+        score = answer(model, questions, config.batch_size * config.sequence_length, processes)
+    model.train()
+    return score
+
+
+def _describe_score(score: Score) -> str:
+    return f"{score.correct:,} of {score.questions:,} questions answered rightly, accuracy {score.accuracy:.4f}"
+
+
+def _describe_scores(loss: float, gradient: float) -> str:
+    return f"z-score of the loss {loss:+.2f}, of the gradient's norm {gradient:+.2f}"
 
 
 def _is_due(step: int, every: int) -> bool:

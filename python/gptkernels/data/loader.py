@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .tokens import TokenFile, check_vocabulary
+from .shards import TokenFiles
+from .tokens import TokenFile, check_vocabulary, find_outside
 
 MAX_SORTED = 1024
 """Up to so many windows are ordered by sorting random numbers, beyond by `permute`'s keyed bijection."""
@@ -27,11 +28,14 @@ class DataLoader:
     one epoch and the beginning of the next, so none is left out. With several ranks, B windows in turn go to
     rank 0, rank 1, ...: between them they see what one rank with a batch of `world_size * B` would.
 
+    With `random_offsets` a window begins at any token instead, each drawn from (seed, its place in the order): some
+    tokens come up more often than others, as in nanoGPT.
+
     Nothing but the windows of a batch is read, and no permutation is held: the order is a keyed bijection,
     computed where it is needed, so a file of any size starts at once and resumes at once.
 
     Args:
-        data: a token file or its path.
+        data: a token file or its path, or several as one.
         batch_size: B, the sequences of a batch on this rank.
         sequence_length: T.
         vocab_size: every token handed out is checked to lie in 0..vocab_size-1.
@@ -39,6 +43,7 @@ class DataLoader:
         shuffle: off for validation: `reset()` then gives the same batches again.
         rank: which of the `world_size` loaders this one is.
         world_size: how many loaders share the file.
+        random_offsets: windows at random places instead of each window once an epoch.
         pin_memory: batches in page-locked memory, for `.to(device, non_blocking=True)`.
 
     Raises:
@@ -47,7 +52,7 @@ class DataLoader:
 
     def __init__(
         self,
-        data: TokenFile | str | os.PathLike[str],
+        data: TokenFile | TokenFiles | str | os.PathLike[str],
         batch_size: int,
         sequence_length: int,
         vocab_size: int,
@@ -57,6 +62,7 @@ class DataLoader:
         rank: int = 0,
         world_size: int = 1,
         pin_memory: bool = False,
+        random_offsets: bool = False,
     ) -> None:
         sizes = {
             "batch_size": batch_size,
@@ -72,7 +78,7 @@ class DataLoader:
         if not 0 <= seed < 2**62:
             raise ValueError(f"seed is {seed}, must be in 0..2^62-1")
 
-        self.data = data if isinstance(data, TokenFile) else TokenFile(data)
+        self.data = data if isinstance(data, TokenFile | TokenFiles) else TokenFile(data)
         self.batch_size = batch_size
         self.sequence_length = sequence_length
         self.vocab_size = vocab_size
@@ -81,6 +87,7 @@ class DataLoader:
         self.rank = rank
         self.world_size = world_size
         self.pin_memory = pin_memory
+        self.random_offsets = random_offsets
         self.position = 0
         """Windows handed out so far, on all ranks together."""
 
@@ -121,12 +128,22 @@ class DataLoader:
         first = self.position + self.rank * B
         batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=self.pin_memory)
         tokens, targets = batch.numpy()
-        for row, start in enumerate(self._windows(first, first + B) * T):
+        for row, start in enumerate(self._starts(first, first + B)):
             window = self.data[start : start + T + 1]
-            check_vocabulary(window, self.vocab_size, self.data.path, start)
+            if (outside := find_outside(window, self.vocab_size)) is not None:
+                path, position = self.data.locate(int(start) + outside)
+                check_vocabulary(window[outside:], self.vocab_size, path, position)
             tokens[row], targets[row] = window[:-1], window[1:]
         self.position += self.world_size * B
         return batch[0], batch[1]
+
+    def _starts(self, first: int, last: int) -> NDArray[np.int64]:
+        """Where the windows at the places first..last-1 of the endless order begin, in tokens."""
+        if not self.random_offsets:
+            return self._windows(first, last) * self.sequence_length
+        key = np.random.SeedSequence((self.seed, len(self.data))).generate_state(1, np.uint64)
+        draws = _hash(_hash(np.arange(first, last, dtype=np.uint64)) ^ key)
+        return (draws % np.uint64(len(self.data) - self.sequence_length)).astype(np.int64)
 
     def _windows(self, start: int, stop: int) -> NDArray[np.int64]:
         """Which windows come at the places start..stop-1 of the endless order."""
@@ -146,6 +163,7 @@ class DataLoader:
             "shuffle": self.shuffle,
             "sequence_length": self.sequence_length,
             "num_tokens": len(self.data),
+            "random_offsets": self.random_offsets,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -156,6 +174,7 @@ class DataLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
+        state = {"random_offsets": False, **state}  # which states of earlier versions do not say
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -165,9 +184,11 @@ class DataLoader:
         for name in ("position", "seed"):
             if type(state[name]) is not int or not 0 <= state[name] < 2**62:
                 raise ValueError(f"data loader state: {name} is {state[name]!r}, must be in 0..2^62-1")
-        if type(state["shuffle"]) is not bool:
-            raise ValueError(f"data loader state: shuffle is {state['shuffle']!r}, must be True or False")
-        self.position, self.seed, self.shuffle = state["position"], state["seed"], state["shuffle"]
+        for name in ("shuffle", "random_offsets"):
+            if type(state[name]) is not bool:
+                raise ValueError(f"data loader state: {name} is {state[name]!r}, must be True or False")
+        for name in ("position", "seed", "shuffle", "random_offsets"):
+            setattr(self, name, state[name])
 
 
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:

@@ -57,6 +57,15 @@ class TokenFile:
         mapped = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=(count,))
         self._tokens = mapped.view(np.ndarray)  # slices faster than the subclass
 
+    @property
+    def paths(self) -> list[Path]:
+        """`[path]`."""
+        return [self.path]
+
+    def locate(self, position: int) -> tuple[Path, int]:
+        """`(path, position)`."""
+        return self.path, position
+
     def __len__(self) -> int:
         return len(self._tokens)
 
@@ -153,8 +162,14 @@ def fill_token_file(
 
 def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
     """ValueError for the first of `tokens`, 1-d from `position` of a file on, outside 0..vocab_size-1."""
-    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        first = int(((tokens < 0) | (tokens >= vocab_size)).argmax())
+    if (first := find_outside(tokens, vocab_size)) is not None:
         raise ValueError(
             f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
         )
+
+
+def find_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
+    """The index of the first of `tokens`, 1-d, outside 0..vocab_size-1, or None."""
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        return int(((tokens < 0) | (tokens >= vocab_size)).argmax())
+    return None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
@@ -24,6 +25,7 @@ PRESETS = {
     "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
 }
 PADDING = 128
+ACTIVATIONS = ("gelu_tanh", "gelu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +43,11 @@ class GPT2Config:
         bias: whether linear layers and norms have one.
         dropout: 0; there is no dropout kernel.
 
+        activation: the GELU of the feed-forward layers: "gelu_tanh", GPT-2's and llm.c's, or "gelu", the exact one of
+            nanoGPT.
+
     Raises:
-        ValueError: a size below 1, one that does not fit another, or dropout.
+        ValueError: a size below 1, one that does not fit another, dropout, or an unknown activation.
     """
 
     block_size: int = 1024
@@ -53,6 +58,7 @@ class GPT2Config:
     n_embd: int = 768
     bias: bool = True
     dropout: float = 0.0
+    activation: str = "gelu_tanh"
 
     def __post_init__(self) -> None:
         if self.padded_vocab_size is None:
@@ -69,6 +75,9 @@ class GPT2Config:
             raise ValueError(f"GPT2Config: n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.dropout:
             raise ValueError(f"GPT2Config: dropout must be 0, got {self.dropout}: gptkernels has no kernel for it")
+
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
@@ -102,7 +111,7 @@ class Block(torch.nn.Module):
         self.ln_1 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
         self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout)
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.mlp = nn.MLP(C, bias, device, dtype)
+        self.mlp = nn.MLP(C, bias, device, dtype, config.activation)
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
@@ -153,12 +162,27 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
     )
 
 
+def _run(
+    layer: torch.nn.Module, stream: Tensor, pending: Tensor | None, cache: nn.KeyValueCache | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """A layer, whatever has become of it: the stream, and what is to be added to it."""
+    if is_unmodified(layer, Block):
+        return cast(Block, layer).without_last_addition(stream, pending, cache)
+    stream = _add(stream, pending)
+    return layer(stream) if cache is None else layer(stream, cache), None  # an adapter need not know of caches
+
+
 class Transformer(torch.nn.Module):
     """All of GPT-2 but its head.
 
     An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of the
     modules has been replaced, wrapped, hooked or parametrised: such a module is called.
+
+    Attributes:
+        recompute_blocks: keep nothing of a layer but its inputs for the backward pass, which runs the layer again.
     """
+
+    recompute_blocks: bool = False
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -168,6 +192,7 @@ class Transformer(torch.nn.Module):
         self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
+        self._has_dropout = config.dropout > 0
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
         """Tokens (B, T) -> the final norm's output (B, T, C).
@@ -175,13 +200,14 @@ class Transformer(torch.nn.Module):
         With caches, one a layer, the tokens are those that follow what is in them.
         """
         stream, pending = self._embed(tokens, 0 if caches is None else caches[0].length), None
+        recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):
-            cache = None if caches is None else caches[i]
-            if is_unmodified(layer, Block):
-                stream, pending = cast(Block, layer).without_last_addition(stream, pending, cache)
-            else:  # an adapter need not know of caches
-                stream = _add(stream, pending)
-                stream, pending = layer(stream) if cache is None else layer(stream, cache), None
+            if recompute:
+                stream, pending = checkpoint(
+                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=self._has_dropout
+                )
+            else:
+                stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:

@@ -5,7 +5,8 @@ however often it is used. Its cache cannot be called from Python; here is one of
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def _new_casts() -> _Casts:
     """
     global _casts
     casts = _Casts()
-    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+    with _disable_current_modes(), _disable_saved_tensors_hooks(), torch.inference_mode(False), torch.enable_grad():
         rows, weight = torch.ones(0, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
         # At the CPU's autocast key, whichever device type's autocast is on: the cache is one.
         autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
@@ -109,3 +110,17 @@ def _new_casts() -> _Casts:
         product.grad_fn._saved_mat2._base.gptkernels_casts = casts
     _casts = weakref.ref(casts)
     return casts
+
+
+@contextmanager
+def _disable_saved_tensors_hooks() -> Iterator[None]:
+    """Within, a tensor that is saved is that tensor: activation checkpointing, among others, replaces what is saved."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

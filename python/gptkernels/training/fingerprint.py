@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 BLOCK_BYTES = 1 << 18
 MAX_BLOCKS = 1 << 10
-"""A file of up to this many blocks, 256 MiB, is read whole."""
+"""Files of up to this many blocks, 256 MiB, are read whole."""
 
 
-def fingerprint(path: Path) -> str:
-    """The file's size and the CRC-32 of its bytes; of more than 256 MiB, that of as much in evenly spaced blocks.
+def fingerprint(paths: Sequence[Path]) -> str:
+    """The files' size and the CRC-32 of their bytes; of more than 256 MiB, that of as much in evenly spaced blocks.
+
+    Of several files each has an equal share of the blocks, at least one. Their names do not count.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: a file cannot be read.
     """
+    if len(paths) == 1:
+        return _of_file(paths[0], MAX_BLOCKS)
+    each = "\n".join(_of_file(path, max(1, MAX_BLOCKS // len(paths))) for path in paths)
+    return f"{len(paths)} files, crc32 of their fingerprints {zlib.crc32(each.encode()):08x}"
+
+
+def _of_file(path: Path, max_blocks: int) -> str:
     size = path.stat().st_size
     blocks = -(-size // BLOCK_BYTES)
-    read = min(blocks, MAX_BLOCKS)
+    read = min(blocks, max_blocks)
     checksum = 0
     with open(path, "rb", buffering=0) as file:
         for i in range(read):

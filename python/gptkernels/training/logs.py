@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import re
 from contextlib import suppress
@@ -12,12 +13,18 @@ from typing import IO, NamedTuple
 
 from gptkernels._regular import check_regular
 
-CSV_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
+FIRST_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
+"""Those of earlier versions, whose files are continued as they are."""
+CSV_COLUMNS = (*FIRST_COLUMNS, "loss_z", "gradient_z", "mfu", "memory", "accuracy")
 _MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
-    """What is known of a step: the loss (nats per token) before its update, and how the update was made."""
+    """What is known of a step: the loss (nats per token) before its update, and how the update was made.
+
+    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN while they are not known; `mfu` is of 1, None where
+    the device's peak is not known; `memory` is in bytes.
+    """
 
     step: int
     loss: float
@@ -25,12 +32,16 @@ class TrainingStep(NamedTuple):
     gradient_norm: float
     milliseconds: float
     tokens_per_second: float
+    loss_z: float = math.nan
+    gradient_z: float = math.nan
+    mfu: float | None = None
+    memory: int = 0
 
 
 class _Form(NamedTuple):
     """What a file has to look like to be continued."""
 
-    header: bytes
+    headers: tuple[bytes, ...]  # the first line is one of these, a new file's the first of them; none: no header
     line: re.Pattern[bytes]  # its first group is the step
     unfinished: re.Pattern[bytes]  # the last line, when the process was killed within it
     others: bool  # lines of another kind are let stand
@@ -41,21 +52,25 @@ class _Form(NamedTuple):
 
 
 _LOG = _Form(
-    b"",
-    re.compile(rb"s:(\d+) t[re]l:\S+\n"),
-    re.compile(rb"s(:(\d+( (t([re](l(:\S*)?)?)?)?)?)?)?"),
+    (),
+    re.compile(rb"s:(\d+) (?:t[re]l|eval):\S+\n"),
+    re.compile(rb"s(:(\d+( (t([re](l(:\S*)?)?)?|e(v(a(l(:\S*)?)?)?)?)?)?)?)?"),
     others=False,
 )
 _CSV = _Form(
-    ",".join(CSV_COLUMNS).encode() + b"\n", re.compile(rb"(\d+),(?:train|val),.*\n"), re.compile(rb".*"), others=True
+    tuple(",".join(columns).encode() + b"\n" for columns in (CSV_COLUMNS, FIRST_COLUMNS)),
+    re.compile(rb"(\d+),(?:train|val|eval),.*\n"),
+    re.compile(rb".*"),
+    others=True,
 )
 
 
 class TrainingLog:
     """Writes the losses of a run, each line as it comes.
 
-    The log has llm.c's lines, `s:STEP trl:LOSS` for training and `s:STEP tel:LOSS` for validation; the CSV
-    has a row for each, of `CSV_COLUMNS`. Losses are in nats per token.
+    The log has llm.c's lines, `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation and
+    `s:STEP eval:ACCURACY` for questions; the CSV has a row for each, of `CSV_COLUMNS`, with the split "train", "val" or
+    "eval". Losses are in nats per token.
 
     Files that exist are appended to, after the lines of `first_step` and later steps at their end have been dropped:
     those that a run wrote after its last checkpoint.
@@ -84,12 +99,13 @@ class TrainingLog:
         self._board = None if tensorboard is None else _summary_writer(tensorboard, first_step)
         self._log = _continue(log_file, _LOG, None if keep_log else first_step)
         self._csv = _continue(csv_file, _CSV, first_step)
-        self._rows = csv.writer(self._csv, lineterminator="\n")
+        self._rows = csv.DictWriter(self._csv, _columns(csv_file), "", "ignore", lineterminator="\n")
 
     def training(self, record: TrainingStep) -> None:
         """Add a training step."""
         self._log.write(f"s:{record.step} trl:{record.loss:.4f}\n")
-        self._rows.writerow((record.step, "train", *record[1:]))
+        row = {"split": "train", **record._asdict()}
+        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN: nothing
         if self._board:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
@@ -97,9 +113,16 @@ class TrainingLog:
     def validation(self, step: int, loss: float) -> None:
         """Add the validation loss (nats per token) after `step` updates."""
         self._log.write(f"s:{step} tel:{loss:.4f}\n")
-        self._rows.writerow((step, "val", loss, "", "", "", ""))
+        self._rows.writerow({"step": step, "split": "val", "loss": loss})
         if self._board:
             self._board.add_scalar("val/loss", loss, step)
+
+    def evaluation(self, step: int, accuracy: float) -> None:
+        """Add the share of questions, of 1, that are answered rightly after `step` updates."""
+        self._log.write(f"s:{step} eval:{accuracy:.4f}\n")
+        self._rows.writerow({"step": step, "split": "eval", "accuracy": accuracy})
+        if self._board:
+            self._board.add_scalar("eval/accuracy", accuracy, step)
 
     def close(self) -> None:
         """Close the files."""
@@ -126,9 +149,11 @@ def _check_form(path: Path, form: _Form) -> None:
     except FileNotFoundError:
         raise ValueError(f"{path}: a symbolic link to nothing") from None
     with open(path, "rb") as file:
-        if not form.header.startswith(file.read(len(form.header))):  # it may be cut short, or empty
-            raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
-        number = 1 + bool(form.header)
+        if form.headers:
+            first = file.readline(_MAX_LINE)  # it may be cut short, or empty
+            if not any(header.startswith(first) for header in form.headers):
+                raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
+        number = 1 + bool(form.headers)
         while line := file.readline(_MAX_LINE):
             if not form.is_known(line):
                 raise ValueError(f"{path}: line {number} is not that of a log, so the file is not written to")
@@ -142,12 +167,19 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
     with open(path, "ab+") as file:
         file.seek(0)
         lines = file.readlines()
-        kept = _kept_lines(lines if lines and lines[0].startswith(form.header) else [form.header], form, first_step)
+        is_begun = not form.headers or (lines and lines[0] in form.headers)
+        kept = _kept_lines(lines if is_begun else [form.headers[0]], form, first_step)
         if kept != lines:
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(kept, lines, strict=False)))
             file.truncate(sum(map(len, lines[:same])))
             file.writelines(kept[same:])
     return open(path, "a", buffering=1, newline="", encoding="utf-8")
+
+
+def _columns(csv_file: Path) -> list[str]:
+    """What the first line of a CSV says."""
+    with open(csv_file, encoding="utf-8") as file:
+        return file.readline().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:

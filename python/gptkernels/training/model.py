@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gptkernels._regular import check_regular
 from gptkernels.checkpoint import TrainingState, load_model
@@ -41,20 +41,28 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         ValueError: the file of `--init-from` is damaged, its model has another size than the options say, or
             the model is too small for the sequences or the vocabulary.
     """
-    sizes: dict[str, Any] = {"n_layer": config.layers, "n_head": config.heads, "n_embd": config.channels}
+    sizes: dict[str, Any] = {
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_embd": config.channels,
+        "bias": config.bias,
+        "activation": config.activation,
+    }
     weights = None
     if saved is not None:
         sizes, weights = saved.config, saved.model
     elif config.init_from is not None:
         wanted = sizes
-        sizes, weights = load_model(model_file(config.init_from))
+        found, weights = load_model(model_file(config.init_from))
+        sizes = {"activation": "gelu_tanh", **found}
         _check_same_size(config.init_from, sizes, wanted)
     else:
         positions = PRESETS[config.model].positions or config.sequence_length
         sizes |= {"block_size": positions, "vocab_size": vocab_size}
         _check_memory(sizes)
     _check_fits(sizes, config.sequence_length, vocab_size)
-    model = GPT2(GPT2Config(**sizes))
+    model = GPT2(GPT2Config(**sizes | {"dropout": config.dropout}))
+    model.transformer.recompute_blocks = config.recompute == "blocks"
     if weights is not None:
         model.load_state_dict(weights)
     return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
@@ -84,8 +92,8 @@ def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -
     sizes = [" ".join(f"{name} {sizes[name]}" for name in wanted) for sizes in (found, wanted)]
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"--init-from {path} has {sizes[0]}, the options say {sizes[1]}: --model, --layers, --heads and "
-            "--channels must agree with it"
+            f"--init-from {path} has {sizes[0]}, the options say {sizes[1]}: --model, --layers, --heads, "
+            "--channels, --bias and --activation must agree with it"
         )
 
 
@@ -94,6 +102,28 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
         raise ValueError(f"--sequence-length is {sequence_length}, the model has {sizes['block_size']} positions")
     if vocab_size > sizes["vocab_size"]:
         raise ValueError(f"the data has {vocab_size} different tokens, the model {sizes['vocab_size']}")
+
+
+class BatchLoss:
+    """The loss of a batch in the precision of the options, compiled if they say so.
+
+    Args:
+        model: on its device.
+        config: the options.
+    """
+
+    def __init__(self, model: GPT2, config: TrainConfig) -> None:
+        self._call = torch.compile(model) if config.compile else model
+        self._autocasts = config.dtype == "autocast"
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) each -> nats per token, 0-dim float32."""
+        with self.precision(tokens.device):
+            return self._call(tokens, targets, return_logits=False)[1]
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        """What the model is called in."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

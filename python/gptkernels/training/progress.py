@@ -5,6 +5,7 @@ Output never ends a run: `SafeOutput` drops what cannot be written (a closed pip
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from typing import IO, Protocol, cast
@@ -65,9 +66,9 @@ class Lines:
             return
         self._last = now
         print(
-            f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}, "
-            f"norm {record.gradient_norm:.3f}, lr {record.learning_rate:.2e}, "
-            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s",
+            f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}{_score(record.loss_z)}, "
+            f"norm {record.gradient_norm:.3f}{_score(record.gradient_z)}, lr {record.learning_rate:.2e}, "
+            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s{_use(record, ', ')}",
             file=self._output,
             flush=True,
         )
@@ -100,12 +101,24 @@ class Bar:
 
     def step(self, record: TrainingStep) -> None:
         """Move the bar."""
-        numbers = f"loss {record.loss:.3f}  {record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
+        rate = f"{record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
+        numbers = f"loss {record.loss:.3f}  {rate}{_use(record, '  ')}"
         self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
 
     def close(self) -> None:
         """Take the bar away."""
         self._progress.stop()
+
+
+def _score(z: float) -> str:
+    """A z-score as llm.c shows it; nothing while there is none."""
+    return "" if math.isnan(z) else f" ({z:+.2f}z)"
+
+
+def _use(record: TrainingStep, separator: str) -> str:
+    """The share of the device's arithmetic and the memory, as far as they are known."""
+    mfu = "" if record.mfu is None else f"{separator}{100 * record.mfu:.1f}% MFU"
+    return mfu + (f"{separator}{record.memory / 2**30:.2f} GiB" if record.memory else "")
 
 
 class ByteProgress:

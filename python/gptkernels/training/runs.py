@@ -10,13 +10,14 @@ from pathlib import Path
 from gptkernels._files import check_replaceable, remove_unfinished
 from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
 from gptkernels.training.lock import LOCK_FILE, lock_folder
+from gptkernels.training.retention import NUMBERED, kept_steps, numbered
 
 RUNS = Path("runs")
 CHECKPOINT = "checkpoint.safetensors"
 TOKENIZER_PREFIX = "checkpoint"
 LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
 FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
-"""What a run writes into its folder."""
+"""What a run writes into its folder, besides the checkpoints that are kept under names with their steps."""
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
 
 
@@ -50,7 +51,7 @@ def _check_own(folder: Path) -> None:
     """A folder that was never locked holds no run: what has the name of a run's file there is somebody else's."""
     if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
         return
-    for name in FILES:
+    for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
         if os.path.lexists(folder / name):
             raise ValueError(f"--output {folder} holds a {name} that is not of a run: name another folder")
 
@@ -68,7 +69,7 @@ def open_run(folder: Path, is_main: bool) -> Iterator[None]:
     with lock_folder(folder):
         for name in FILES:
             check_replaceable(folder / name)
-        remove_unfinished(folder, FILES)
+        remove_unfinished(folder, (*FILES, NUMBERED))
         yield
 
 
@@ -82,8 +83,9 @@ def log_of_run(log_file: str | None, folder: Path) -> str | None:
 
 def is_other_file(log_file: str, folder: Path) -> bool:
     """Whether a log of this name would be the checkpoint, or another of the files of the run in `folder`."""
-    others = [os.path.realpath(folder / name) for name in (*FILES, LOCK_FILE) if name != LOG]
-    return os.path.realpath(log_file) in others
+    others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
+    others += [numbered(folder, step) for step in kept_steps(folder)]
+    return os.path.realpath(log_file) in map(os.path.realpath, others)
 
 
 def find_run(folder: str | None) -> Path:

@@ -18,10 +18,17 @@ from gptkernels.checkpoint import TrainingState, check_model, find_non_finite
 from gptkernels.training.config import TrainConfig
 
 _BELOW = 2**62
-_SIZES = {"layers": "n_layer", "heads": "n_head", "channels": "n_embd"}
+_SIZES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "channels": "n_embd",
+    "bias": "bias",
+    "activation": "activation",
+}
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("block_size", "vocab_size", "padded_vocab_size", "n_layer", "n_head", "n_embd"), (int,)),
     "bias": (bool,),
+    "activation": (str,),
     "dropout": (int, float),
 }
 
@@ -80,7 +87,7 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
             raise ValueError(f"{path}: config: {name} is {_shown(config[name])}, which is no such number")
     if unknown := config.keys() - _MODEL_TYPES.keys():
         raise ValueError(f"{path}: config: {min(map(repr, unknown))} is unknown")
-    sizes = check_model(saved.model, config, str(path))
+    sizes = {"activation": "gelu_tanh", **check_model(saved.model, config, str(path))}
     for option, name in _SIZES.items():
         if getattr(options, option) != sizes[name]:
             raise ValueError(
@@ -105,7 +112,13 @@ def _check_counters(trainer: Mapping[str, Any], options: TrainConfig, path: Path
         raise ValueError(f"{path}: step is {_shown(step)}, must be an integer in 0..2^62-1")
     if not isinstance(data, dict):
         raise ValueError(f"{path}: data is {_shown(data)}, must say where the data loader stands")
-    for name, wanted in (("seed", options.seed), ("shuffle", True), ("sequence_length", options.sequence_length)):
+    expected = {
+        "seed": options.seed,
+        "shuffle": True,
+        "sequence_length": options.sequence_length,
+        "random_offsets": options.sampling == "random-offset",
+    }
+    for name, wanted in expected.items():
         if name in data and (type(data[name]) is not type(wanted) or data[name] != wanted):
             raise ValueError(f"{path}: data: {name} is {_shown(data[name])}, but the options say {wanted}")
     if not isinstance(trainer.get("fingerprint"), str):

@@ -3,15 +3,50 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
+
+WSD_DECAY = 5
+"""Of so many steps, the last one belongs to the decay of "wsd" when nothing else is said."""
 
 
-def cosine_schedule(step: int, total_steps: int, warmup_steps: int, peak: float, final_fraction: float = 0.1) -> float:
-    """Linear warm-up to `peak`, then half a cosine down to `final_fraction * peak` at `total_steps`.
+class Schedule(NamedTuple):
+    """Linear warm-up to `peak`, then a decay to `final`; the same as llm.c's schedules, but "constant" warms up too.
 
-    `step` counts from 0: the first step has `peak / warmup_steps`, step `warmup_steps` has `peak`, and later
-    steps than `total_steps` keep the final rate.
+    Steps count from 0: the first one has `peak / warmup_steps`, step `warmup_steps` has `peak`.
+
+    - "cosine", "linear": half a cosine, or a line, from there to `final` at step `decay_steps` (None: `total_steps`).
+    - "wsd" (warm-up, stable, decay): `peak` until the last `decay_steps` (None: a fifth of all), then
+      `1 - sqrt(progress)` (Hägele et al., 2024) down to `final` at `total_steps`.
+    - "constant": `peak`.
     """
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return peak * (final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    kind: str
+    peak: float
+    final: float
+    warmup_steps: int
+    total_steps: int
+    decay_steps: int | None = None
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step; of one after the end of the decay, `final`."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.peak
+        first, last = self._decay()
+        progress = (step - first) / max(1, last - first)
+        return self.final + (self.peak - self.final) * _FACTORS[self.kind](min(1.0, max(0.0, progress)))
+
+    def _decay(self) -> tuple[int, int]:
+        """The step that the decay begins at, and the one that it has ended at."""
+        if self.kind != "wsd":
+            return self.warmup_steps, self.total_steps if self.decay_steps is None else self.decay_steps
+        length = -(-self.total_steps // WSD_DECAY) if self.decay_steps is None else self.decay_steps
+        return max(self.warmup_steps, self.total_steps - length), self.total_steps
+
+
+_FACTORS = {
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+    "wsd": lambda progress: 1 - math.sqrt(progress),
+}

@@ -1,0 +1,66 @@
+"""Steps whose loss or gradient is out of the ordinary, told by a z-score as llm.c's outlier_detector.h does."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+WINDOW = 128
+
+
+class OutlierDetector:
+    """The z-scores of a step's loss and gradient norm among the last 128: their own, and those before.
+
+    A score is how many standard deviations a value is above the mean. It is NaN until 128 values have gone before. All
+    of it happens on one device, without waiting for it, and in place, so that a CUDA graph can hold it.
+
+    Args:
+        device: where the values are.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._window = torch.full((WINDOW, 2), math.nan, dtype=torch.float64, device=device)
+
+    def scores(self, loss_and_norm: Tensor) -> Tensor:
+        """Take in a step's loss and gradient norm, (2,); their z-scores, (2,) float64."""
+        values = loss_and_norm.double()
+        unknown = self._window[0] * 0  # NaN until the window is full
+        self._window.copy_(torch.cat([self._window[1:], values.unsqueeze(0)]))
+        deviation, mean = torch.std_mean(self._window, dim=0, correction=0)
+        return torch.where(deviation == 0, 0.0, (values - mean) / deviation) + unknown
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The window."""
+        return {"window": self._window}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continue where `state` was taken.
+
+        Raises:
+            ValueError: it is no state of a detector.
+        """
+        window = state.get("window") if isinstance(state, dict) else None
+        if not isinstance(window, Tensor) or window.shape != self._window.shape or window.dtype != torch.float64:
+            raise ValueError(f"outliers: window must be a float64 tensor of shape {tuple(self._window.shape)}")
+        self._window.copy_(window)
+
+
+class Skipping:
+    """Whether an update is skipped, decided on the device.
+
+    Args:
+        max_loss_score: skip above this z-score of the loss; 0 is never.
+        max_gradient_score: skip above this z-score of the gradient's norm; 0 is never.
+        device: where the scores are.
+    """
+
+    def __init__(self, max_loss_score: float, max_gradient_score: float, device: torch.device) -> None:
+        limits = [limit or math.inf for limit in (max_loss_score, max_gradient_score)]
+        self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
+
+    def found(self, scores: Tensor) -> Tensor:
+        """1 where one of the two scores is above its limit, else 0: float32, 0-dim, as AdamW's `found_inf`."""
+        return (scores > self._limits).any().float()

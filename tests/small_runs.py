@@ -1,0 +1,67 @@
+"""Small runs of the trainer, and what the tests ask of them."""
+
+import csv
+
+import torch
+
+from gptkernels.checkpoint import load_training_state
+from gptkernels.data import load_tokenizer, write_tokens
+from gptkernels.train import Trainer
+from gptkernels.training.logs import CSV_COLUMNS
+
+TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
+SMALL = {
+    "layers": 1,
+    "heads": 2,
+    "channels": 16,
+    "batch_size": 2,
+    "sequence_length": 16,
+    "steps": 8,
+    "val_every": 3,
+    "val_max_batches": 2,
+    "sample_every": 4,
+    "sample_length": 5,
+    "checkpoint_every": 4,
+}
+
+
+def write_text(prefix):
+    """Write a data prefix: text in bytes, with its tokenizer."""
+    write_tokens(f"{prefix}_train.bin", [list(TEXT)])
+    write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
+    load_tokenizer("bytes").save(prefix)
+    return str(prefix)
+
+
+def read_losses(run):
+    """What a run's CSV says, but for the times: (step, split, loss, learning rate, gradient norm)."""
+    with open(run / "log.csv", newline="") as file:
+        return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in csv.DictReader(file)]
+
+
+def assert_same_run(one, other):
+    """The two runs have the same parameters, optimizer, data order and losses, to the bit."""
+    assert read_losses(one) == read_losses(other)
+    states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
+    for field in ("model", "optimizer", "rng"):
+        pair = [getattr(state, field) for state in states]
+        torch.testing.assert_close(*pair, rtol=0, atol=0)
+    torch.testing.assert_close(*(state.trainer["outliers"] for state in states), rtol=0, atol=0, equal_nan=True)
+    for name in ("step", "data"):
+        assert states[0].trainer[name] == states[1].trainer[name]
+
+
+def at_step(monkeypatch, step, act):
+    """Have the trainer call `act` before it makes update number `step`."""
+    launch = Trainer._launch_step
+
+    def launch_and_act(self):
+        if self.step == step:
+            act()
+        return launch(self)
+
+    monkeypatch.setattr(Trainer, "_launch_step", launch_and_act)
+
+
+def run_flags(options):
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
