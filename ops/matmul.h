@@ -57,7 +57,7 @@ struct Epilogue {
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
-// out = alpha * a @ b, and the epilogue. A float32 out of bfloat16 or float16 operands, which has no bias or GELU and
+// out = alpha * a @ b, and the epilogue, for which out's rows lie together. A float32 out of bfloat16 or float16 operands, which has no bias or GELU and
 // is dense, takes the sums as they are: on CUDA unrounded, on the CPU rounded to the operands' dtype once a call, since
 // torch's BLAS has no such product there.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,

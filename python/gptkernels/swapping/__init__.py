@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from gptkernels.swapping import gpt, huggingface, sdpa, trial
 from gptkernels.swapping.classes import derive, original_of
+from gptkernels.swapping.doors import register_attention
 from gptkernels.swapping.layers import torch_layer
 from gptkernels.swapping.report import Entry, Report
 
-__all__ = ["Entry", "Report", "swap", "unswap"]
+__all__ = ["Entry", "Report", "register_attention", "swap", "unswap"]
 
 logger = logging.getLogger("gptkernels")
 Model = TypeVar("Model", bound=torch.nn.Module)

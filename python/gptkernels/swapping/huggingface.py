@@ -199,12 +199,15 @@ def model(original: Any) -> Namespace:
         start = 0 if cache is None else cache.get_seq_length()
         if cache is None and use_cache:
             cache = sys.modules["transformers.cache_utils"].DynamicCache(config=self.config)
+        tokens = options.get("input_ids")
         hidden = drop(_embed(self, options, start), self.drop)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
         pending = None
         for i, one in enumerate(self.h):
             hidden, pending = layer(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
         hidden = add_and_norm(hidden, pending, self.ln_f)[0]
+        if tokens is not None and tokens.dim() != 2:
+            hidden = hidden.view(-1, *tokens.shape[1:], hidden.shape[-1])
         outputs = sys.modules["transformers.modeling_outputs"].BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden, past_key_values=cache if use_cache else None
         )
@@ -232,8 +235,11 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
             " and reorder_and_upcast_attn is set" if implementation == "eager" else ""
         )
     tokens, embeds, mask = (options.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    if (tokens is None) == (embeds is None) or (tokens is not None and tokens.dim() != 2):
-        return "input_ids is not (B, T), or inputs_embeds is not given alone"
+    if (tokens is None) == (embeds is None):
+        return "not one of input_ids and inputs_embeds"
+    rare = mask is not None or options.get("position_ids") is not None
+    if tokens is not None and (tokens.dim() < 2 or (tokens.dim() > 2 and rare)):
+        return "input_ids is not (B, T)"
     cache = options.get("past_key_values")
     if cache is not None and not _is_plain_cache(cache):
         return f"the cache is a {type(cache).__name__}"
@@ -266,6 +272,7 @@ def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
     tokens, embeds, positions = (options.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
     if tokens is not None:
         self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
+        tokens = tokens.view(-1, tokens.shape[-1])
         if positions is None and untouched(self.wte) and untouched(self.wpe):
             table = self.wpe.weight[start:] if start else self.wpe.weight
             return torch.ops.gptkernels.encoder(tokens, self.wte.weight, table)  # type: ignore[no-any-return]
