@@ -76,7 +76,7 @@ def test_embedding_and_cross_entropy(device):
     gptkernels.swap(model), gptkernels.swap(loss)
     found = loss(model(x).flatten(0, 1), x.flatten())
     torch.testing.assert_close(found, expected)
-    soft = torch.rand(20, 11, device=device).softmax(1)
+    soft, loss = torch.rand(20, 11, device=device).softmax(1), gptkernels.swap(nn.CrossEntropyLoss())
     torch.testing.assert_close(loss(model(x).flatten(0, 1), soft), F.cross_entropy(model(x).flatten(0, 1), soft))
     assert loss.gptkernels_report.calls == {("CrossEntropyLoss", "the targets are torch.float32"): 1}
 
@@ -211,8 +211,8 @@ def test_a_module_that_computes_something_else_is_not_replaced():
     reasons = left(model)
     assert reasons["transformer.ln_f"] == "its forward is not layer_norm"
     assert reasons["transformer.h.0.mlp.gelu"] == "its forward is not gelu"
-    assert reasons["transformer.h.1"].startswith("its forward is another one: the results differ by")
     notes = {entry.name: entry.note for entry in model.gptkernels_report.replaced}
+    assert notes["transformer.h.1"] == "gpt block"  # which calls its attention
     assert notes["transformer.h.1.attn"] == "attention calls"
     assert notes["transformer.h.0.attn"] == "gpt attention"
     torch.testing.assert_close(model(x, x), expected)
@@ -221,18 +221,18 @@ def test_a_module_that_computes_something_else_is_not_replaced():
 @pytest.mark.parametrize("name", ["attn_dropout", "resid_dropout"])
 def test_dropout_in_another_place_is_not_replaced(name):
     class Elsewhere(published.CausalSelfAttention):
+        """Once more, or in a place where nanoGPT has none."""
+
         def forward(self, x):
-            return self._modules[name](super().forward(x))  # once more, or only here
+            return self._modules[name](super().forward(x))
 
     class Model(published.GPT):
-        class block(published.Block):  # noqa: N801
+        class block(published.Block):
             attention = Elsewhere
 
-    model = gptkernels.swap(small(Model))
-    reason = left(model).get("transformer.h.0.attn", "")
-    assert (name == "resid_dropout") == (reason == "")  # twice the same mask of ones or zeros: the trial cannot tell
-    if name == "attn_dropout":
-        assert "in training with the dropout attn_dropout" in reason
+    reason = left(gptkernels.swap(small(Model)))["transformer.h.0.attn"]
+    expected = {"attn_dropout": "in training with the dropout attn_dropout", "resid_dropout": "more than once"}
+    assert expected[name] in reason
 
 
 class Calls(nn.Module):

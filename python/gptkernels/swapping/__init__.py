@@ -119,7 +119,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> D
     found = _by_trial(module, decisions, tried)
     if isinstance(found, tuple):
         return found
-    if sdpa.calls_it(module):
+    if sdpa.methods_that_call_it(kind):
         return ("attention calls",)
     return found
 
@@ -148,7 +148,8 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any]) -> Decision:
     key = (found, trial.signature(module), repr(parts))
     if key not in tried:
         try:
-            tried[key] = found(module, decisions)
+            with torch.random.fork_rng(devices=[]):
+                tried[key] = found(module, decisions)
         except Exception as error:  # whatever the user's code raises on inputs that it was not made for
             tried[key] = f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return tried[key]  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from gptkernels._modules import _HOOKS
-from gptkernels.swapping.classes import MARK
+from gptkernels.swapping.classes import KIND
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -58,9 +58,9 @@ def bare(module: torch.nn.Module) -> bool:
     )  # fmt: skip
 
 
-def untouched(module: torch.nn.Module) -> bool:
-    """Whether a parent may read the module's parameters in place of calling it: it was replaced, and is bare."""
-    return MARK in type(module).__dict__ and bare(module)
+def untouched(module: torch.nn.Module, kind: str) -> bool:
+    """Whether a parent may do the module's work in its place: it is this kind of replacement, and bare."""
+    return type(module).__dict__.get(KIND) == kind and bare(module)
 
 
 def dropout_of(module: Any) -> float | None:

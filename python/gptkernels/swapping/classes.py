@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-MARK = "_gptkernels_original"
+MARK, KIND = "_gptkernels_original", "_gptkernels_kind"
 Namespace = dict[str, Any]
 _namespaces: dict[str, Callable[..., Namespace]] = {}
 
@@ -49,6 +49,7 @@ def derive(original: type, name: str, *options: Any) -> type:
             "__doc__": original.__doc__,
             "__reduce_ex__": reduce,
             MARK: original,
+            KIND: name,
             **namespace,
         },
     )

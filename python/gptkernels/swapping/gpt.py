@@ -162,7 +162,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         hidden = drop(torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight), trunk._modules.get("drop"))
         pending = None
         for one in trunk.h:
-            if untouched(one):
+            if untouched(one, "gpt block"):
                 hidden, pending = layer(hidden, pending, one, _call, _call)
             else:
                 hidden, pending = one(hidden if pending is None else hidden + pending), None
@@ -185,7 +185,9 @@ def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
 
 def _why_not_whole(self: Any, idx: Tensor) -> str | None:
     trunk = self.transformer
-    if not (untouched(trunk.wte) and untouched(trunk.wpe) and untouched(self.lm_head)):
+    if not (
+        untouched(trunk.wte, "Embedding") and untouched(trunk.wpe, "Embedding") and untouched(self.lm_head, "Linear")
+    ):
         return "an embedding or the head was replaced, hooked or wrapped"
     if not (bare(trunk) and self.lm_head.bias is None):
         return "transformer is hooked, or lm_head has a bias"

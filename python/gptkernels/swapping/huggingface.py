@@ -251,7 +251,7 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] != start + shape[1]:
             return "attention_mask is not (B, T)"
     for one in self.h:
-        if not untouched(one) or not untouched(one.attn):
+        if not untouched(one, "Hugging Face GPT2Block") or not untouched(one.attn, "Hugging Face GPT2Attention"):
             return "a block or its attention was replaced, hooked or wrapped"
         if dropout_of(one.attn.attn_dropout) is None:
             return "attn_dropout was replaced or hooked"
@@ -273,7 +273,7 @@ def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
     if tokens is not None:
         self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
         tokens = tokens.view(-1, tokens.shape[-1])
-        if positions is None and untouched(self.wte) and untouched(self.wpe):
+        if positions is None and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
             table = self.wpe.weight[start:] if start else self.wpe.weight
             return torch.ops.gptkernels.encoder(tokens, self.wte.weight, table)  # type: ignore[no-any-return]
         embeds = self.wte(tokens)
@@ -442,7 +442,7 @@ def language_model(original: Any) -> Namespace:
 def _why_not_head(self: Any, options: dict[str, Any]) -> str | None:
     if self.loss_function is not causal_lm_loss:
         return "loss_function was replaced"
-    if not untouched(self.lm_head) or self.lm_head.bias is not None:
+    if not untouched(self.lm_head, "Linear") or self.lm_head.bias is not None:
         return "lm_head was replaced, hooked or wrapped"
     keep = options.get("logits_to_keep", 0)
     if not (isinstance(keep, int) and keep == 0):

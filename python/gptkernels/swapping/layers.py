@@ -50,11 +50,6 @@ def gelu_form(module: Any) -> str:
     return module.approximate if form is None else form
 
 
-def is_gelu(module: Any) -> bool:
-    """Whether the module is a replaced GELU."""
-    return hasattr(type(module), "_gptkernels_gelu")
-
-
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
     """``torch.nn.Linear``; transposed: Hugging Face's Conv1D, whose weight (in, out) is served as it lies in memory."""

@@ -11,7 +11,6 @@ import functools
 import types
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 
 from gptkernels import functional
@@ -23,15 +22,14 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """The class's methods that call torch's function by its name, copied to call ours."""
-    found: dict[str, Any] = {}
-    for owner in kind.__mro__:
-        if owner.__module__.startswith(_FOREIGN):
-            continue
-        for name, method in vars(owner).items():
-            if name not in found and isinstance(method, types.FunctionType) and _names(method):
-                found[name] = _redirected(method)
-    return found
+    """The class's methods that call torch's function by its name: its own or inherited, not those it overrides."""
+    return {
+        name: method
+        for owner in kind.__mro__
+        if not owner.__module__.startswith(_FOREIGN)
+        for name, method in vars(owner).items()
+        if isinstance(method, types.FunctionType) and getattr(kind, name) is method and _names(method)
+    }
 
 
 def _names(method: Any) -> list[str]:
@@ -81,15 +79,5 @@ def attention_calls(original: Any) -> Namespace:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs)
 
-    return {"forward": forward, **methods_that_call_it(original)}
-
-
-def calls_it(module: torch.nn.Module) -> bool:
-    """Whether a method of the module's class calls the function."""
-    kind = type(module)
-    return not kind.__module__.startswith(_FOREIGN) and any(
-        isinstance(method, types.FunctionType) and _names(method)
-        for owner in kind.__mro__
-        if not owner.__module__.startswith(_FOREIGN)
-        for method in vars(owner).values()
-    )
+    redirected = {name: _redirected(method) for name, method in methods_that_call_it(original).items()}
+    return {"forward": forward, **redirected}

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.swapping.checks import dropout_of, untouched
-from gptkernels.swapping.layers import gelu_form, is_gelu, norm_of, weight_of
+from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
     """(B, T, C) -> (B, T, C)."""
-    if not untouched(module):
+    if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
     return functional.layer_norm(x, weight.shape, weight, bias, eps)
@@ -28,7 +28,7 @@ def add_and_norm(stream: Tensor, pending: Tensor | None, module: Any) -> tuple[T
     """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream."""
     if pending is None:
         return norm(stream, module), stream
-    if not untouched(module):
+    if not untouched(module, "LayerNorm"):
         stream = pending + stream
         return module(stream), stream
     weight, bias, eps = norm_of(module)
@@ -37,7 +37,7 @@ def add_and_norm(stream: Tensor, pending: Tensor | None, module: Any) -> tuple[T
 
 def project(x: Tensor, module: Any) -> Tensor:
     """A linear layer, or a Conv1D: (..., in) -> (..., out)."""
-    if not untouched(module):
+    if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
     return functional.linear(x, weight_of(module), module.bias)
 
@@ -54,9 +54,9 @@ def drop(x: Tensor, module: Any) -> Tensor:
 
 def mlp(x: Tensor, fc: Any, act: Any, proj: Any) -> Tensor:
     """linear(act(linear(x))), as one operator where it is the tanh GELU's."""
-    if untouched(act) and is_gelu(act):
+    if untouched(act, "GELU"):
         form = gelu_form(act)
-        if form == "tanh" and untouched(fc) and untouched(proj):
+        if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
             return functional.mlp(x, weight_of(fc), fc.bias, weight_of(proj), proj.bias)
         return project(functional.gelu(project(x, fc), form), proj)
     return project(act(project(x, fc)), proj)

@@ -42,6 +42,8 @@ def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any]
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
     """Where the two compute something else; None where they agree in every state and trial."""
+    if (reason := _called_twice(original, *trials)) is not None:
+        return reason
     for state, first, second in zip(_states(original), _states(original), _states(replaced), strict=True):
         for trial in trials:
             first[1]()
@@ -50,6 +52,21 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
             found = _run(trial, replaced)
             if (reason := _unequal(expected, found)) is not None:
                 return f"its forward is another one: {reason} in {state[0]}"
+    return None
+
+
+def _called_twice(module: torch.nn.Module, *trials: Trial) -> str | None:
+    """A dropout that works more than once in a call: dropping everything twice would not show that."""
+    calls: list[str] = []
+    for name, one in module.named_modules():
+        if isinstance(one, torch.nn.Dropout):
+            one.register_forward_hook(lambda *_, name=name: calls.append(name))
+    module.train()
+    for trial in trials:
+        calls.clear()
+        _run(trial, module)
+        if (twice := next((name for name in calls if calls.count(name) > 1), None)) is not None:
+            return f"its forward is another one: it applies {twice} more than once"
     return None
 
 
