@@ -132,6 +132,59 @@ def test_compiles_whole(family, autocast, device):
 
 
 @all_families
+def test_second_derivative(family, device):
+    """The gradient of the gradient's norm."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have none
+            loss = call(model, device)[1]
+        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        norm = sum(g.square().sum() for g in first if g is not None)
+        found.append([norm, *torch.autograd.grad(norm, parameters, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        if b is not None:
+            scale = b.abs().max().item()
+            # Theirs computes some losses in float32.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale + 1e-9)
+
+
+@all_families
+def test_frozen_parameters(family, device):
+    """Gradients of what is trained, none of the rest, and as before."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(i % 3 == 1)
+        call(model, device)[1].backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item() + 1e-9)
+
+
+@all_families
+def test_activation_checkpointing(family, device):
+    """Of the whole model, with dropout: the recomputation drops the same."""
+    model, call = made(family, device, dropout=0.2)
+    gptkernels.swap(model).train()
+
+    def checkpointed(model, device, draw=0):
+        return torch.utils.checkpoint.checkpoint(call, model, device, draw, use_reentrant=False)
+
+    found = []
+    for way in (call, checkpointed):
+        torch.manual_seed(0)
+        found.append(results(model, way, device))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@all_families
 def test_half_precision_parameters(family, device):
     """A model in bfloat16 without autocast."""
     ours, torchs, exact, call = three(family, device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from gptkernels import functional
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
+from gptkernels.swapping.fused_layer import plan_of, run
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
 
@@ -109,6 +110,16 @@ def _call(module: Any, x: Tensor) -> Tensor:
     return module(x)  # type: ignore[no-any-return]
 
 
+def _layer(block: Any, stream: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """As one node of autograd's graph where that is possible."""
+    if isinstance(heads := getattr(block.attn, "n_head", None), int):
+        p = attention_dropout(block.attn)
+        planned = None if p is None else plan_of(block, stream, heads, None, p, ("gpt attention", "gpt mlp"))
+        if planned is not None:
+            return run(*planned, stream, pending)[:2]
+    return layer(stream, pending, block, _call, _call)
+
+
 @replacement("gpt block")
 def block(original: Any) -> Namespace:
     """Each residual addition together with the norm that follows it."""
@@ -117,8 +128,8 @@ def block(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        stream, pending = layer(x, None, self, _call, _call)
-        return stream + pending
+        stream, pending = _layer(self, x, None)
+        return stream + pending  # type: ignore[operator]
 
     return {"forward": forward}
 
@@ -163,7 +174,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         pending = None
         for one in trunk.h:
             if untouched(one, "gpt block"):
-                hidden, pending = layer(hidden, pending, one, _call, _call)
+                hidden, pending = _layer(one, hidden, pending)
             else:
                 hidden, pending = one(hidden if pending is None else hidden + pending), None
         hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]

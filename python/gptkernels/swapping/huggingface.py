@@ -18,6 +18,7 @@ from gptkernels import functional
 from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
+from gptkernels.swapping.fused_layer import plan_of, run
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
 
@@ -204,7 +205,15 @@ def model(original: Any) -> Namespace:
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
         pending = None
         for i, one in enumerate(self.h):
-            hidden, pending = layer(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
+            planned = _plan(one, hidden) if start == 0 and masks == (None, None, None) else None
+            if planned is None:
+                hidden, pending = layer(
+                    *(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
+                )
+            else:
+                hidden, pending, qkv = run(*planned, hidden, pending)
+                if cache is not None:
+                    _cached(cache, *unpack(qkv, one.attn.num_heads)[1:], i)
         hidden = add_and_norm(hidden, pending, self.ln_f)[0]
         if tokens is not None and tokens.dim() != 2:
             hidden = hidden.view(-1, *tokens.shape[1:], hidden.shape[-1])
@@ -303,6 +312,14 @@ def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
         if bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
             return None, begin.int(), end.int()
     return seen[:, None, None], None, None
+
+
+def _plan(block: Any, stream: Tensor) -> Any:
+    """The block as one node of autograd's graph; None where it must be computed otherwise."""
+    attention = block.attn
+    kinds = "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
+    dropout_p = dropout_of(attention.attn_dropout)
+    return plan_of(block, stream, attention.num_heads, scale_of(attention), dropout_p or 0.0, kinds)
 
 
 def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int) -> Tensor:
