@@ -57,7 +57,7 @@ def huggingface(kind):
     return make
 
 
-def tokens(device, draw, batch=2):
+def tokens(device, draw=0, batch=2):
     """(B, T), none of them padding; others for another ``draw``."""
     return TOKENS[:batch].roll(5 * draw).to(device)
 

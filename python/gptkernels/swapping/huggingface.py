@@ -259,6 +259,9 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         start = 0 if cache is None else cache.get_seq_length()
         if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] != start + shape[1]:
             return "attention_mask is not (B, T)"
+        # Theirs lets a query that sees no key see all of them, future ones too.
+        if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
+            return "attention_mask with attn_implementation='eager'"
     for one in self.h:
         if not untouched(one, "Hugging Face GPT2Block") or not untouched(one.attn, "Hugging Face GPT2Attention"):
             return "a block or its attention was replaced, hooked or wrapped"
