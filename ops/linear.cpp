@@ -39,7 +39,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
 
   const Launcher launcher(op, x);
   Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
-  Tensor dweight = allocate_if(output_mask[1], shape_of(weight), x);
+  Tensor dweight = allocate_gradient_if(output_mask[1], weight);
   Tensor dbias = allocate_if(output_mask[2], {weight.size(0)}, x);
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));

@@ -126,6 +126,7 @@ bool tf32_allowed() {
 }
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  if (is_transposed(out)) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
   const cublasHandle_t handle = cublas();
   const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
   dispatch_floating(a.tensor, [&]<typename T>() {

@@ -68,9 +68,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
 
   const Launcher launcher(op, x);
   Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
-  Tensor dfc_weight = allocate_if(output_mask[1], shape_of(fc_weight), x);
+  Tensor dfc_weight = allocate_gradient_if(output_mask[1], fc_weight);
   Tensor dfc_bias = allocate_if(output_mask[2], {hidden_of(fc_weight)}, x);
-  Tensor dproj_weight = allocate_if(output_mask[3], shape_of(proj_weight), x);
+  Tensor dproj_weight = allocate_gradient_if(output_mask[3], proj_weight);
   Tensor dproj_bias = allocate_if(output_mask[4], {proj_weight.size(0)}, x);
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[3]) matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(post_gelu));

@@ -7,6 +7,19 @@ _openmp.wait_passively_in_training()  # before torch is imported
 from gptkernels import _library, functional, models, nn, ops, optim  # noqa: E402
 from gptkernels._info import info  # noqa: E402
 from gptkernels.graphs import graphed_step  # noqa: E402
+from gptkernels.swapping import register_attention, swap, unswap  # noqa: E402
 
 __version__ = _library.build()["version"]
-__all__ = ["__version__", "functional", "graphed_step", "info", "models", "nn", "ops", "optim"]
+__all__ = [
+    "__version__",
+    "functional",
+    "graphed_step",
+    "info",
+    "models",
+    "nn",
+    "ops",
+    "optim",
+    "register_attention",
+    "swap",
+    "unswap",
+]

@@ -25,8 +25,19 @@ def _fake(x, weight, bias=None):
 
 
 def _fake_backward(dout, x, weight, output_mask):
-    shapes = (x.shape, weight.shape, weight.shape[:1])
-    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    dx, dweight, dbias = output_mask
+    return (
+        x.new_empty(x.shape if dx else (0,)),
+        fake_weight_gradient(weight) if dweight else x.new_empty(0),
+        x.new_empty(weight.shape[:1] if dbias else (0,)),
+    )
+
+
+def fake_weight_gradient(weight: Tensor) -> Tensor:
+    """A weight's gradient without data: in the weight's layout, rows or columns together."""
+    if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.stride(1) >= max(weight.shape[0], 1):
+        return weight.new_empty((weight.shape[1], weight.shape[0])).t()
+    return weight.new_empty(weight.shape)
 
 
 class Linear(torch.autograd.Function):

@@ -17,7 +17,7 @@ from gptkernels.ops._register import (
     vmap,
 )
 from gptkernels.ops._vmap import rows, rows_and_sums
-from gptkernels.ops.linear import linear_flops
+from gptkernels.ops.linear import fake_weight_gradient, linear_flops
 
 
 def _fake(x, fc_weight, fc_bias, proj_weight, proj_bias):
@@ -27,8 +27,14 @@ def _fake(x, fc_weight, fc_bias, proj_weight, proj_bias):
 
 
 def _fake_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-    shapes = (x.shape, fc_weight.shape, fc_weight.shape[:1], proj_weight.shape, proj_weight.shape[:1])
-    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = output_mask
+    return (
+        x.new_empty(x.shape if dx else (0,)),
+        fake_weight_gradient(fc_weight) if dfc_weight else x.new_empty(0),
+        x.new_empty(fc_weight.shape[:1] if dfc_bias else (0,)),
+        fake_weight_gradient(proj_weight) if dproj_weight else x.new_empty(0),
+        x.new_empty(proj_weight.shape[:1] if dproj_bias else (0,)),
+    )
 
 
 def formula(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None):

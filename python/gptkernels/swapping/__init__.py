@@ -1,0 +1,264 @@
+"""``gptkernels.swap`` and ``unswap``."""
+
+import copy
+import logging
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from gptkernels.swapping import gpt, huggingface, sdpa, trial
+from gptkernels.swapping.classes import derive, original_of
+from gptkernels.swapping.doors import register_attention
+from gptkernels.swapping.layers import torch_layer
+from gptkernels.swapping.report import Entry, Report
+
+__all__ = ["Entry", "Report", "register_attention", "swap", "unswap"]
+
+logger = logging.getLogger("gptkernels")
+Model = TypeVar("Model", bound=torch.nn.Module)
+Decision = tuple[Any, ...] | str | None  # a replacement and its options, a reason to leave the module, or neither
+
+
+def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool = True) -> Model:
+    """Let this package's kernels serve what they know in a model, in place.
+
+    Replaced are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
+    ``F.scaled_dot_product_attention``. A replaced module keeps its parameters, buffers, hooks and names; its class
+    becomes a subclass that has the same name. What is left alone, and why, is in ``model.gptkernels_report``.
+
+    Args:
+        model: any module.
+        leave: names of modules to leave alone, as in ``named_modules``, with ``*`` and ``?``; what is inside of them
+            is replaced unless it is named too.
+        return_logits: False: in training, where a language model is given its labels or targets, it returns None for
+            the logits and computes the loss in chunks, so that the logits never exist as a whole.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model is swapped already, or a pattern in ``leave`` names no module.
+    """
+    if any(original_of(module) is not None for module in model.modules()):
+        raise ValueError("gptkernels.swap: the model is swapped already: call gptkernels.unswap first")
+    patterns = [leave] if isinstance(leave, str) else list(leave)
+    modules = dict(model.named_modules())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in modules):
+            raise ValueError(f"gptkernels.swap: leave={pattern!r} names no module of the model")
+    report = Report(return_logits=return_logits)
+    named = {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
+    for module, (name, decision) in _decide_all(model, set(named.values())).items():
+        kind = type(module).__name__
+        if isinstance(decision, tuple):
+            _replace(module, decision, report)
+            report.replaced.append(Entry(name, kind, _describe(decision)))
+        elif decision is not None:
+            report.left.append(Entry(name, kind, decision))
+    model.gptkernels_report = report  # type: ignore[assignment]
+    logger.info(report.line())
+    return model
+
+
+def unswap(model: Model) -> Model:
+    """Give every module of the model the class that it had before :func:`swap`, in place.
+
+    Raises:
+        ValueError: a swapped module has since been given yet another class, as by FSDP2 or a parametrisation, which
+            must be undone first.
+    """
+    for name, module in model.named_modules():
+        if original_of(module) is None and any("_gptkernels_original" in vars(kind) for kind in type(module).__mro__):
+            raise ValueError(f"gptkernels.unswap: {name or 'the model'} was given another class since the swap")
+    for module in model.modules():
+        if (original := original_of(module)) is not None:
+            module.__class__ = original
+        module.__dict__.pop("gptkernels_report", None)
+    return model
+
+
+def _replace(module: Any, decision: tuple[Any, ...], report: Report) -> None:
+    name, *options = decision
+    module.__class__ = derive(type(module), name, *options)
+    module.gptkernels_report = report
+
+
+def _describe(decision: tuple[Any, ...]) -> str:
+    name, *options = decision
+    return name + (f" ({', '.join(map(str, options))})" if options else "")
+
+
+# ---- deciding --------------------------------------------------------------------------------------------------------
+
+
+def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
+    """What becomes of each module. Parts are decided before what is made of them."""
+    tried: dict[Any, Any] = {}
+    decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
+    for name, module in reversed(list(model.named_modules())):
+        decision: Decision = "as asked" if module in leave else _decide(module, decisions, tried)
+        decisions[module] = name, decision
+    return dict(reversed(decisions.items()))
+
+
+def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> Decision:
+    if (reason := _why_not_class(module)) is not None:
+        return reason
+    for found in (huggingface.decide(module), torch_layer(module)):
+        if found is not None:
+            return found
+    kind = type(module)
+    if kind.__module__.startswith(("torch.", "transformers.", "gptkernels.")):
+        if isinstance(module, torch.nn.Dropout):
+            return "it stays torch's"
+        return None if module._modules else "there is no kernel for it"
+    found = _by_trial(module, decisions, tried)
+    if isinstance(found, tuple):
+        return found
+    if sdpa.methods_that_call_it(kind):
+        return ("attention calls",)
+    return found
+
+
+def _why_not_class(module: torch.nn.Module) -> str | None:
+    """Why a module's class must stay what it is."""
+    if isinstance(module, FSDPModule):
+        return "its class is FSDP's: swap before fully_shard"
+    if torch.nn.utils.parametrize.is_parametrized(module):
+        return "it is parametrised"
+    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+        return "it is lazy: run the model once, then swap"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is scripted"
+    if "forward" in module.__dict__:
+        return "it has a forward of its own"
+    return None
+
+
+def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any]) -> Decision:
+    """A module of the user's, recognised by what it has and proven by trial; once for equal ones."""
+    found = next((maker for looks_like, maker in _TRIALS if looks_like(module)), None)
+    if found is None:
+        return None
+    parts = [decisions[part][1] for part in module.modules() if part in decisions and part is not module]
+    key = (found, trial.signature(module), repr(parts))
+    if key not in tried:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                tried[key] = found(module, decisions)
+        except Exception as error:  # whatever the user's code raises on inputs that it was not made for
+            tried[key] = f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return tried[key]  # type: ignore[no-any-return]
+
+
+def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
+    """Two equal copies for a trial: the module as it is, and replaced, with its parts."""
+    first = trial.copy_with_random_parameters(module, instead)
+    second = copy.deepcopy(first)
+    by_name = dict(module.named_modules())
+    report = Report()
+    for name, one in second.named_modules():
+        if name == "":
+            _replace(one, own, report)
+        elif name in by_name and isinstance(decisions.get(by_name[name], ("", None))[1], tuple):
+            _replace(one, decisions[by_name[name]][1], report)
+    return first, second
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def _norm(module: Any, decisions: Any) -> Decision:
+    width = module.weight.shape[0]
+    guesses = [value for value in vars(module).values() if isinstance(value, float)]
+    for eps in dict.fromkeys([*guesses, 1e-5, 1e-6, 1e-8, 1e-12]):
+        pair = _pair(module, decisions, ("LayerNorm", eps))
+        # Small numbers, so that eps shows.
+        if trial.difference(*pair, lambda m: m(1e-3 * _random(3, width)), lambda m: m(_random(3, width))) is None:
+            return "LayerNorm", eps
+    return "its forward is not layer_norm"
+
+
+def _gelu(module: Any, decisions: Any) -> Decision:
+    for form in ("tanh", "none"):
+        if trial.difference(*_pair(module, decisions, ("GELU", form)), lambda m: m(3 * _random(5, 7))) is None:
+            return "GELU", form
+    return "its forward is not gelu"
+
+
+def _width(linear: Any) -> int:
+    return int(linear.weight.shape[1])
+
+
+def _compared(replacement: str, width_of: Any) -> Any:
+    """A trial of a module that takes (B, T, C)."""
+
+    def found(module: Any, decisions: Any) -> Decision:
+        x = _random(2, 3, width_of(module))
+        reason = trial.difference(*_pair(module, decisions, (replacement,)), lambda m: m(x))
+        return (replacement,) if reason is None else reason
+
+    return found
+
+
+def _model(module: Any, decisions: Any) -> Decision:
+    """A GPT, tried with one block and a small vocabulary."""
+    trunk = module.transformer
+    if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
+        return "its embeddings are not torch.nn.Embedding"
+    vocabulary, width = 11, trunk.wte.weight.shape[1]
+    wte, head = torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary, bias=False)
+    if module.lm_head.weight is trunk.wte.weight:
+        head.weight = wte.weight
+    length = min(4, trunk.wpe.weight.shape[0])
+    tokens = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])[:, :length]
+    targets = torch.tensor([[1, 4, 1, 5], [2, 6, 5, -1]])[:, :length]
+    instead = {id(trunk.wte): wte.double(), id(module.lm_head): head.double()}
+
+    def returned(index: int, *inputs: Tensor) -> trial.Trial:
+        return lambda m: m(*inputs)[index]
+
+    reason: Decision = None
+    for ignore_index in (-1, -100):
+        targets[1, -1] = ignore_index
+        trials = returned(0, tokens), returned(0, tokens, targets), returned(1, tokens, targets)
+        for last_only in (True, False):
+            own = ("gpt model", ignore_index, last_only)
+            blocks = trial.copy_with_random_parameters(torch.nn.ModuleList([trunk.h[0]]))
+            try:
+                reason = trial.difference(*_pair(module, decisions, own, {**instead, id(trunk.h): blocks}), *trials)
+            except IndexError:  # a target that is neither a token nor the one that it ignores
+                break
+            if reason is None:
+                return own
+    return reason
+
+
+def _is_norm(module: Any) -> bool:
+    names = {name for name, p in module._parameters.items() if p is not None}
+    return (
+        "norm" in type(module).__name__.lower()
+        and not module._modules
+        and not module._buffers
+        and {"weight"} <= names <= {"weight", "bias"}
+        and module.weight.dim() == 1
+    )
+
+
+def _is_gelu(module: Any) -> bool:
+    return "gelu" in type(module).__name__.lower() and not (module._modules or module._parameters or module._buffers)
+
+
+_TRIALS = (
+    (_is_norm, _norm),
+    (_is_gelu, _gelu),
+    (gpt.looks_like_gpt, _model),
+    (gpt.looks_like_block, _compared("gpt block", lambda m: _width(m.attn.c_attn))),
+    (gpt.looks_like_attention, _compared("gpt attention", lambda m: _width(m.c_attn))),
+    (gpt.looks_like_mlp, _compared("gpt mlp", lambda m: _width(m.c_fc))),
+)

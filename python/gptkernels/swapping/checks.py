@@ -1,0 +1,70 @@
+"""What is asked at each call: may a kernel serve it, and is a submodule still what ``swap`` left there?"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules.module import _has_any_global_hook
+
+from gptkernels._modules import _HOOKS
+from gptkernels.swapping.classes import KIND
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", "cuda", "meta")
+_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+
+
+def why_not(*tensors: Tensor | None) -> str | None:
+    """Why kernels do not serve these floating tensors; None when they do."""
+    given = [t for t in tensors if t is not None]
+    first = given[0]
+    if first.device.type not in DEVICES:
+        return f"there are no kernels for {first.device.type}"
+    autocast = first.device.type != "meta" and torch.is_autocast_enabled(first.device.type)
+    for t in given:
+        if type(t) not in _TENSORS:
+            return f"a tensor is a {type(t).__name__}"
+        if t.dtype not in DTYPES or t.layout != torch.strided:
+            return f"a tensor is {t.dtype}, {t.layout}"
+        if t.dtype != first.dtype and not autocast:
+            return f"dtypes differ: {t.dtype} and {first.dtype}"
+    return None
+
+
+def count(module: torch.nn.Module, reason: str) -> None:
+    """Note in the model's report that a call of the module goes to the original code."""
+    if not torch.compiler.is_compiling():
+        report = module.__dict__.get("gptkernels_report")
+        if report is not None:
+            report.calls[type(module).__name__, reason] += 1
+
+
+def bare(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs its class's forward and nothing else.
+
+    Transformers leaves hooks behind that record outputs when it is asked for them; those do not count.
+    """
+    attributes = module.__dict__
+    for hooks in _HOOKS:
+        for hook in attributes[hooks].values():
+            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
+                return False
+    return (
+        "forward" not in attributes
+        and attributes.get("_compiled_call_impl") is None
+        and not _has_any_global_hook()
+    )  # fmt: skip
+
+
+def untouched(module: torch.nn.Module, kind: str) -> bool:
+    """Whether a parent may do the module's work in its place: it is this kind of replacement, and bare."""
+    return type(module).__dict__.get(KIND) == kind and bare(module)
+
+
+def dropout_of(module: Any) -> float | None:
+    """The probability that a ``torch.nn.Dropout`` drops with; None for a module that must be called."""
+    if type(module) is not torch.nn.Dropout or not bare(module):
+        return None
+    return module.p if module.training else 0.0

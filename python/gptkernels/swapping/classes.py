@@ -1,0 +1,68 @@
+"""How a module is replaced: its class becomes a subclass of what it was.
+
+Parameters, buffers, hooks, the training flag and everything else that a module owns stay where they are, and
+``isinstance`` holds. The subclass keeps the class's names, by which other libraries choose modules to wrap, shard or
+save, and overrides ``forward`` and nothing else that a caller sees. ``copy.deepcopy`` and pickling go by the original
+class and the replacement's name, so a copy or a loaded module is a replaced one again.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+MARK, KIND = "_gptkernels_original", "_gptkernels_kind"
+Namespace = dict[str, Any]
+_namespaces: dict[str, Callable[..., Namespace]] = {}
+
+
+def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
+    """Register what a kind of replacement overrides: a function of the original class and options."""
+
+    def register(function: Callable[..., Namespace]) -> Callable[..., Namespace]:
+        _namespaces[name] = function
+        return function
+
+    return register
+
+
+@functools.cache
+def derive(original: type, name: str, *options: Any) -> type:
+    """The subclass of ``original`` that the replacement ``name`` makes; the same one every time."""
+    namespace = _namespaces[name](original, *options)
+    if not hasattr(namespace.get("forward"), "__wrapped__"):  # so that the signature is found where it is asked for
+        namespace["forward"] = functools.wraps(original.forward)(namespace["forward"])  # type: ignore[attr-defined]
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        rebuild, args, *state = super(derived, self).__reduce_ex__(protocol)
+        if args[:1] != (derived,):  # the class has a way of its own
+            return rebuild, args, *state
+        return _rebuild, (original, name, *options), *state
+
+    derived = type(original)(
+        original.__name__,
+        (original,),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "__reduce_ex__": reduce,
+            MARK: original,
+            KIND: name,
+            **namespace,
+        },
+    )
+    return derived
+
+
+def _rebuild(original: type, name: str, *options: Any) -> Any:
+    import gptkernels.swapping  # noqa: F401  (in a process that only unpickles: every replacement is registered)
+
+    derived = derive(original, name, *options)
+    return derived.__new__(derived)
+
+
+def original_of(module: torch.nn.Module) -> type | None:
+    """The class that the module had before it was replaced; None if its class is not a replacement."""
+    return type(module).__dict__.get(MARK)

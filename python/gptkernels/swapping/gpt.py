@@ -1,0 +1,207 @@
+"""Replacements of the modules of nanoGPT's ``model.py`` and llm.c's ``train_gpt2.py``, and of files made after them.
+
+These classes are the user's own, so they are recognised by what they have and proven by trial (``trial.py``): a
+replacement is used only where it computes what the original does.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptkernels import functional
+from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
+from gptkernels.swapping.classes import Namespace, replacement
+from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.layers import weight_of
+from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
+
+
+def children(module: torch.nn.Module) -> set[str]:
+    """The names of the submodules."""
+    return {name for name, child in module._modules.items() if child is not None}
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+def looks_like_attention(module: Any) -> bool:
+    """c_attn, c_proj and n_head, perhaps dropouts."""
+    return (
+        {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
+        and isinstance(getattr(module, "n_head", None), int)
+    )  # fmt: skip
+
+
+def attention_dropout(module: Any) -> float | None:
+    """The probability of attention's dropout now; None if ``dropout`` and ``attn_dropout`` differ or are not plain."""
+    p = 0.0
+    if "attn_dropout" in module._modules:
+        found = dropout_of(module.attn_dropout)
+        if found is None:
+            return None
+        p = found
+    if "dropout" in module.__dict__:
+        other = module.dropout if module.training else 0.0
+        if "attn_dropout" in module._modules and other != p:
+            return None
+        p = other
+    return p
+
+
+@replacement("gpt attention")
+def attention(original: Any) -> Namespace:
+    """Queries, keys and values stay packed between the linear layer and the kernel."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        p = attention_dropout(self)
+        reason = "attn_dropout was changed" if p is None else why_not(x)
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, x)
+        out = functional.causal_attention(project(x, self.c_attn), self.n_head, dropout_p=p)
+        return drop(project(out, self.c_proj), self._modules.get("resid_dropout"))
+
+    return {"forward": forward}
+
+
+# ---- feed-forward ----------------------------------------------------------------------------------------------------
+
+
+def looks_like_mlp(module: Any) -> bool:
+    """c_fc, c_proj and one more, the activation; perhaps a dropout."""
+    rest = children(module) - {"c_fc", "c_proj", "dropout"}
+    return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
+
+
+def activation(module: Any) -> Any:
+    """The submodule between the two linear layers."""
+    (name,) = children(module) - {"c_fc", "c_proj", "dropout"}
+    return module._modules[name]
+
+
+@replacement("gpt mlp")
+def feed_forward(original: Any) -> Namespace:
+    """Both linear layers and the GELU between them."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if (reason := why_not(x)) is not None:
+            count(self, reason)
+            return original.forward(self, x)
+        return drop(mlp(x, self.c_fc, activation(self), self.c_proj), self._modules.get("dropout"))
+
+    return {"forward": forward}
+
+
+# ---- a block ---------------------------------------------------------------------------------------------------------
+
+
+def looks_like_block(module: Any) -> bool:
+    """Two norms, attention and an MLP."""
+    return (
+        children(module) == {"ln_1", "attn", "ln_2", "mlp"}
+        and looks_like_attention(module.attn)
+        and looks_like_mlp(module.mlp)
+    )
+
+
+def _call(module: Any, x: Tensor) -> Tensor:
+    return module(x)  # type: ignore[no-any-return]
+
+
+def _layer(block: Any, stream: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """As one node of autograd's graph where that is possible."""
+    if isinstance(heads := getattr(block.attn, "n_head", None), int):
+        p = attention_dropout(block.attn)
+        planned = None if p is None else plan_of(block, stream, heads, None, p, ("gpt attention", "gpt mlp"))
+        if planned is not None:
+            return run(*planned, stream, pending)[:2]
+    return layer(stream, pending, block, _call, _call)
+
+
+@replacement("gpt block")
+def block(original: Any) -> Namespace:
+    """Each residual addition together with the norm that follows it."""
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if (reason := why_not(x)) is not None:
+            count(self, reason)
+            return original.forward(self, x)
+        stream, pending = _layer(self, x, None)
+        return stream + pending  # type: ignore[operator]
+
+    return {"forward": forward}
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+def looks_like_gpt(module: Any) -> bool:
+    """nanoGPT's and llm.c's: ``transformer`` with wte, wpe, h and ln_f, perhaps drop; and ``lm_head``."""
+    trunk = module._modules.get("transformer")
+    return (
+        children(module) == {"transformer", "lm_head"}
+        and type(trunk) is torch.nn.ModuleDict
+        and {"wte", "wpe", "h", "ln_f"} <= children(trunk) <= {"wte", "wpe", "h", "ln_f", "drop"}
+        and type(trunk.h) is torch.nn.ModuleList
+        and len(trunk.h) > 0
+        and all(looks_like_block(b) for b in trunk.h)
+    )
+
+
+@replacement("gpt model")
+def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
+    """The whole forward: residual additions cross from block to block.
+
+    Args:
+        original: its class.
+        ignore_index: the target that does not count.
+        last_only: whether without targets only the last position has logits.
+    """
+
+    known = {"return_logits"} & set(inspect.signature(original.forward).parameters)
+
+    def forward(self: Any, idx: Tensor, targets: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        trunk, head = self.transformer, self.lm_head
+        reason = _why_not_whole(self, idx)
+        if reason is None and (args or not set(kwargs) <= known):
+            reason = "an argument that is not idx, targets or return_logits"
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, idx, targets, *args, **kwargs)
+        hidden = drop(torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight), trunk._modules.get("drop"))
+        pending = None
+        for one in trunk.h:
+            if untouched(one, "gpt block"):
+                hidden, pending = _layer(one, hidden, pending)
+            else:
+                hidden, pending = one(hidden if pending is None else hidden + pending), None
+        hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]
+        return_logits = kwargs.get("return_logits", True)
+        if targets is None:
+            logits = project(hidden[:, -1:] if last_only else hidden, head)
+            return (logits if return_logits else None), None
+        keep = return_logits and (self.gptkernels_report.return_logits or not self.training)
+        logits, loss = head_and_loss(hidden, weight_of(head), targets, ignore_index, return_logits=keep)
+        return (logits if return_logits else None), like_torchs(loss, hidden)
+
+    return {"forward": forward}
+
+
+def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
+    """The loss in the dtype that F.cross_entropy gives it: float32 in autocast, else that of the logits."""
+    return loss if torch.is_autocast_enabled(x.device.type) else loss.to(x.dtype)
+
+
+def _why_not_whole(self: Any, idx: Tensor) -> str | None:
+    trunk = self.transformer
+    if not (
+        untouched(trunk.wte, "Embedding") and untouched(trunk.wpe, "Embedding") and untouched(self.lm_head, "Linear")
+    ):
+        return "an embedding or the head was replaced, hooked or wrapped"
+    if not (bare(trunk) and self.lm_head.bias is None):
+        return "transformer is hooked, or lm_head has a bias"
+    if idx.dim() != 2 or idx.dtype not in (torch.int64, torch.int32) or idx.shape[1] > trunk.wpe.weight.shape[0]:
+        return "tokens that are not (B, T) integers, T at most the block size"
+    return why_not(trunk.wte.weight, trunk.wpe.weight)

@@ -1,0 +1,487 @@
+"""Replacements of the modules of Hugging Face's GPT-2 (transformers 4.57 and 5.x).
+
+What a call asks for decides, at each level, whether kernels serve it: ``GPT2Model`` as a whole, else each block, each
+attention and each MLP by itself. A call that is not served goes to the original code, which calls the modules below.
+Nothing here imports transformers before a model of it is swapped.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptkernels import functional
+from gptkernels.ops.attention import unpack
+from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
+from gptkernels.swapping.classes import Namespace, replacement
+from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.layers import weight_of
+from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
+
+IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
+SERVED = ("sdpa", "gptkernels")  # implementations of attention that give no probabilities
+
+
+def library() -> Any:
+    """transformers' module with GPT-2's classes; None where nothing has imported it."""
+    return sys.modules.get("transformers.models.gpt2.modeling_gpt2")
+
+
+def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
+    """The replacement of a module of theirs, with its options; None for another module."""
+    theirs = library()
+    if theirs is None:
+        return None
+    if isinstance(module, theirs.Conv1D) and type(module).forward is theirs.Conv1D.forward:
+        return "Linear", True
+    activations = sys.modules["transformers.activations"]
+    for name, form in (("NewGELUActivation", "tanh"), ("GELUActivation", "none"), ("FastGELUActivation", "tanh")):
+        if type(module) is getattr(activations, name, None):
+            return "GELU", form
+    for name in ("GELUTanh", "PytorchGELUTanh"):
+        if type(module) is getattr(activations, name, None):
+            return "GELU", "tanh"
+    for name in ("GPT2MLP", "GPT2Attention", "GPT2Block", "GPT2Model", "GPT2LMHeadModel"):
+        kind = getattr(theirs, name)
+        if isinstance(module, kind) and type(module).forward is kind.forward:
+            return (f"Hugging Face {name}",)
+    return None
+
+
+# ---- the MLP ---------------------------------------------------------------------------------------------------------
+
+
+@replacement("Hugging Face GPT2MLP")
+def feed_forward(original: Any) -> Namespace:
+    """Both Conv1D and the activation between them."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if (reason := why_not(hidden_states)) is not None:
+            count(self, reason)
+            return original.forward(self, hidden_states)
+        return drop(mlp(hidden_states, self.c_fc, self.act, self.c_proj), self.dropout)
+
+    return {"forward": forward}
+
+
+# ---- attention -------------------------------------------------------------------------------------------------------
+
+
+@replacement("Hugging Face GPT2Attention")
+def attention(original: Any) -> Namespace:
+    """Self-attention with any mask and any cache, where no probabilities are asked for."""
+    complete = _completer(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = complete(args, kwargs)
+        hidden = options["hidden_states"]
+        if (reason := _why_not_attention(self, hidden, options)) is not None:
+            count(self, reason)
+            return original.forward(self, *args, **kwargs)
+        dropout_p = dropout_of(self.attn_dropout)
+        qkv = project(hidden, self.c_attn)
+        mask, cache = options.get("attention_mask"), options.get("past_key_values")
+        if mask is None and cache is None:
+            out = functional.causal_attention(qkv, self.num_heads, scale_of(self), dropout_p)
+        else:
+            query, key, value = unpack(qkv, self.num_heads)
+            if cache is not None:
+                key, value = cache.update(key, value, self.layer_idx)
+            # As theirs: without a mask a single query sees all keys, several see those up to their own index.
+            causal = mask is None and query.shape[2] > 1
+            mask = mask if mask is None else mask[..., : key.shape[2]]
+            out = functional.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, causal, scale=scale_of(self)
+            )
+            out = out.transpose(1, 2).flatten(2)
+        return drop(project(out, self.c_proj), self.resid_dropout), None
+
+    return {"forward": forward}
+
+
+def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> str | None:
+    if self.is_cross_attention or options.get("encoder_hidden_states") is not None:
+        return "cross-attention"
+    if options.get("output_attentions") or options.get("head_mask") is not None:
+        return "output_attentions or head_mask"
+    if self.config._attn_implementation not in SERVED:
+        return f"attn_implementation is {self.config._attn_implementation!r}"
+    if options.get("is_causal") is False:
+        return "is_causal=False"
+    cache = options.get("past_key_values")
+    if cache is not None and not _is_plain_cache(cache) and type(cache).__name__ != "StaticCache":
+        return f"the cache is a {type(cache).__name__}"
+    if dropout_of(self.attn_dropout) is None:
+        return "attn_dropout was replaced or hooked"
+    mask = options.get("attention_mask")
+    if mask is not None and (mask.dim() != 4 or not (mask.dtype == torch.bool or mask.is_floating_point())):
+        return "attention_mask is not (B, 1 or NH, Tq, Tk)"
+    return why_not(hidden)
+
+
+def scale_of(attention: Any) -> float | None:
+    """What the scores are multiplied by; None for 1/sqrt(HS).
+
+    Transformers 4.57 gives its layer-wise scaling to its eager attention alone.
+    """
+    if hasattr(attention, "scaling"):
+        return float(attention.scaling)
+    if attention.config._attn_implementation != "eager":
+        return None
+    scale = float(attention.head_dim**-0.5) if attention.scale_attn_weights else 1.0
+    return scale / (attention.layer_idx + 1) if attention.scale_attn_by_inverse_layer_idx else scale
+
+
+def _is_plain_cache(cache: Any) -> bool:
+    """A DynamicCache whose layers only grow."""
+    utils = sys.modules["transformers.cache_utils"]
+    return type(cache) is utils.DynamicCache and all(type(one) is utils.DynamicLayer for one in cache.layers)
+
+
+# ---- a block ---------------------------------------------------------------------------------------------------------
+
+
+@replacement("Hugging Face GPT2Block")
+def block(original: Any) -> Namespace:
+    """The addition of attention's output together with the norm that follows it."""
+    complete = _completer(original)
+    gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = complete(args, kwargs)
+        hidden = options.pop("hidden_states")
+        reason = why_not(hidden)
+        if options.get("encoder_hidden_states") is not None:
+            reason = "cross-attention"
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, *args, **kwargs)
+        options.pop("encoder_hidden_states", None), options.pop("encoder_attention_mask", None)
+        weights = None
+
+        def attend(attention: Any, normed: Tensor) -> Tensor:
+            nonlocal weights
+            out, weights = attention(normed, **options)
+            return out
+
+        stream, pending = layer(hidden, None, self, attend, _call)
+        hidden = stream + pending
+        if not gives_a_tuple:
+            return hidden
+        return (hidden, weights) if options.get("output_attentions") else (hidden,)
+
+    return {"forward": forward}
+
+
+def _call(module: Any, x: Tensor) -> Tensor:
+    return module(x)  # type: ignore[no-any-return]
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@replacement("Hugging Face GPT2Model")
+def model(original: Any) -> Namespace:
+    """Embeddings, all blocks and the last norm in one loop; residual additions cross from block to block."""
+    complete = _completer(original)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = complete(args, kwargs)
+        if (reason := _why_not_model(self, options)) is not None:
+            count(self, reason)
+            return original.forward(self, *args, **kwargs)
+        use_cache = options.get("use_cache")
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        cache = options.get("past_key_values")
+        start = 0 if cache is None else cache.get_seq_length()
+        if cache is None and use_cache:
+            cache = sys.modules["transformers.cache_utils"].DynamicCache(config=self.config)
+        tokens = options.get("input_ids")
+        hidden = drop(_embed(self, options, start), self.drop)
+        masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
+        pending = None
+        for i, one in enumerate(self.h):
+            planned = _plan(one, hidden) if start == 0 and masks == (None, None, None) else None
+            if planned is None:
+                hidden, pending = layer(
+                    *(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
+                )
+            else:
+                hidden, pending, qkv = run(*planned, hidden, pending)
+                if cache is not None:
+                    _cached(cache, *unpack(qkv, one.attn.num_heads)[1:], i)
+        hidden = add_and_norm(hidden, pending, self.ln_f)[0]
+        if tokens is not None and tokens.dim() != 2:
+            hidden = hidden.view(-1, *tokens.shape[1:], hidden.shape[-1])
+        outputs = sys.modules["transformers.modeling_outputs"].BaseModelOutputWithPastAndCrossAttentions(
+            last_hidden_state=hidden, past_key_values=cache if use_cache else None
+        )
+        return outputs if _wants_dict(self, options) else outputs.to_tuple()
+
+    return {"forward": forward}
+
+
+def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
+    """Why the whole model is not computed by one loop."""
+    config = self.config
+    for name, value in options.items():
+        if value is not None and value is not False and name not in _KNOWN:
+            return f"the option {name}"
+    for name in ("output_attentions", "output_hidden_states"):
+        if options.get(name) or (options.get(name) is None and getattr(config, name, False)):
+            return name
+    if self.training and self.gradient_checkpointing:
+        return "gradient checkpointing"
+    if config.add_cross_attention or getattr(self, "model_parallel", False) or not getattr(config, "is_causal", True):
+        return "cross-attention, model parallelism or is_causal=False in the configuration"
+    implementation = config._attn_implementation
+    if implementation not in (*SERVED, "eager") or (implementation == "eager" and config.reorder_and_upcast_attn):
+        return f"attn_implementation is {implementation!r}" + (
+            " and reorder_and_upcast_attn is set" if implementation == "eager" else ""
+        )
+    tokens, embeds, mask = (options.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    if (tokens is None) == (embeds is None):
+        return "not one of input_ids and inputs_embeds"
+    rare = mask is not None or options.get("position_ids") is not None
+    if tokens is not None and (tokens.dim() < 2 or (tokens.dim() > 2 and rare)):
+        return "input_ids is not (B, T)"
+    cache = options.get("past_key_values")
+    if cache is not None and not _is_plain_cache(cache):
+        return f"the cache is a {type(cache).__name__}"
+    if mask is None and cache is None and options.get("position_ids") is not None:
+        return "position_ids without attention_mask, which may mean packed sequences"
+    shape = embeds.shape[:2] if tokens is None else tokens.shape
+    if mask is not None:
+        start = 0 if cache is None else cache.get_seq_length()
+        if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] != start + shape[1]:
+            return "attention_mask is not (B, T)"
+        # Theirs lets a query that sees no key see all of them, future ones too.
+        if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
+            return "attention_mask with attn_implementation='eager'"
+    for one in self.h:
+        if not untouched(one, "Hugging Face GPT2Block") or not untouched(one.attn, "Hugging Face GPT2Attention"):
+            return "a block or its attention was replaced, hooked or wrapped"
+        if dropout_of(one.attn.attn_dropout) is None:
+            return "attn_dropout was replaced or hooked"
+        if one.training and getattr(one, "gradient_checkpointing", False):
+            return "gradient checkpointing"
+    return why_not(self.wpe.weight if embeds is None else embeds)
+
+
+_KNOWN = (
+    *IGNORED,
+    *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache"),
+    *("output_attentions", "output_hidden_states"),
+)
+
+
+def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
+    """The sum of both embeddings, (B, T, C)."""
+    tokens, embeds, positions = (options.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+    if tokens is not None:
+        self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
+        tokens = tokens.view(-1, tokens.shape[-1])
+        if positions is None and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
+            table = self.wpe.weight[start:] if start else self.wpe.weight
+            return torch.ops.gptkernels.encoder(tokens, self.wte.weight, table)  # type: ignore[no-any-return]
+        embeds = self.wte(tokens)
+    if positions is None:
+        positions = torch.arange(start, start + embeds.shape[1], device=embeds.device).unsqueeze(0)
+    return embeds + self.wpe(positions)  # type: ignore[no-any-return]
+
+
+Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_begin and key_end of the attention op
+
+
+def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
+    """What a mask (B, Tk) of the keys, 0 for padding, becomes.
+
+    Outside of ``torch.compile`` the mask is read, as transformers reads it: a mask of ones is none, and padding on the
+    left or right is a range of keys, which the kernels skip instead of masking them.
+    """
+    if attention_mask is None:
+        return None, None, None
+    seen = attention_mask.bool()
+    if not torch.compiler.is_compiling() and not attention_mask.is_meta:
+        if bool(seen.all()):
+            return None, None, None
+        positions = torch.arange(keys, device=seen.device)
+        begin = seen.int().argmax(1)
+        end = begin + seen.sum(1)
+        if bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
+            return None, begin.int(), end.int()
+    return seen[:, None, None], None, None
+
+
+def _plan(block: Any, stream: Tensor) -> Any:
+    """The block as one node of autograd's graph; None where it must be computed otherwise."""
+    attention = block.attn
+    kinds = "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
+    dropout_p = dropout_of(attention.attn_dropout)
+    return plan_of(block, stream, attention.num_heads, scale_of(attention), dropout_p or 0.0, kinds)
+
+
+def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int) -> Tensor:
+    """A GPT2Attention with what the model's loop knows about masks and cache."""
+    qkv = project(x, self.c_attn)
+    dropout_p = dropout_of(self.attn_dropout) or 0.0
+    scale = scale_of(self)
+    attn_mask, begin, end = masks
+    start = 0
+    query = key = value = None
+    if cache is not None:
+        start = cache.get_seq_length(index)
+        query, key, value = unpack(qkv, self.num_heads)
+        key, value = _cached(cache, key, value, index)
+    if start == 0 and attn_mask is None and begin is None:
+        out = functional.causal_attention(qkv, self.num_heads, scale, dropout_p)
+    else:
+        if query is None:
+            query, key, value = unpack(qkv, self.num_heads)
+        causal = query.shape[2] > 1  # a single query, the newest, sees every key
+        out = functional.scaled_dot_product_attention(
+            *(query, key, value, attn_mask, dropout_p, causal),  # type: ignore[arg-type]
+            scale=scale,
+            query_offset=start if causal else 0,
+            key_begin=begin,
+            key_end=end,
+        )
+        out = out.transpose(1, 2).flatten(2)
+    return drop(project(out, self.c_proj), self.resid_dropout)
+
+
+def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
+    """The cache's keys and values with these added. An empty layer takes views of qkv: no copy."""
+    if index < len(cache.layers) and not cache.layers[index].is_initialized:
+        one = cache.layers[index]
+        one.dtype, one.device, one.is_initialized = key.dtype, key.device, True
+        one.keys, one.values = key, value
+        return key, value
+    return cache.update(key, value, index)  # type: ignore[no-any-return]
+
+
+# ---- the language model's head and loss ------------------------------------------------------------------------------
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Any = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Transformers' ``ForCausalLMLoss`` by the fused classifier, which takes 16-bit logits as they are.
+
+    Args:
+        logits: (B, T, V).
+        labels: (B, T), compared with the logits one position earlier; not read where shift_labels is given.
+        vocab_size: V.
+        num_items_in_batch: what the sum of the losses is divided by; the number of targets that count when None.
+        ignore_index: the target that does not count.
+        shift_labels: (B, T), the targets as they are.
+        kwargs: not read, as in theirs.
+
+    Returns:
+        0-dim float32.
+    """
+    targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+    targets = targets.reshape(-1).to(logits.device)
+    losses, _ = torch.ops.gptkernels.fused_classifier(
+        logits.reshape(-1, vocab_size), targets, ignore_index=ignore_index
+    )
+    divisor = (targets != ignore_index).sum() if num_items_in_batch is None else _on(num_items_in_batch, logits)
+    return (losses.sum() / divisor).float()
+
+
+def _on(number: Any, like: Tensor) -> Any:
+    return number.to(like.device) if isinstance(number, Tensor) else number
+
+
+def shifted(labels: Any, ignore_index: int) -> Tensor:
+    """The label of the next position; none at the last."""
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+
+
+@replacement("Hugging Face GPT2LMHeadModel")
+def language_model(original: Any) -> Namespace:
+    """Head and loss in one, where labels are given; the fused loss wherever ``loss_function`` is transformers' own."""
+    complete = _completer(original)
+    theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+    mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
+    get_original_loss = original.loss_function.fget
+
+    def get_loss(self: Any) -> Callable[..., Any]:
+        if "_loss_function" not in self.__dict__ and mapping.get(getattr(self, "loss_type", None), theirs) is theirs:
+            return causal_lm_loss  # not asked of the original, which warns where torch.compile cannot trace it
+        return get_original_loss(self)  # type: ignore[no-any-return]
+
+    def set_loss(self: Any, value: Callable[..., Any]) -> None:
+        original.loss_function.fset(self, value)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        options = complete(args, kwargs)
+        if options.get("labels") is None or (reason := _why_not_head(self, options)) is not None:
+            if options.get("labels") is not None:
+                count(self, reason)
+            return original.forward(self, *args, **kwargs)
+        labels = options.pop("labels")
+        options.pop("logits_to_keep", None)
+        ignore_index, shift_labels = options.pop("ignore_index", -100), options.pop("shift_labels", None)
+        wants_dict = _wants_dict(self, options)
+        num_items = options.pop("num_items_in_batch", None)
+        outputs = self.transformer(options.pop("input_ids", None), **{**options, "return_dict": True})
+        targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
+        hidden = outputs.last_hidden_state
+        logits, loss = head_and_loss(
+            hidden,
+            weight_of(self.lm_head),
+            targets.to(hidden.device),
+            ignore_index,
+            _on(num_items, hidden),
+            return_logits=self.gptkernels_report.return_logits or not self.training,
+        )
+        made = sys.modules["transformers.modeling_outputs"].CausalLMOutputWithCrossAttentions(
+            loss=loss.float(),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            cross_attentions=outputs.cross_attentions,
+        )
+        return made if wants_dict else made.to_tuple()
+
+    return {"forward": forward, "loss_function": property(get_loss, set_loss)}
+
+
+def _why_not_head(self: Any, options: dict[str, Any]) -> str | None:
+    if self.loss_function is not causal_lm_loss:
+        return "loss_function was replaced"
+    if not untouched(self.lm_head, "Linear") or self.lm_head.bias is not None:
+        return "lm_head was replaced, hooked or wrapped"
+    keep = options.get("logits_to_keep", 0)
+    if not (isinstance(keep, int) and keep == 0):
+        return "logits_to_keep"
+    if self.lm_head.weight.shape[0] != self.config.vocab_size or getattr(self, "model_parallel", False):
+        return "the head's rows are not vocab_size, or model parallelism"
+    return why_not(self.lm_head.weight)
+
+
+def _wants_dict(self: Any, options: dict[str, Any]) -> bool:
+    wanted = options.get("return_dict")
+    return bool(getattr(self.config, "return_dict", True) if wanted is None else wanted)
+
+
+def _completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+    """All of a call's arguments by name."""
+    names = [*inspect.signature(original.forward).parameters][1:]
+
+    def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {**dict(zip(names, args, strict=False)), **kwargs}
+
+    return complete

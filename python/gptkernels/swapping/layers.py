@@ -1,0 +1,158 @@
+"""Replacements of single layers: torch.nn's, Hugging Face's Conv1D and GELUs, and norms and GELUs found by trial."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptkernels import functional
+from gptkernels.swapping.checks import count, why_not
+from gptkernels.swapping.classes import Namespace, replacement
+
+
+@replacement("LayerNorm")
+def layer_norm(original: Any, eps: float | None = None) -> Namespace:
+    """``torch.nn.LayerNorm``, or a class of the user's that computes the same over its weight's shape with this eps."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight, bias, epsilon = norm_of(self)
+        if (reason := why_not(input, weight, bias)) is not None:
+            count(self, reason)
+            return original.forward(self, input)
+        shape = self.normalized_shape if eps is None else weight.shape
+        return functional.layer_norm(input, shape, weight, bias, epsilon)
+
+    return {"forward": forward, "_gptkernels_eps": eps}
+
+
+def norm_of(module: Any) -> tuple[Tensor, Tensor | None, float]:
+    """Weight, bias and epsilon of a replaced norm."""
+    eps = module._gptkernels_eps
+    return module.weight, getattr(module, "bias", None), module.eps if eps is None else eps
+
+
+@replacement("GELU")
+def gelu(original: Any, form: str | None = None) -> Namespace:
+    """``torch.nn.GELU``, or a class that computes one of its two forms."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if (reason := why_not(input)) is not None:
+            count(self, reason)
+            return original.forward(self, input)
+        return functional.gelu(input, gelu_form(self))
+
+    return {"forward": forward, "_gptkernels_gelu": form}
+
+
+def gelu_form(module: Any) -> str:
+    """ "tanh" or "none", of a replaced GELU."""
+    form: str | None = module._gptkernels_gelu
+    return module.approximate if form is None else form
+
+
+@replacement("Linear")
+def linear(original: Any, transposed: bool = False) -> Namespace:
+    """``torch.nn.Linear``; transposed: Hugging Face's Conv1D, whose weight (in, out) is served as it lies in memory."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if (reason := why_not(input, self.weight, self.bias)) is not None:
+            count(self, reason)
+            return original.forward(self, input)
+        return functional.linear(input, weight_of(self), self.bias)
+
+    return {"forward": forward, "_gptkernels_transposed": transposed}
+
+
+def weight_of(module: Any) -> Tensor:
+    """(out, in): the weight of a replaced linear layer, as a view of Conv1D's."""
+    return module.weight.t() if module._gptkernels_transposed else module.weight
+
+
+@replacement("Embedding")
+def embedding(original: Any) -> Namespace:
+    """``torch.nn.Embedding``."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        reason = why_not(self.weight)
+        if reason is None and input.dtype not in (torch.int64, torch.int32):
+            reason = f"the indices are {input.dtype}"
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, input)
+        return functional.embedding(input, self.weight)
+
+    return {"forward": forward}
+
+
+@replacement("Softmax")
+def softmax(original: Any) -> Namespace:
+    """``torch.nn.Softmax``."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        reason = why_not(input)
+        if reason is None and self.dim is None:
+            reason = "dim is not given"
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, input)
+        return functional.softmax(input, self.dim)
+
+    return {"forward": forward}
+
+
+@replacement("CrossEntropyLoss")
+def cross_entropy(original: Any) -> Namespace:
+    """``torch.nn.CrossEntropyLoss`` of class indices."""
+
+    def forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
+        reason = why_not(input)
+        if reason is None and target.dtype not in (torch.int64, torch.int32):
+            reason = f"the targets are {target.dtype}"
+        if reason is not None:
+            count(self, reason)
+            return original.forward(self, input, target)
+        return functional.cross_entropy(input, target, ignore_index=self.ignore_index, reduction=self.reduction)
+
+    return {"forward": forward}
+
+
+def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
+    """The replacement of a layer of torch.nn's, with its options; a reason to leave it; None for another module.
+
+    A subclass that does not override the forward is served too.
+    """
+    forward = type(module).forward
+    for kind, name, unless in _TORCHS:
+        if isinstance(module, kind):
+            if forward is not kind.forward:
+                return f"its forward is not torch.nn.{kind.__name__}'s"
+            reason = unless(module)
+            return reason if reason else (name,)
+    return None
+
+
+def _without(**defaults: Any) -> Any:
+    """What says which option has another value than one for which there is a kernel."""
+
+    def unless(module: Any) -> str | None:
+        for name, default in defaults.items():
+            value = getattr(module, name)
+            if value is not default and value != default:
+                return f"no kernel serves its option {name}"
+        return None
+
+    return unless
+
+
+_TORCHS: tuple[tuple[type[torch.nn.Module], str, Any], ...] = (
+    (torch.nn.LayerNorm, "LayerNorm", _without()),
+    (torch.nn.GELU, "GELU", _without()),
+    (torch.nn.Linear, "Linear", _without()),
+    (
+        torch.nn.Embedding,
+        "Embedding",
+        _without(padding_idx=None, max_norm=None, scale_grad_by_freq=False, sparse=False),
+    ),
+    (torch.nn.Softmax, "Softmax", _without()),
+    (torch.nn.CrossEntropyLoss, "CrossEntropyLoss", _without(weight=None, label_smoothing=0.0)),
+)

@@ -1,0 +1,67 @@
+"""What ``swap`` replaced, what it left and why, and which calls went to the original code."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One module.
+
+    Attributes:
+        name: in ``named_modules``; empty for the model itself.
+        kind: its class's name.
+        note: for a replaced module what serves it, for one that was left the reason.
+    """
+
+    name: str
+    kind: str
+    note: str
+
+
+@dataclasses.dataclass
+class Report:
+    """The table of a swapped model: ``print(model.gptkernels_report)``.
+
+    Attributes:
+        replaced: the modules that kernels serve.
+        left: the modules that were left alone, with the reason. Containers, which compute nothing, are not listed.
+        calls: how many calls of a replaced module went to its original code, by class and reason. Calls inside
+            ``torch.compile`` are not counted: there the choice is made once, when the graph is traced.
+        return_logits: as given to ``swap``.
+    """
+
+    replaced: list[Entry] = dataclasses.field(default_factory=list)
+    left: list[Entry] = dataclasses.field(default_factory=list)
+    calls: "collections.Counter[tuple[str, str]]" = dataclasses.field(default_factory=collections.Counter)
+    return_logits: bool = True
+
+    def line(self) -> str:
+        """The report in one line."""
+        kinds = collections.Counter(entry.kind for entry in self.replaced)
+        counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+        return f"gptkernels.swap: {len(self.replaced)} modules replaced ({counted or 'none'}), {len(self.left)} left"
+
+    def __str__(self) -> str:
+        rows = [("modules", "class", "", "")]
+        rows += [(*_key(group), "->", group[0].note) for group in _groups(self.replaced)]
+        rows += [(*_key(group), "left:", group[0].note) for group in _groups(self.left)]
+        rows += [("", kind, f"{count} calls to the original:", why) for (kind, why), count in self.calls.items()]
+        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
+        return "\n".join([self.line(), *(line.rstrip() for line in lines)])
+
+
+def _groups(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
+    """The entries that differ only in numbers within their names, such as a model's layers."""
+    groups: dict[tuple[str, str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((re.sub(r"\d+", "*", entry.name), entry.kind, entry.note), []).append(entry)
+    return groups.values()
+
+
+def _key(group: list[Entry]) -> tuple[str, str]:
+    name = group[0].name if len(group) == 1 else re.sub(r"\d+", "*", group[0].name) + f" ({len(group)})"
+    return name or "(the model)", group[0].kind

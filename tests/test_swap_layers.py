@@ -1,0 +1,405 @@
+"""``gptkernels.swap`` on torch.nn's layers and on modules of the user's own; its report and its errors."""
+
+import copy
+import logging
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as imported
+
+import gptkernels
+import published
+from gptkernels.swapping import Report
+from helpers import assert_as_exact_as_torch, gradients, raises
+
+
+class Sub(nn.Linear):
+    """Changes nothing."""
+
+
+class Scaled(nn.Linear):
+    """A forward of its own."""
+
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def left(model):
+    return {entry.name: entry.note for entry in model.gptkernels_report.left}
+
+
+def replaced(model):
+    return {entry.name for entry in model.gptkernels_report.replaced}
+
+
+LAYERS = {
+    "LayerNorm": (nn.LayerNorm(16), (4, 16)),
+    "LayerNorm of two dimensions": (nn.LayerNorm((4, 16), bias=False), (3, 4, 16)),
+    "LayerNorm without weights": (nn.LayerNorm(16, elementwise_affine=False), (4, 16)),
+    "GELU": (nn.GELU(), (4, 16)),
+    "GELU tanh": (nn.GELU("tanh"), (4, 16)),
+    "Linear": (nn.Linear(16, 8), (2, 3, 16)),
+    "Linear without bias": (nn.Linear(16, 8, bias=False), (16,)),
+    "Softmax": (nn.Softmax(1), (2, 5, 3)),
+    "a subclass": (Sub(16, 8), (4, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer(name, dtype, device):
+    layer, shape = LAYERS[name]
+    torchs = copy.deepcopy(layer).to(device, dtype)
+    ours, exact = gptkernels.swap(copy.deepcopy(torchs)), copy.deepcopy(torchs).double()
+    assert replaced(ours) == {""}
+    x = torch.randn(shape, device=device).to(dtype)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        out = ours(x)
+    assert any(event.key.startswith("gptkernels::") for event in profile.key_averages())
+    assert_as_exact_as_torch(out, torchs(x), exact(x.double()))
+    dout = torch.randn_like(out)
+    found = [
+        gradients(m, [x.to(d)], dout.to(d))[0] for m, d in ((ours, dtype), (torchs, dtype), (exact, torch.float64))
+    ]
+    assert_as_exact_as_torch(*found)
+
+
+def test_embedding_and_cross_entropy(device):
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).to(device)
+    loss = nn.CrossEntropyLoss(ignore_index=3)
+    x = torch.randint(11, (4, 5), device=device)
+    expected = loss(model(x).flatten(0, 1), x.flatten())
+    gptkernels.swap(model), gptkernels.swap(loss)
+    found = loss(model(x).flatten(0, 1), x.flatten())
+    torch.testing.assert_close(found, expected)
+    soft, loss = torch.rand(20, 11, device=device).softmax(1), gptkernels.swap(nn.CrossEntropyLoss())
+    torch.testing.assert_close(loss(model(x).flatten(0, 1), soft), F.cross_entropy(model(x).flatten(0, 1), soft))
+    assert loss.gptkernels_report.calls == {("CrossEntropyLoss", "the targets are torch.float32"): 1}
+
+
+def test_what_is_left_has_a_reason():
+    model = nn.ModuleDict(
+        dict(
+            padded=nn.Embedding(5, 4, padding_idx=0), sparse=nn.Embedding(5, 4, sparse=True), scaled=Scaled(4, 4),
+            weighted=nn.CrossEntropyLoss(weight=torch.ones(4)), smooth=nn.CrossEntropyLoss(label_smoothing=0.1),
+            drop=nn.Dropout(), conv=nn.Conv1d(1, 1, 1), lazy=nn.LazyLinear(3), own=nn.Linear(4, 4),
+            parametrised=nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), asked=nn.Linear(4, 4),
+        )
+    )  # fmt: skip
+    model["own"].forward = lambda x: x
+    gptkernels.swap(model, leave="ask*")
+    reasons = left(model)
+    assert {name: reasons[name] for name in model} == {
+        "padded": "no kernel serves its option padding_idx",
+        "sparse": "no kernel serves its option sparse",
+        "scaled": "its forward is not torch.nn.Linear's",
+        "weighted": "no kernel serves its option weight",
+        "smooth": "no kernel serves its option label_smoothing",
+        "drop": "it stays torch's",
+        "conv": "there is no kernel for it",
+        "lazy": "it is lazy: run the model once, then swap",
+        "own": "it has a forward of its own",
+        "parametrised": "it is parametrised",
+        "asked": "as asked",
+    }
+    assert not replaced(model)
+
+
+def test_report(caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Dropout())
+    with caplog.at_level(logging.INFO, "gptkernels"):
+        gptkernels.swap(model)
+    line = "gptkernels.swap: 2 modules replaced (2 Linear), 1 left"
+    assert [record.getMessage() for record in caplog.records] == [line]
+    model(torch.randn(3, 4))
+    assert str(model.gptkernels_report).splitlines() == [
+        line,
+        "modules  class",
+        "* (2)    Linear   ->     Linear",
+        "2        Dropout  left:  it stays torch's",
+    ]
+    model[0](torch.randn(3, 4, dtype=torch.float32)), model[1].bfloat16()
+    with raises("dtype|BFloat16"):
+        model(torch.randn(3, 4))
+    assert "1 calls to the original:  dtypes differ" in str(model.gptkernels_report)
+    assert pickle.loads(pickle.dumps(model.gptkernels_report)) == model.gptkernels_report
+    assert isinstance(model.gptkernels_report, Report)
+
+
+def test_errors():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"leave='1\*' names no module"):
+        gptkernels.swap(model, leave="1*")
+    gptkernels.swap(model)
+    with pytest.raises(ValueError, match="swapped already"):
+        gptkernels.swap(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(ValueError, match="0 was given another class since the swap"):
+        gptkernels.unswap(model)
+    nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    gptkernels.unswap(model)
+    assert type(model[0]) is nn.Linear
+    gptkernels.unswap(model)  # of what is not swapped: nothing
+
+
+def test_tensors_that_no_kernel_serves_go_to_the_original():
+    class Mine(torch.Tensor):
+        pass
+
+    model = gptkernels.swap(nn.Sequential(nn.Linear(4, 4)))
+    out = model(torch.randn(2, 4).as_subclass(Mine))
+    assert type(out) is Mine
+    assert dict(model.gptkernels_report.calls) == {("Linear", "a tensor is a Mine"): 1}
+
+
+# ---- modules of the user's own ---------------------------------------------------------------------------------------
+
+
+def small(kind=published.GPT, **changes):
+    return kind(published.Config(**{**dict(block_size=16, vocab_size=23, n_layer=2, n_head=2, n_embd=8), **changes}))
+
+
+class RmsNorm(nn.Module):
+    """Not layer_norm."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight)
+
+
+class QuickGELU(nn.Module):
+    """Not a GELU that there is a kernel for."""
+
+    def forward(self, x):
+        return x * torch.sigmoid(1.702 * x)
+
+
+def rotated(q, k):
+    """Another attention: queries and keys depend on positions."""
+    t = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[:, None].cos()
+    return q * t, k * t
+
+
+class RotatedAttention(published.CausalSelfAttention):
+    """nanoGPT's attributes, another function."""
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, dim=2))
+        q, k = rotated(q, k)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
+
+
+def test_a_module_that_computes_something_else_is_not_replaced():
+    """The same names and sizes are not enough."""
+    model = small()
+    model.transformer.h[1].attn = RotatedAttention(model.config)
+    model.transformer.h[0].mlp.gelu = QuickGELU()
+    model.transformer.ln_f = RmsNorm(8)
+    model.eval()
+    x = torch.randint(23, (2, 9))
+    expected = model(x, x)
+    gptkernels.swap(model)
+    reasons = left(model)
+    assert reasons["transformer.ln_f"] == "its forward is not layer_norm"
+    assert reasons["transformer.h.0.mlp.gelu"] == "its forward is not gelu"
+    notes = {entry.name: entry.note for entry in model.gptkernels_report.replaced}
+    assert notes["transformer.h.1"] == "gpt block"  # which calls its attention
+    assert notes["transformer.h.1.attn"] == "attention calls"
+    assert notes["transformer.h.0.attn"] == "gpt attention"
+    torch.testing.assert_close(model(x, x), expected)
+
+
+@pytest.mark.parametrize("name", ["attn_dropout", "resid_dropout"])
+def test_dropout_in_another_place_is_not_replaced(name):
+    class Elsewhere(published.CausalSelfAttention):
+        """Once more, or in a place where nanoGPT has none."""
+
+        def forward(self, x):
+            return self._modules[name](super().forward(x))
+
+    class Model(published.GPT):
+        class block(published.Block):
+            attention = Elsewhere
+
+    reason = left(gptkernels.swap(small(Model)))["transformer.h.0.attn"]
+    expected = {"attn_dropout": "in training with the dropout attn_dropout", "resid_dropout": "more than once"}
+    assert expected[name] in reason
+
+
+class Calls(nn.Module):
+    """Attention by the function's three names, in a method beside forward and under super()."""
+
+    def forward(self, q, k, v):
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        b = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return a + b + self.third(q, k, v)
+
+    def third(self, q, k, v, *, causal=True):
+        assert super().extra_repr() == ""
+        return imported(q, k, v, is_causal=causal)
+
+
+class CallsOfItsOwn(nn.Module):
+    """The name is a method's too."""
+
+    def forward(self, q, k, v):
+        return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
+
+    def scaled_dot_product_attention(self, q, k, v):
+        return q + k + v
+
+
+def ours_in(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(e.count for e in profile.key_averages() if e.key == "gptkernels::scaled_dot_product_attention")
+
+
+def test_calls_of_scaled_dot_product_attention(device):
+    q, k, v = (torch.randn(2, 3, 9, 8, device=device) for _ in range(3))
+    module, untouched = Calls(), Calls()
+    expected = module(q, k, v)
+    gptkernels.swap(module)
+    torch.testing.assert_close(module(q, k, v), expected)
+    assert ours_in(lambda: module(q, k, v)) == 3
+    assert ours_in(lambda: untouched(q, k, v)) == 0  # nobody else's calls
+    assert ours_in(lambda: F.scaled_dot_product_attention(q, k, v)) == 0
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), expected)
+    assert ours_in(lambda: compiled(q, k, v)) == 3
+    other = pickle.loads(pickle.dumps(module))
+    assert ours_in(lambda: other(q, k, v)) == 3
+    gptkernels.unswap(module)
+    assert type(module) is Calls
+    assert ours_in(lambda: module(q, k, v)) == 0
+
+
+def test_a_name_that_is_not_only_the_functions_is_left():
+    module = gptkernels.swap(CallsOfItsOwn())
+    assert not replaced(module)
+
+
+# ---- what has been changed since is called ---------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """As LoRA wraps a layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) + 1
+
+
+PARTS = [
+    "transformer.wte", "transformer.drop", "transformer.h.0", "transformer.h.0.ln_1", "transformer.h.0.attn",
+    "transformer.h.0.attn.c_attn", "transformer.h.0.attn.c_proj", "transformer.h.0.attn.resid_dropout",
+    "transformer.h.0.attn.attn_dropout", "transformer.h.0.ln_2", "transformer.h.0.mlp", "transformer.h.0.mlp.c_fc",
+    "transformer.h.0.mlp.gelu", "transformer.h.0.mlp.c_proj", "transformer.ln_f", "lm_head",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_hooks_and_wrappers_are_called(part):
+    """A hook or an adapter put on any submodule after the swap has the effect that it has without."""
+    x = torch.randint(23, (2, 9))
+    torchs = small(published.SlowGPT).eval()
+    ours = gptkernels.swap(copy.deepcopy(torchs))
+    plain = torchs(x, x)[1]
+    for model in (torchs, ours):
+        model.get_submodule(part).register_forward_hook(lambda module, args, out: out * 1.5)
+    torch.testing.assert_close(ours(x, x), torchs(x, x))
+    if part != "transformer.h.0.attn.attn_dropout":
+        assert not torch.allclose(torchs(x, x)[1], plain, rtol=1e-6)
+    for model in (torchs, ours):
+        parent, _, name = part.rpartition(".")
+        module = model.get_submodule(part)
+        module._forward_hooks.clear()
+        setattr(model.get_submodule(parent), name, Adapter(module))
+    torch.testing.assert_close(ours(x, x), torchs(x, x))
+
+
+def test_global_hooks_are_called():
+    x, model = torch.randint(23, (2, 9)), gptkernels.swap(small())
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: seen.append(type(module).__name__)
+    )
+    try:
+        model(x, x)
+    finally:
+        handle.remove()
+    assert seen.count("Linear") == 9
+
+
+def test_optimizers_and_ties_stay(device):
+    x = torch.randint(23, (2, 9), device=device)
+    model = small().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gptkernels.swap(model)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    before = [p.detach().clone() for p in model.parameters()]
+    model(x, x)[1].backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model.load_state_dict(small().state_dict())
+
+
+@pytest.mark.parametrize("kind", [published.GPT, published.LlmcGPT])
+def test_logits_may_be_left_out(kind, device):
+    x = torch.randint(23, (2, 9), device=device)
+    model = small(kind).to(device).train()
+    expected = model(x, x)[1]
+    gptkernels.swap(model, return_logits=False)
+    logits, loss = model(x, x)
+    assert logits is None
+    torch.testing.assert_close(loss, expected)
+    assert model.eval()(x, x)[0] is not None
+    if kind is published.LlmcGPT:
+        assert gptkernels.unswap(model)(x, x, return_logits=False)[0] is None
+        assert gptkernels.swap(model)(x, x, return_logits=False)[0] is None
+    else:
+        with pytest.raises(TypeError):
+            model(x, x, return_logits=False)
+
+
+def test_errors_are_the_models_own():
+    model = gptkernels.swap(small())
+    with pytest.raises(AssertionError, match="17 tokens are more than 16"):
+        model(torch.zeros(1, 17, dtype=torch.long))
+
+
+def test_generate_gives_the_same_tokens():
+    model, x = small(vocab_size=50).eval(), torch.randint(50, (2, 3))
+
+    def run():
+        torch.manual_seed(0)
+        return model.generate(x, 20, temperature=0.8, top_k=5)
+
+    expected = run()
+    gptkernels.swap(model)
+    assert torch.equal(run(), expected)
+
+
+def test_swapping_calls_nothing_and_draws_nothing():
+    """The model itself is not run, and random numbers are as they would have been."""
+    model = small(dropout=0.1)
+    state, training = torch.get_rng_state(), [m.training for m in model.modules()]
+    model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gptkernels.swap(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == training

@@ -1,0 +1,201 @@
+"""Every family of models: swapped, it computes what it did."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import gptkernels
+from swapped import FAMILIES, all_families, assert_as_exact, attention_with_our_dropout, made, results, three
+
+both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+
+
+@both
+@all_families
+def test_matches_float64(family, autocast, device):
+    """Outputs, loss and every gradient, in evaluation and in training without dropout."""
+    ours, torchs, exact, call = three(family, device)
+    for model in (ours, torchs, exact):
+        model.train(autocast)
+    pairs = [
+        (results(torchs, call, device, autocast, draw), results(exact, call, device, draw=draw)) for draw in range(4)
+    ]
+    assert_as_exact(results(ours, call, device, autocast), *pairs[0], pairs[1:])
+    assert not ours.gptkernels_report.calls
+
+
+@both
+@all_families
+def test_ten_steps(family, autocast, device):
+    """The parameters after ten steps of AdamW, and the losses on the way."""
+    models = three(family, device)[:3]
+    _, call = made(family, device)
+    losses = []
+    for model, low in zip(models, (autocast, autocast, False), strict=True):
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(10):
+            losses[-1].append(results(model, call, device, low)["loss"])
+            optimizer.step()
+    losses = [torch.stack([loss.double() for loss in run]) for run in losses]
+    assert losses[0][-1] < losses[0][0]
+    apart = [(run - losses[2]).abs().max().item() for run in losses[:2]]
+    assert apart[0] <= 2 * apart[1] + losses[2].abs().max().item() * (2**-8 if autocast else 1e-6), apart
+
+
+@pytest.mark.parametrize(
+    "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
+)
+def test_dropout(family, device, monkeypatch):
+    """With attention's mask taken from our op, a training step with dropout everywhere is the same.
+
+    llm.c has no dropout, and nanoGPT before torch 2 applies a dropout layer whose mask it alone draws.
+    """
+    if device.type == "cuda":
+        pytest.skip("torch's dropout draws other numbers for other dtypes there")
+    models = three(family, device, dropout=0.2)[:3]
+    _, call = made(family, device)
+
+    def step(model, draw):
+        with attention_with_our_dropout(monkeypatch):
+            torch.manual_seed(3)
+            return results(model.train(), call, device, draw=draw)
+
+    found = [[step(model, draw) for model in models] for draw in range(4)]
+    assert_as_exact(*found[0], [pair[1:] for pair in found[1:]])
+    without = results(made(family, device)[0].train(), call, device)
+    assert not torch.allclose(without["output 0"], found[0][0]["output 0"], rtol=1e-3)
+
+
+@all_families
+def test_unswap_restores(family, device):
+    model, call = made(family, device)
+    classes, parameters = [type(m) for m in model.modules()], list(model.parameters())
+    keys, dicts = list(model.state_dict()), [set(vars(m)) for m in model.modules()]
+    model.eval()
+    before = results(model, call, device)
+    swapped = gptkernels.swap(model)
+    assert swapped is model
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(
+        isinstance(m, kind) and type(m).__name__ == kind.__name__
+        for m, kind in zip(model.modules(), classes, strict=True)
+    )
+    assert any(type(m) is not kind for m, kind in zip(model.modules(), classes, strict=True))
+    assert gptkernels.unswap(model) is model
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == dicts
+    after = results(model, call, device)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@all_families
+def test_is_all_ours(family, device):
+    """Whatever a kernel serves is replaced: only dropouts are left."""
+    model = gptkernels.swap(made(family, device)[0])
+    assert {entry.kind for entry in model.gptkernels_report.left} <= {"Dropout", "Identity", "GPT2SequenceSummary"}
+
+
+@all_families
+def test_copies_and_pickles_are_swapped_too(family, device):
+    model, call = made(family, device)
+    gptkernels.swap(model.eval())
+    expected = results(model, call, device)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
+        assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+        assert all(torch.equal(t, expected[name]) for name, t in results(other, call, device).items())
+        gptkernels.unswap(other)
+        assert "gptkernels_report" in vars(model)
+
+
+@both
+@all_families
+def test_compiles_whole(family, autocast, device):
+    """No graph break, and the same results."""
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model)
+    expected = results(model, call, device, autocast)
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    compiled = torch.compile(lambda x: call(x, device), fullgraph=True, backend=backend)
+    found = results(model, lambda m, *_: compiled(m), device, autocast)
+    for name, t in expected.items():
+        scale = t.abs().max().item()
+        torch.testing.assert_close(found[name], t, rtol=0, atol=scale * (2e-2 if autocast else 1e-4) + 1e-6)
+
+
+@all_families
+def test_second_derivative(family, device):
+    """The gradient of the gradient's norm."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have none
+            loss = call(model, device)[1]
+        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        norm = sum(g.square().sum() for g in first if g is not None)
+        found.append([norm, *torch.autograd.grad(norm, parameters, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        if b is not None:
+            scale = b.abs().max().item()
+            # Theirs computes some losses in float32.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale + 1e-9)
+
+
+@all_families
+def test_frozen_parameters(family, device):
+    """Gradients of what is trained, none of the rest, and as before."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(i % 3 == 1)
+        call(model, device)[1].backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item() + 1e-9)
+
+
+@all_families
+def test_activation_checkpointing(family, device):
+    """Of the whole model, with dropout: the recomputation drops the same."""
+    model, call = made(family, device, dropout=0.2)
+    gptkernels.swap(model).train()
+
+    def checkpointed(model, device, draw=0):
+        return torch.utils.checkpoint.checkpoint(call, model, device, draw, use_reentrant=False)
+
+    found = []
+    for way in (call, checkpointed):
+        torch.manual_seed(0)
+        found.append(results(model, way, device))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@all_families
+def test_half_precision_parameters(family, device):
+    """A model in bfloat16 without autocast."""
+    ours, torchs, exact, call = three(family, device)
+    for model in (ours, torchs):
+        model.to(torch.bfloat16)
+    with torch.no_grad():
+        for rounded, wide in zip(torchs.parameters(), exact.parameters(), strict=True):
+            wide.copy_(rounded)
+    draws = [[results(model.eval(), call, device, draw=draw) for model in (ours, torchs, exact)] for draw in range(4)]
+    assert_as_exact(*draws[0], [pair[1:] for pair in draws[1:]])
+
+
+def test_the_families_are_all_there():
+    assert len(FAMILIES) == 8
