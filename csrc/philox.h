@@ -16,25 +16,41 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// 128 random bits for a 128-bit counter under a 64-bit key.
-GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3) {
+// a * b, in one instruction of a GPU.
+GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return static_cast<uint64_t>(a) * b;
+#endif
+}
+
+// 128 random bits for each of kCounters 128-bit counters under a 64-bit key, in place of the counters. Counters go
+// through the rounds together: the chain of one is long, and they share the rounds' keys.
+template <int kCounters>
+GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c0;
-    const uint64_t b = static_cast<uint64_t>(0xCD9E8D57u) * c2;
-    const uint32_t n0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0;
-    const uint32_t n2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1;
-    c1 = static_cast<uint32_t>(b);
-    c3 = static_cast<uint32_t>(a);
-    c0 = n0;
-    c2 = n2;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+    for (int i = 0; i < kCounters; ++i) {
+      uint32_t (&c)[4] = counters[i].word;
+      const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
+      const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
+      c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0;
+      c[1] = static_cast<uint32_t>(b);
+      c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1;
+      c[3] = static_cast<uint32_t>(a);
+    }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
 }
 
 // One call serves 8 elements of a head's (Tq, Tk) mask, 16 bits each: those that one thread holds of two neighbouring
@@ -56,12 +72,24 @@ GPTKERNELS_HOST_DEVICE DropoutGroup dropout_group(int64_t row, int64_t column) {
           static_cast<int>((row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2)};
 }
 
-// The 8 elements' bits of one group. `head` is b * NH + h.
-GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
-                                                 uint32_t group_column) {
+// The 8 elements' bits of kGroups groups: words[i] of the one that is i * row_step rows and i * column_step columns (of
+// groups) from the first. `head` is b * NH + h.
+template <int kGroups>
+GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
+                                          uint32_t group_column, uint32_t row_step, uint32_t column_step,
+                                          PhiloxWords (&words)[kGroups]) {
   // The offset takes the counter's top word; its upper half joins the key.
   const uint64_t key = static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
-  return philox(key, group_column, group_row, head, static_cast<uint32_t>(offset));
+  for (uint32_t i = 0; i < kGroups; ++i)
+    words[i] = {{group_column + i * column_step, group_row + i * row_step, head, static_cast<uint32_t>(offset)}};
+  philox(key, words);
+}
+
+GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
+                                                 uint32_t group_column) {
+  PhiloxWords words[1];
+  dropout_words(seed, offset, head, group_row, group_column, 0, 0, words);
+  return words[0];
 }
 
 GPTKERNELS_HOST_DEVICE uint32_t dropout_bits(const PhiloxWords& words, int slot) {

@@ -643,6 +643,10 @@ def test_dropout_matches_its_mask(p, dtype, device):
         ((1, 2, 2, 200, 200, 64), {"causal": True}),
         ((1, 2, 2, 65, 140, 33), {"begin": torch.tensor([37], dtype=torch.int32, device=device), "causal": True,
                                   "offset": 75}),
+        ((2, 4, 2, 150, 270, 64), {"causal": True, "offset": 120}),  # tiles of 128 and blocks of 64 that are not full
+        ((1, 2, 1, 333, 130, 40), {}),
+        ((1, 2, 1, 140, 200, 128), {"causal": True, "offset": 60}),
+        ((1, 2, 2, 130, 70, 96), {}),
     ]:  # fmt: skip
         q, k, v, dout = tensors(*sizes, dtype, device)
         keep = ops.attention_dropout_mask(*sizes[:2], *sizes[3:5], p, seed, offset)
@@ -657,6 +661,26 @@ def test_dropout_matches_its_mask(p, dtype, device):
         # Not the same bits on CUDA, where other kernels may serve a call without dropout.
         dropped, plain = ours(q, k, v, **options, dropout=(p, seed, offset))[1], ours(q, k, v, **options)[1]
         torch.testing.assert_close(dropped, plain, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
+
+
+@all_dtypes
+def test_dropout_and_the_gradient_of_logsumexp(dtype, device):
+    """Which dropout leaves alone; also with a probability so small that nothing is dropped."""
+    q, k, v, dout = tensors(2, 4, 2, 150, 150, 64, dtype, device)
+    dlogsumexp = torch.randn(2, 4, 150, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    for p in (0.3, 2.0**-20):
+        dropout = (p, *numbers(device))
+        keep = ops.attention_dropout_mask(2, 4, 150, 150, *dropout)
+        assert keep.all() == (p < 0.3)
+
+        def exact(*t, keep=keep, p=p):
+            return formula(*t, causal=True, keep=keep, p=p)
+
+        wanted = gradients(exact, map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
+        torchs_own = gradients(exact, (q, k, v), (dout, dlogsumexp.to(dtype)))
+        found = gradients(lambda *t, d=dropout: ours(*t, causal=True, dropout=d), (q, k, v), (dout, dlogsumexp))
+        for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, torchs_own, wanted, strict=True):
+            assert_as_exact_as_torch(a, b, c, name)
 
 
 @all_dtypes

@@ -22,7 +22,7 @@ int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_serves(p)) return attention_backward_sm90_workspace(p.sizes);
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace(p.sizes);
+    if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace<T>(p.sizes);
   return attention_backward_simt_workspace<T>(p.sizes);
 }
 

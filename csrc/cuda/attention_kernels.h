@@ -25,11 +25,12 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
-// bfloat16, float16, and float32 by TF32, on sm_80 and later, with every mask and dropout.
+// bfloat16, float16, and float32, by TF32 or exactly, on sm_80 and later, with every mask and dropout.
 template <typename T>
 bool attention_forward_mma_serves(const AttentionForward<T>& p);
 template <typename T>
 bool attention_backward_mma_serves(const AttentionBackward<T>& p);
+template <typename T>
 int64_t attention_backward_mma_workspace(const AttentionSizes& sizes);
 template <typename T>
 Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);

@@ -63,10 +63,10 @@ __device__ inline float4 round_to_tf32(const float4& x) {
 }
 
 // Rounds to TF32 what copy_rows has copied: each thread what it copied itself, so that it only need have waited for
-// that.
-template <typename T, int HS, int kRows, int kThreads>
+// that. Not where float32 is to be exact.
+template <typename T, int HS, bool kExact, int kRows, int kThreads>
 __device__ void round_rows(uint8_t* shared) {
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (std::is_same_v<T, float> && !kExact) {
     using Rows = MmaRows<T, HS>;
     constexpr int kStep = kThreads / Rows::kChunks;
     const int chunk = threadIdx.x % Rows::kChunks, first = threadIdx.x / Rows::kChunks;
@@ -152,15 +152,146 @@ struct RowOperand {
   }
 };
 
-// d = rows times the 8 * kN rows of a tile, transposed.
-template <typename T, int HS, int kM, int kN, bool kKeep>
-__device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile) {
+template <int kM, int kN>
+__device__ void clear(float (&d)[kM][kN][4]) {
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) d[m][n][e] = 0;
+}
+
+// Float32 operands in full are two of TF32 each, and a product is three: hi hi + hi lo + lo hi, of which the latter two
+// have sums of their own. Tensor cores cut off what a sum of theirs does not hold, always towards 0, so that sums run
+// over this many steps, and are added up by additions that round.
+constexpr int kExactSteps = 4;
+
+struct SplitOperand {
+  uint32_t hi[4];
+  uint32_t lo[4];
+
+  __device__ void split(const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split_tf32(x[i], hi[i], lo[i]);
+  }
+};
+
+// Two neighbouring tiles: large += hi hi, small += hi lo + lo hi.
+__device__ inline void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a,
+                                      const SplitOperand& b) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    mma<float>(small[i], a.hi, b.lo[2 * i], b.lo[2 * i + 1]);
+    mma<float>(large[i], a.hi, b.hi[2 * i], b.hi[2 * i + 1]);
+    mma<float>(small[i], a.lo, b.hi[2 * i], b.hi[2 * i + 1]);
+  }
+}
+
+template <int kM, int kN>
+__device__ void add(float (&d)[kM][kN][4], const float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] += x[m][n][e];
+}
+
+// Of infinite operands the large products alone are what they should be; the small ones are then NaN.
+__device__ inline float unless_nan(float small) {
+  return fminf(small, 3.402823466e38f);
+}
+
+// d = rows times the 8 * kN rows of a tile, transposed, as exact as float32. Columns beyond the head size are left out.
+template <int HS, int kM, int kN>
+__device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
+                                            uint32_t tile, int head_size) {
+  const int steps = (head_size + 7) / 8;
+  float small[kM][kN][4];
+  clear(d);
+  clear(small);
+#pragma unroll 1  // all at once would not have the registers
+  for (int chunk = 0; chunk < steps; chunk += kExactSteps) {
+    float large[kM][kN][4];
+    clear(large);
+#pragma unroll
+    for (int step = chunk; step < chunk + kExactSteps; ++step) {
+      SplitOperand a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        uint32_t words[4];
+        rows.get(words, m, step);
+        a[m].split(words);
+      }
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t words[4];
+        load_b<float, HS>(words, tile, 8 * n, step);
+        SplitOperand b;
+        b.split(words);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) multiply_split(&large[m][n], &small[m][n], a[m], b);
+      }
+    }
+    add(d, large);
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] += unless_nan(small[m][n][e]);
+}
+
+// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on, as exact as float32.
+template <int HS, int kM, int kN, int kOut>
+__device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
+                                    int column) {
+  constexpr int kSteps = kN < kExactSteps ? kN : kExactSteps;
+#pragma unroll
+  for (int chunk = 0; chunk < kN; chunk += kSteps) {
+    SplitOperand a[kM][kSteps];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        const float (&d)[4] = weights[m][chunk + n];
+        a[m][n].split({__float_as_uint(d[0]), __float_as_uint(d[2]), __float_as_uint(d[1]), __float_as_uint(d[3])});
+      }
+#pragma unroll
+    for (int o = 0; o < kOut; o += 2) {
+      float large[kM][2][4], small[kM][2][4];
+      clear(large);
+      clear(small);
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        uint32_t words[4];
+        load_b_rows<float, HS>(words, tile, 8 * (chunk + n), column + 8 * o);
+        SplitOperand b;
+        b.split(words);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) multiply_split(large[m], small[m], a[m][n], b);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[m][o + i][e] += large[m][i][e] + unless_nan(small[m][i][e]);
+    }
+  }
+}
+
+// d = rows times the 8 * kN rows of a tile, transposed. kExact: of float32, as exact as that; else as TF32.
+template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
+__device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
+                                    int head_size) {
+  if constexpr (kExact) {
+    multiply_transposed_exactly(d, rows, tile, head_size);
+    return;
+  }
+  clear(d);
 #pragma unroll
   for (int step = 0; step < MmaRows<T, HS>::kSteps; ++step) {
     uint32_t a[kM][4];
@@ -180,8 +311,12 @@ __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, H
 }
 
 // sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on.
-template <typename T, int HS, int kM, int kN, int kOut>
+template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
 __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
+  if constexpr (kExact) {
+    add_product_exactly<HS>(sums, weights, tile, column);
+    return;
+  }
   constexpr int kTilesAStep = sizeof(T) == 2 ? 2 : 1;
 #pragma unroll
   for (int n = 0; n < kN; n += kTilesAStep) {
@@ -410,14 +545,14 @@ bool built_for_mma() {
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
-// Head sizes of whole chunks, numbers of queries and keys that 32 bits index, and float32 where it may be rounded.
+// Head sizes of whole chunks, and numbers of queries and keys that 32 bits index.
 template <typename T, typename Params>
 bool mma_serves(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
-  return (sizeof(T) == 2 || p.tf32) && s.head_size % 8 == 0 && s.head_size <= kMmaLargestHead<T> &&
-         std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
-         suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
+  return s.head_size % 8 == 0 && s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest &&
+         s.queries < kLargest && s.keys < kLargest && suits_chunks(p.query) && suits_chunks(p.key) &&
+         suits_chunks(p.value) && suits_chunks(p.out);
 }
 
 // Nothing but causality, and scores whose order is that of the products.
@@ -427,14 +562,23 @@ bool is_plain(const Params& p) {
          !p.mask.bias;
 }
 
-// fn.template operator()<HS, kGeneral>(). The plain form is compiled for 64 and 128, which models have.
-template <typename T, typename Fn>
+// fn.template operator()<HS, kGeneral, kExact>(). The plain form is compiled for 64 and 128, which models have.
+template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
-  if (head_size <= 32) return fn.template operator()<32, true>();
-  if (head_size <= 64) return plain ? fn.template operator()<64, false>() : fn.template operator()<64, true>();
+  if (head_size <= 32) return fn.template operator()<32, true, kExact>();
+  if (head_size <= 64)
+    return plain ? fn.template operator()<64, false, kExact>() : fn.template operator()<64, true, kExact>();
   if constexpr (kMmaLargestHead<T> > 128)
-    if (head_size > 128) return fn.template operator()<256, true>();
-  return plain ? fn.template operator()<128, false>() : fn.template operator()<128, true>();
+    if (head_size > 128) return fn.template operator()<256, true, kExact>();
+  return plain ? fn.template operator()<128, false, kExact>() : fn.template operator()<128, true, kExact>();
+}
+
+// Of float32 that may be rounded to TF32, and that may not.
+template <typename T, typename Fn>
+Status for_mma_shape(int64_t head_size, bool plain, bool tf32, const Fn& fn) {
+  if constexpr (std::is_same_v<T, float>)
+    if (!tf32) return for_mma_shape<T, true>(head_size, plain, fn);
+  return for_mma_shape<T, false>(head_size, plain, fn);
 }
 
 }  // namespace gptkernels::cuda

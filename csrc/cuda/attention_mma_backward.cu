@@ -4,6 +4,7 @@
 // bits.
 #include "attention_kernels.h"
 #include "attention_mma.cuh"
+#include "logsumexp_correction.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -13,17 +14,26 @@ __device__ T* rows_of(const HeadsView<T>& t, int64_t b, int64_t h, int64_t row) 
   return t.data + b * t.batch + h * t.head + row * t.token;
 }
 
+// What the kernel for dq hands to the other, of each row (B, NH, Tq).
+struct RowStatistics {
+  float* delta;
+  float* correction;  // of exp(score - logsumexp), where float32 is exact
+
+  __device__ RowStatistics(void* workspace, const AttentionSizes& s)
+      : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
+};
+
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
 // 4 warps of 16 queries; kKeys keys at a time in two stages.
-template <typename T, int HS>
+template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = 1;
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
-  static constexpr bool kKeepRows = kBytes <= 128;
+  static constexpr bool kKeepRows = !kExact && kBytes <= 128;
   static constexpr int kTileBytes = kRows * kBytes;
   static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
   static constexpr int kSharedBytes = 2 * kTileBytes + 4 * kStageBytes;
@@ -44,10 +54,10 @@ __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   return warp_reduce<Sum, 4>(sum);
 }
 
-template <typename T, int HS, bool kGeneral>
-__global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
+template <typename T, int HS, bool kGeneral, bool kExact>
+__global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads)
     attention_backward_dquery_mma_kernel(const __grid_constant__ AttentionBackward<T> p) {
-  using Shape = DqueryShape<T, HS>;
+  using Shape = DqueryShape<T, HS, kExact>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -65,6 +75,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const T* key = rows_of(p.key, b, key_head, 0);
   const T* value = rows_of(p.value, b, key_head, 0);
 
+  const RowStatistics statistics(p.workspace, s);
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
@@ -100,14 +111,14 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
       if (p.dlogsumexp) sum -= p.dlogsumexp[statistic];
       delta[m][r] = inside && sees ? sum : 0;
       reference[m][r] = sees ? logsumexp * kLog2E : 0;
-      if (inside && lane % 4 == 0) static_cast<float*>(p.workspace)[statistic] = delta[m][r];
+      if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
   // Where the window of the warp's first row ends, and that of its last.
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
   copy_async_wait();
-  round_rows<T, HS, 2 * Shape::kRows, kThreads>(shared_bytes);  // queries and dout are neighbours
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // queries and dout are neighbours
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> query(query_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> dout(dout_tile, warp_row);
@@ -116,18 +127,19 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
-  float dquery[kM][HS / 8][4] = {};
+  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // sum: of the probabilities
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
-    round_rows<T, HS, 2 * kKeys, kThreads>(shared_bytes + 2 * Shape::kTileBytes + stage * 2 * Shape::kStageBytes);
+    round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage has arrived, and all are done with the other one
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;
 
     float weights[kM][kN][4], gradients[kM][kN][4];
-    multiply_transposed<T, HS, kM, kN>(weights, query, key_tile);
+    multiply_transposed<T, HS, kExact>(weights, query, key_tile, head_size);
     if (kGeneral && factor == 1) {
       scale_scores(weights, scale_log2);
       if (p.mask.allowed || p.mask.bias)
@@ -142,8 +154,16 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
+    if constexpr (kExact) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int n = 0; n < kN; ++n)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[m][e / 2] += weights[m][n][e];
+    }
 
-    multiply_transposed<T, HS, kM, kN>(gradients, dout, key_tile + Shape::kStageBytes);
+    multiply_transposed<T, HS, kExact>(gradients, dout, key_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops())
         for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { gradients[m][n][e] = 0; });
@@ -154,12 +174,24 @@ __global__ void __launch_bounds__(DqueryShape<T, HS>::kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           gradients[m][n][e] = weights[m][n][e] * fmaf(gradients[m][n][e], keep_scale, -delta[m][e / 2]);
-    add_product<T, HS>(dquery, gradients, key_tile, 0);
+    add_product<T, HS, kExact>(dquery, gradients, key_tile, 0);
   }
 
   float scales[kM][2];
 #pragma unroll
-  for (int m = 0; m < kM; ++m) scales[m][0] = scales[m][1] = static_cast<float>(p.scale);
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      scales[m][r] = static_cast<float>(p.scale);
+      if constexpr (kExact) {
+        const float total = warp_reduce<Sum, 4>(sum[m][r]);
+        const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
+        if (at >= queries) continue;
+        const float correction = logsumexp_correction(total, p.logsumexp[head * queries + at]);
+        if (lane % 4 == 0) statistics.correction[head * queries + at] = correction;
+        scales[m][r] *= correction;
+      }
+    }
   store_rows<T, HS>(shared_bytes, warp_row, dquery, scales, 0, rows_of(p.dquery, b, h, row + warp_row), p.dquery.token,
                     queries - row - warp_row, head_size);
 }
@@ -180,11 +212,12 @@ struct DkeyShape {
   static constexpr int kTileBytes = kRows * kBytes;
   static constexpr int kStageBytes = kQueries * kBytes;  // of queries or of dout
   static constexpr int kStatisticsAt = 2 * kTileBytes + 4 * kStageBytes;
-  static constexpr int kSharedBytes = kStatisticsAt + 4 * kQueries * static_cast<int>(sizeof(float));
-  static_assert(kSharedBytes <= 99 << 10 && 2 * kQueries <= kThreads);
+  static constexpr int kStatistics = 3;  // of a query: logsumexp, delta, correction
+  static constexpr int kSharedBytes = kStatisticsAt + 2 * kStatistics * kQueries * static_cast<int>(sizeof(float));
+  static_assert(kSharedBytes <= 99 << 10);
 };
 
-template <typename T, int HS, bool kGeneral>
+template <typename T, int HS, bool kGeneral, bool kExact>
 __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
     attention_backward_dkey_mma_kernel(const __grid_constant__ AttentionBackward<T> p) {
   using Shape = DkeyShape<T, HS>;
@@ -233,6 +266,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const int wide_begin = p.mask.causal ? row + warp_row - offset : 0;
   const int narrow_begin = all_keys ? (p.mask.causal ? wide_begin + 16 * kM - 1 : 0) : INT_MAX;
 
+  const RowStatistics statistics(p.workspace, s);
   const auto copy_stage = [&](const Place& place, int stage) {
     const auto [h, start] = place;
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
@@ -240,12 +274,15 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
                                          head_size);
     copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, rows_of(p.dout, b, h, start), p.dout.token, 0,
                                          queries - start, head_size);
-    const int i = threadIdx.x % kQueries;
-    if (threadIdx.x < 2 * kQueries) {
-      const float* from = threadIdx.x < kQueries ? p.logsumexp : static_cast<const float*>(p.workspace);
-      const bool inside = start + i < queries;
-      copy_async_4(key_tile + Shape::kStatisticsAt + (stage * 2 * kQueries + threadIdx.x) * sizeof(float),
-                   from + (b * s.heads + h) * queries + (inside ? start + i : 0), inside);
+    const float* const from[Shape::kStatistics] = {p.logsumexp, statistics.delta, statistics.correction};
+#pragma unroll
+    for (int i = 0; i < (kExact ? 3 : 2); ++i) {
+      const int query = static_cast<int>(threadIdx.x) - i * kQueries % kThreads;
+      if (query < 0 || query >= kQueries) continue;
+      const bool inside = start + query < queries;
+      copy_async_4(
+          key_tile + Shape::kStatisticsAt + ((stage * Shape::kStatistics + i) * kQueries + query) * sizeof(float),
+          from[i] + (b * s.heads + h) * queries + (inside ? start + query : 0), inside);
     }
   };
   copy_rows<T, HS, Shape::kRows, kThreads>(key_tile, rows_of(p.key, b, key_head, row), p.key.token, bounds.begin - row,
@@ -255,7 +292,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   Place place = {key_head * group, first};
   if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
-  round_rows<T, HS, 2 * Shape::kRows, kThreads>(shared_bytes);  // keys and values are neighbours
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // keys and values are neighbours
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> key(key_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> value(value_tile, warp_row);
@@ -268,18 +305,20 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   int stage = 0;
   for (; place.head < last_head; place = next(place), stage ^= 1) {
     copy_async_wait();
-    round_rows<T, HS, 2 * kQueries, kThreads>(shared_bytes + 2 * Shape::kTileBytes + stage * 2 * Shape::kStageBytes);
+    round_rows<T, HS, kExact, 2 * kQueries, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
+                                                      stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage has arrived, and all are done with the other one
     if (const Place ahead = next(place); ahead.head < last_head) copy_stage(ahead, stage ^ 1);
     const auto [h, start] = place;
     if (start + kQueries <= wide_begin) continue;
     const uint32_t query_tile = stages + stage * 2 * Shape::kStageBytes;
-    const float* logsumexp =
-        reinterpret_cast<const float*>(shared_bytes + Shape::kStatisticsAt) + stage * 2 * kQueries + lane % 4 * 2;
+    const float* logsumexp = reinterpret_cast<const float*>(shared_bytes + Shape::kStatisticsAt) +
+                             stage * Shape::kStatistics * kQueries + lane % 4 * 2;
     const float* delta = logsumexp + kQueries;
+    const float* correction = delta + kQueries;
 
     float weights[kM][kN][4], gradients[kM][kN][4];
-    multiply_transposed<T, HS, kM, kN>(weights, key, query_tile);
+    multiply_transposed<T, HS, kExact>(weights, key, query_tile, head_size);
     if (kGeneral && factor == 1) {
       scale_scores(weights, scale_log2);
       if (p.mask.allowed || p.mask.bias)
@@ -299,10 +338,11 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
           for (int r = 0; r < 2; ++r) {
             float& weight = weights[m][n][2 * r + c];
             weight = exp2_approximately(fmaf(weight, factor, -reference));
+            if constexpr (kExact) weight *= correction[8 * n + c];
           }
       }
 
-    multiply_transposed<T, HS, kM, kN>(gradients, value, query_tile + Shape::kStageBytes);
+    multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
         // A dropped weight is negative from here on: dS needs its value.
@@ -326,8 +366,9 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
             if (kGeneral && weight < 0) weight = 0;
           }
       }
-    add_product<T, HS>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    add_product<T, HS>(dkey, gradients, query_tile, warp_column);
+    add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
+    // (Always true. It keeps the assembler from running the two products at once, for which it has no registers.)
+    if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 
   __syncthreads();  // warps share rows of keys and values
@@ -348,12 +389,12 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kGeneral>
+template <typename T, int HS, bool kGeneral, bool kExact>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
-  using Dquery = DqueryShape<T, HS>;
+  using Dquery = DqueryShape<T, HS, kExact>;
   using Dkey = DkeyShape<T, HS>;
-  constexpr auto kDquery = attention_backward_dquery_mma_kernel<T, HS, kGeneral>;
-  constexpr auto kDkey = attention_backward_dkey_mma_kernel<T, HS, kGeneral>;
+  constexpr auto kDquery = attention_backward_dquery_mma_kernel<T, HS, kGeneral, kExact>;
+  constexpr auto kDkey = attention_backward_dkey_mma_kernel<T, HS, kGeneral, kExact>;
   if (max_dynamic_shared_memory<kDquery>() < Dquery::kSharedBytes ||
       max_dynamic_shared_memory<kDkey>() < Dkey::kSharedBytes)
     return cudaErrorInvalidConfiguration;
@@ -370,21 +411,23 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_mma_serves(const AttentionBackward<T>& p) {
   return mma_serves<T>(p) && suits_chunks(p.dout) && suits_chunks(p.dquery) && suits_chunks(p.dkey) &&
-         suits_chunks(p.dvalue) && built_for_mma<attention_backward_dkey_mma_kernel<T, 64, true>>();
+         suits_chunks(p.dvalue) && built_for_mma<attention_backward_dkey_mma_kernel<T, 64, true, false>>();
 }
 
-// delta (B, NH, Tq).
+template <typename T>
 int64_t attention_backward_mma_workspace(const AttentionSizes& s) {
-  return s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(float));
+  return (std::is_same_v<T, float> ? 2 : 1) * s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(float));
 }
 
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream) {
-  return for_mma_shape<T>(p.sizes.head_size, is_plain<T>(p),
-                          [&]<int HS, bool kGeneral>() { return launch<T, HS, kGeneral>(p, stream); });
+  return for_mma_shape<T>(p.sizes.head_size, is_plain<T>(p), p.tf32, [&]<int HS, bool kGeneral, bool kExact>() {
+    return launch<T, HS, kGeneral, kExact>(p, stream);
+  });
 }
 
 #define INSTANTIATE(T)                                                         \
+  template int64_t attention_backward_mma_workspace<T>(const AttentionSizes&); \
   template bool attention_backward_mma_serves<T>(const AttentionBackward<T>&); \
   template Status attention_backward_mma<T>(const AttentionBackward<T>&, Stream);
 INSTANTIATE(float)

@@ -1,5 +1,5 @@
-// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023): bfloat16, float16, and float32 as TF32 on
-// sm_80 and everything later, with masks, bounds and dropout.
+// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023): bfloat16, float16, and float32, as TF32
+// or exactly, on sm_80 and everything later, with masks, bounds and dropout.
 #include "attention_kernels.h"
 #include "attention_mma.cuh"
 
@@ -9,15 +9,15 @@ namespace {
 // 4 warps of kM times 16 queries, kKeys keys at a time in two stages: shared memory within the 99 KB of sm_86 and 89.
 // Two times 16 queries halve what is loaded of keys and values from shared memory; masks and dropout need the
 // registers.
-template <typename T, int HS, bool kGeneral>
+template <typename T, int HS, bool kGeneral, bool kExact>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
-  static constexpr int kBlocks = kM == 2 || kBytes >= 256 ? 2 : 3;  // whose registers a multiprocessor has
+  static constexpr int kBlocks = kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // whose registers a multiprocessor has
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;
-  static constexpr bool kKeepQuery = kBytes <= (sizeof(T) == 2 ? 256 : 128);
+  static constexpr bool kKeepQuery = !kExact && kBytes <= (sizeof(T) == 2 ? 256 : 128);
   static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
   static constexpr int kSharedBytes = kRows * kBytes + 4 * kStageBytes;
   static_assert(kSharedBytes <= 99 << 10);
@@ -27,10 +27,11 @@ __device__ float quad_max(float x) {
   return warp_reduce<FiniteMax, 4>(x);
 }
 
-template <typename T, int HS, bool kGeneral>
-__global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, ForwardShape<T, HS, kGeneral>::kBlocks)
+template <typename T, int HS, bool kGeneral, bool kExact>
+__global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThreads,
+                                  ForwardShape<T, HS, kGeneral, kExact>::kBlocks)
     attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p) {
-  using Shape = ForwardShape<T, HS, kGeneral>;
+  using Shape = ForwardShape<T, HS, kGeneral, kExact>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kOut = HS / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, Forwa
   };
   const auto round_stage = [&](int stage) {
     uint8_t* at = shared_bytes + Shape::kRows * Shape::kBytes + stage * 2 * Shape::kStageBytes;
-    round_rows<T, HS, 2 * kKeys, kThreads>(at);  // keys and values are neighbours
+    round_rows<T, HS, kExact, 2 * kKeys, kThreads>(at);  // keys and values are neighbours
   };
 
   copy_rows<T, HS, Shape::kRows, kThreads>(query_tile,
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, Forwa
                                            p.query.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
   copy_async_wait();
-  round_rows<T, HS, Shape::kRows, kThreads>(shared_bytes);
+  round_rows<T, HS, kExact, Shape::kRows, kThreads>(shared_bytes);
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepQuery> query(query_tile, warp_row);
 
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, Forwa
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;
 
     float scores[kM][kN][4];
-    multiply_transposed<T, HS, kM, kN>(scores, query, key_tile);
+    multiply_transposed<T, HS, kExact>(scores, query, key_tile, head_size);
     if (kGeneral && factor == 1) {
       scale_scores(scores, scale_log2);
       if (p.mask.allowed || p.mask.bias)
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, Forwa
     if constexpr (kGeneral)
       if (dropout.drops())
         for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { scores[m][n][e] = 0; });
-    add_product<T, HS>(out, scores, key_tile + Shape::kStageBytes, 0);
+    add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
   }
 
 #pragma unroll
@@ -165,10 +166,10 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral>::kThreads, Forwa
                     queries - row - warp_row, head_size);
 }
 
-template <typename T, int HS, bool kGeneral>
+template <typename T, int HS, bool kGeneral, bool kExact>
 Status launch(const AttentionForward<T>& p, Stream stream) {
-  using Shape = ForwardShape<T, HS, kGeneral>;
-  constexpr auto kKernel = attention_forward_mma_kernel<T, HS, kGeneral>;
+  using Shape = ForwardShape<T, HS, kGeneral, kExact>;
+  constexpr auto kKernel = attention_forward_mma_kernel<T, HS, kGeneral, kExact>;
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
   const int64_t tiles = ceil_div(p.sizes.queries, Shape::kRows) * p.sizes.batches * p.sizes.heads;
   kKernel<<<grid_size(tiles), Shape::kThreads, Shape::kSharedBytes, stream>>>(p);
@@ -179,13 +180,14 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_forward_mma_serves(const AttentionForward<T>& p) {
-  return mma_serves<T>(p) && built_for_mma<attention_forward_mma_kernel<T, 64, true>>();
+  return mma_serves<T>(p) && built_for_mma<attention_forward_mma_kernel<T, 64, true, false>>();
 }
 
 template <typename T>
 Status attention_forward_mma(const AttentionForward<T>& p, Stream stream) {
-  return for_mma_shape<T>(p.sizes.head_size, is_plain<T>(p),
-                          [&]<int HS, bool kGeneral>() { return launch<T, HS, kGeneral>(p, stream); });
+  return for_mma_shape<T>(p.sizes.head_size, is_plain<T>(p), p.tf32, [&]<int HS, bool kGeneral, bool kExact>() {
+    return launch<T, HS, kGeneral, kExact>(p, stream);
+  });
 }
 
 #define INSTANTIATE(T)                                                       \

@@ -1,11 +1,12 @@
-// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 and float32 (without
-// TF32) use, and whatever the tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has
+// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 uses,
+// and whatever the tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has
 // 4 x 4 of a tile's scores, at rows 4 * ty + i and columns tx + 16 * j.
 #include <type_traits>
 
 #include "attention_kernels.h"
 #include "common/launch.cuh"
 #include "dropout.cuh"
+#include "logsumexp_correction.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -250,15 +251,6 @@ struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
   A* correction;  // of exp(score - logsumexp)
 };
-
-// logsumexp is rounded, which makes all probabilities of a row wrong by one factor. Their sum tells it: where that
-// differs from 1 by no more than the rounding does, it is divided out. (Where it differs by more, the keys at hand are
-// a part of those that logsumexp is of.)
-template <typename A>
-__device__ A logsumexp_correction(A sum, A logsumexp) {
-  constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);
-  return isfinite(logsumexp) && fabs(sum - 1) <= 8 * kEpsilon * max(A(1), fabs(logsumexp)) ? 1 / sum : A(1);
-}
 
 // delta for each row: a warp each.
 template <typename T>

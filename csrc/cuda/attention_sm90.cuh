@@ -4,13 +4,13 @@
 #include <cmath>
 
 #include "../attention.h"
-#include "../philox.h"
 #include "common/approximate.cuh"
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/tensor_map.cuh"
 #include "common/wgmma.cuh"
+#include "dropout.cuh"
 
 namespace gptkernels::cuda {
 
@@ -144,6 +144,65 @@ CUtensorMap panel_map(const HeadsView<T>& t, const AttentionSizes& sizes, int64_
                                            sizes.batches, rows);
 }
 
+#if GPTKERNELS_WGMMA
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
+//
+template <typename T>
+__device__ float keep_probability(const Sm90Problem<T>& problem) {
+  return 1 - static_cast<float>(problem.dropout.probability);
+}
+
+// Groups of philox.h's are drawn two at a time: with more there are no registers, with one the chain is too long.
+
+// apply(i, whether d[i] is kept, whether d[i + 1] is) for every second element of a thread's n scores d, whose rows are
+// queries and columns keys. `query` is the warp's first, `key` the block's. Two neighbouring 16x8 tiles are one group.
+template <int n, typename Apply>
+__device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < n / 8; j += 2) {
+    PhiloxWords words[2];
+    dropout_words(dropout.seed, dropout.offset, head, query / 2 + lane / 4, (key + 16 * j) / 4 + lane % 4, 0, 4, words);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+        const uint32_t word = words[i].word[w];
+        apply(8 * (j + i) + 4 * (w % 2) + 2 * (w / 2), dropout.keeps_lower(word), dropout.keeps_upper(word));
+      }
+  }
+}
+
+// The same where rows are keys and columns queries. Two lanes whose keys are neighbours need halves of the same two
+// groups: each draws one, and gives the other its halves.
+template <int n, typename Apply>
+__device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane / 4 % 2;
+  const uint32_t own_halves = odd ? 0x7632 : 0x5410, other_halves = odd ? 0x5410 : 0x7632;
+#pragma unroll
+  for (int j = 0; j < n / 8; j += 2) {
+    PhiloxWords words[2];
+    dropout_words(dropout.seed, dropout.offset, head, (query + 16 * j) / 2 + lane % 4 * 2 + odd, key / 4 + lane / 8, 8,
+                  0, words);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // query + 8 * half; the lower bits are of `key`, the upper of key + 8
+        const uint32_t (&word)[4] = words[i].word;
+        const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
+        const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
+        const uint32_t first = odd ? got : own, second = odd ? own : got;  // of two neighbouring queries
+        const int at = 8 * (j + i) + 4 * half;
+        apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));
+        apply(at + 2, dropout.keeps_upper(first), dropout.keeps_upper(second));
+      }
+  }
+}
+
+#endif
+
 // ---- the order of tiles ---------------------------------------------------------------------------------------------
 
 // Tiles of all heads in the order in which blocks take them, each block the next one when it has room: heads in
@@ -187,23 +246,22 @@ struct TileOrder {
 #endif
 };
 
-// ---- what these kernels serve
-// -----------------------------------------------------------------------------------------
+// ---- what these kernels serve ---------------------------------------------------------------------------------------
 
 template <typename T>
 bool suits_tma(const HeadsView<T>& t, const AttentionSizes& s, int64_t heads, int64_t tokens) {
   return tma_takes<std::remove_const_t<T>>(t.data, t.token, tokens, t.head, heads, t.batch, s.batches);
 }
 
-// Causal or not, with nothing else that hides a key, no dropout, and sizes that 32 bits index.
+// Causal or not, with nothing else that hides a key, dropout that keeps something, and sizes that 32 bits index.
 template <typename T, auto kKernel, typename Params>
 bool sm90_serves(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
   const AttentionMask<T>& mask = p.mask;
   return built_for_wgmma<kKernel>() && tensor_map_encoder() && s.head_size % 8 == 0 && p.scale > 0 &&
-         p.dropout.probability == 0 && !mask.key_begin && !mask.key_end && !mask.allowed && !mask.bias &&
-         std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
+         dropout_threshold(p.dropout.probability) < 1 << 16 && !mask.key_begin && !mask.key_end && !mask.allowed &&
+         !mask.bias && std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
          s.batches * s.heads * (ceil_div(s.queries, 128) + ceil_div(s.keys, 128)) < kLargest &&
          suits_tma(p.query, s, s.heads, s.queries) && suits_tma(p.key, s, s.key_heads, s.keys) &&
          suits_tma(p.value, s, s.key_heads, s.keys) && suits_tma(p.out, s, s.heads, s.queries);

@@ -166,9 +166,37 @@ __device__ void multiply_add(float (&d)[32], uint32_t (&a)[16], uint64_t b, bool
   wgmma_commit();
 }
 
+// ---- dropout --------------------------------------------------------------------------------------------------------
+//
+// dS = P (D g v^T - delta) with D 0 or 1 / (1 - p): what is computed is (1 - p) dS, of which dq and dk are made by
+// their last factors, with `delta` times 1 - p. From when the mask is drawn until dS a dropped P is negative.
+
+struct MarkDropped {
+  float (&weights)[32];
+
+  __device__ explicit MarkDropped(float (&w)[32]) : weights(w) {}
+  __device__ void operator()(int i, bool keep, bool keep_next) const {
+    if (!keep) weights[i] = -weights[i];
+    if (!keep_next) weights[i + 1] = -weights[i + 1];
+  }
+};
+
+template <bool kDropout>
+__device__ float dscore(float weight, float dp, float delta) {
+  if constexpr (!kDropout) return weight * (dp - delta);
+  return fmaf(fmaxf(weight, 0), dp, -fabsf(weight) * delta);
+}
+
+// Weights as A operands, negative ones as 0.
+template <typename T>
+__device__ void positive_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) a[i] = pack_positive<T>(weights[2 * i], weights[2 * i + 1]);
+}
+
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DqueryShape<HS>;
@@ -233,6 +261,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
 
   float scores_a[32], scores_b[32], dp[32], dquery[32];
   uint32_t q[16], g[16], ds[16];
@@ -264,6 +293,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       delta[r] = quad_sum(delta[r]);
       if (inside && p.dlogsumexp) delta[r] -= p.dlogsumexp[index];
       const float logsumexp = inside ? p.logsumexp[index] : 0;
+      if constexpr (kDropout) delta[r] *= keep_probability(p.problem);
       bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
       if (lane % 4 == 0) {
         p.row_bias[tile.head * p.pitch + row] = bias[r];
@@ -316,11 +346,13 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < 32; i += 8) last = fmaxf(last, current[i + 7]);
       complete(last);
+      if constexpr (kDropout)
+        for_kept<32>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, first_key, MarkDropped(current));
       wgmma_wait<1>();  // dp, and dq of the block before
       pin_registers(dp);
       pin_registers(ds);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) dp[i] = current[i] * (dp[i] - delta[i / 2 % 2]);
+      for (int i = 0; i < 32; ++i) dp[i] = dscore<kDropout>(current[i], dp[i], delta[i / 2 % 2]);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dquery, ds, panel_descriptor(key_at(now.slot)), accumulate);
       accumulate = true;
@@ -351,9 +383,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       pin_registers(dquery);
       free_block();
     }
-    store_tile<T, HS>(dquery, p.problem.scale, p.dquery, shared + Shape::kOutAt + warpgroup * Shape::kOutBytes,
-                      tile.row + warpgroup * 64, tile.head % p.problem.heads, tile.head / p.problem.heads,
-                      1 + warpgroup);
+    store_tile<T, HS>(dquery, kDropout ? p.problem.scale / keep_probability(p.problem) : p.problem.scale, p.dquery,
+                      shared + Shape::kOutAt + warpgroup * Shape::kOutBytes, tile.row + warpgroup * 64,
+                      tile.head % p.problem.heads, tile.head / p.problem.heads, 1 + warpgroup);
   }
   if (thread == 0) tma_store_wait();
 }
@@ -366,7 +398,7 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
   return pair;
 }
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DkeyShape<HS>;
@@ -439,6 +471,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
 
   float scores_a[32], scores_b[32], dp[32], dkey[32], dvalue[32];
   uint32_t k[16], weights[16], ds[16];
@@ -471,6 +504,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const RingPosition<kStages> now = ring;
       const int first_query = block * kBlock;
+      const int head = tile.head * p.problem.group + member;
       pin_registers(dp);
       wgmma_fence();
 #pragma unroll
@@ -510,19 +544,25 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         last = fmaxf(last, current[4 * i + 3]);
       }
       complete(last);
+      if constexpr (kDropout)
+        for_kept_transposed<32>(dropout, head, tile.row + warpgroup * 64 + warp * 16, first_query,
+                                MarkDropped(current));
       wgmma_wait<1>();  // dp, and dv and dk of the block before
       pin_registers(dp);
       pin_registers(weights);
       pin_registers(ds);
-      accumulators_to_a<T>(weights, current);
+      if constexpr (kDropout)
+        positive_to_a<T>(weights, current);
+      else
+        accumulators_to_a<T>(weights, current);
       multiply_add<T>(dvalue, weights, panel_descriptor(dout_at(now.slot)), true);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const float2 delta = load_shared_pair(delta_at(now.slot) + (8 * i + 2 * (lane % 4)) * 4);
-        dp[4 * i] = current[4 * i] * (dp[4 * i] - delta.x);
-        dp[4 * i + 1] = current[4 * i + 1] * (dp[4 * i + 1] - delta.y);
-        dp[4 * i + 2] = current[4 * i + 2] * (dp[4 * i + 2] - delta.x);
-        dp[4 * i + 3] = current[4 * i + 3] * (dp[4 * i + 3] - delta.y);
+        dp[4 * i] = dscore<kDropout>(current[4 * i], dp[4 * i], delta.x);
+        dp[4 * i + 1] = dscore<kDropout>(current[4 * i + 1], dp[4 * i + 1], delta.y);
+        dp[4 * i + 2] = dscore<kDropout>(current[4 * i + 2], dp[4 * i + 2], delta.x);
+        dp[4 * i + 3] = dscore<kDropout>(current[4 * i + 3], dp[4 * i + 3], delta.y);
       }
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dkey, ds, panel_descriptor(query_at(now.slot)), true);
@@ -559,30 +599,30 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     at.advance();
     const int key_heads = p.problem.heads / p.problem.group;
     const uint32_t out = shared + Shape::kOutAt + warpgroup * Shape::kOutBytes;
-    store_tile<T, HS>(dvalue, 1, p.dvalue, out, tile.row + warpgroup * 64, tile.head % key_heads, tile.head / key_heads,
-                      1 + warpgroup);
-    store_tile<T, HS>(dkey, p.problem.scale, p.dkey, out, tile.row + warpgroup * 64, tile.head % key_heads,
-                      tile.head / key_heads, 1 + warpgroup);
+    store_tile<T, HS>(dvalue, kDropout ? 1 / keep_probability(p.problem) : 1, p.dvalue, out, tile.row + warpgroup * 64,
+                      tile.head % key_heads, tile.head / key_heads, 1 + warpgroup);
+    store_tile<T, HS>(dkey, kDropout ? p.problem.scale / keep_probability(p.problem) : p.problem.scale, p.dkey, out,
+                      tile.row + warpgroup * 64, tile.head % key_heads, tile.head / key_heads, 1 + warpgroup);
   }
   if (thread == 0) tma_store_wait();
 }
 
 #else
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
   using Shape = BackwardShape<HS>;
-  constexpr auto kDquery = attention_backward_dquery_wgmma_kernel<T, HS, kCausal>;
-  constexpr auto kDkey = attention_backward_dkey_wgmma_kernel<T, HS, kCausal>;
+  constexpr auto kDquery = attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout>;
+  constexpr auto kDkey = attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout>;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads, key_heads = s.batches * s.key_heads;
   const int64_t pitch = statistics_pitch(s.queries);
@@ -633,7 +673,7 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
   const AttentionSizes& s = p.sizes;
-  return s.head_size <= 64 && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true>>(p) &&
+  return s.head_size <= 64 && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false>>(p) &&
          suits_tma(p.dout, s, s.heads, s.queries) && suits_tma(p.dquery, s, s.heads, s.queries) &&
          suits_tma(p.dkey, s, s.key_heads, s.keys) && suits_tma(p.dvalue, s, s.key_heads, s.keys);
 }
@@ -644,7 +684,9 @@ int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
 
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
-  return p.mask.causal ? launch<T, 64, true>(p, stream) : launch<T, 64, false>(p, stream);
+  if (p.dropout.probability > 0)
+    return p.mask.causal ? launch<T, 64, true, true>(p, stream) : launch<T, 64, false, true>(p, stream);
+  return p.mask.causal ? launch<T, 64, true, false>(p, stream) : launch<T, 64, false, false>(p, stream);
 }
 
 #define INSTANTIATE(T)                                                          \

@@ -15,10 +15,10 @@
 namespace gptkernels::cuda {
 namespace {
 
-template <int HS>
+template <int HS, bool kDropout>
 struct ForwardShape {
-  static constexpr int kRows = 128;                  // queries of a tile: 64 for each warpgroup
-  static constexpr int kKeys = HS == 64 ? 128 : 64;  // of a block
+  static constexpr int kRows = 128;                               // queries of a tile: 64 for each warpgroup
+  static constexpr int kKeys = HS == 64 && !kDropout ? 128 : 64;  // of a block; drawing a mask needs registers
   static constexpr int kPanels = HS / kPanelColumns;
   static constexpr int kStages = 4;
   static constexpr bool kTurnsAtExponentials = HS == 64;
@@ -56,10 +56,10 @@ struct alignas(16) QueryTile {
 
 #if GPTKERNELS_WGMMA
 
-template <typename T, int HS, bool kCausal>
-__global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
+template <typename T, int HS, bool kCausal, bool kDropout>
+__global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
-  using Shape = ForwardShape<HS>;
+  using Shape = ForwardShape<HS, kDropout>;
   constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys, kPanels = Shape::kPanels;
   constexpr int kScores = kKeys / 2, kOut = HS / 2;  // accumulators of a thread
 
@@ -139,6 +139,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;  // in a tile, and own_row + 8
   const float factor = p.problem.scale_log2;
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
   const uint32_t out_shared = shared + Shape::kOutAt + warpgroup * kPanels * Shape::kOutPanel;
 
   float scores_a[kScores], scores_b[kScores], out[kOut];
@@ -252,6 +253,7 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(tile_sum[r]);
       inverse[r] = total > 0 ? 1 / total : total == 0 ? 0 : NAN;
+      if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
       const int row = previous_row + own_row + 8 * r;
       if (lane % 4 == 0 && row < p.problem.queries)
         p.logsumexp[static_cast<int64_t>(previous_head) * p.problem.queries + row] =
@@ -276,6 +278,19 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
                   previous_head % p.problem.heads, previous_head / p.problem.heads);
       tma_store_commit();
     }
+  };
+
+  // After their sums are taken: dropped weights become 0.
+  const auto drop = [&](float (&scores)[kScores]) {
+    if (kCausal && block * kKeys > tile.row + warpgroup * 64 + 63 + p.problem.query_offset) return;  // none is seen
+    float last = 0;
+    for_kept<kScores>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, block * kKeys,
+                      [&](int i, bool keep, bool keep_next) {
+                        if (!keep) scores[i] = 0;
+                        if (!keep_next) scores[i + 1] = 0;
+                        last = fmaxf(last, scores[i + 1]);
+                      });
+    complete(last);
   };
 
   // The warpgroups take turns, so that one's other work fills the time of the other's: at the exponentials, or where
@@ -341,6 +356,8 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
     barrier_arrive_if(lane == 0, key_empty(key_now.slot));
     barrier_arrive_if(lane == 0 && last, query_empty(query_now.slot));
 
+    if constexpr (kDropout) drop(current);
+
     RingPosition<kStages> next_value = value;
     if (any_previous) next_value.advance();
     barrier_wait(value_full(next_value.slot), next_value.phase);
@@ -394,16 +411,16 @@ __global__ void __launch_bounds__(ForwardShape<HS>::kThreads, 1)
 
 #else
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(kStubThreads)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal>
+template <typename T, int HS, bool kCausal, bool kDropout>
 Status launch(const AttentionForward<T>& p, Stream stream) {
-  using Shape = ForwardShape<HS>;
-  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal>;
+  using Shape = ForwardShape<HS, kDropout>;
+  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout>;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads;
   const int64_t tiles = ceil_div(s.queries, Shape::kRows);
@@ -428,7 +445,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
-  return p.sizes.head_size <= 128 && sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true>>(p);
+  return p.sizes.head_size <= 128 && sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false>>(p);
 }
 
 int64_t attention_forward_sm90_workspace() {
@@ -437,8 +454,13 @@ int64_t attention_forward_sm90_workspace() {
 
 template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
-  if (p.sizes.head_size <= 64) return p.mask.causal ? launch<T, 64, true>(p, stream) : launch<T, 64, false>(p, stream);
-  return p.mask.causal ? launch<T, 128, true>(p, stream) : launch<T, 128, false>(p, stream);
+  const auto with = [&]<int HS, bool kCausal>() {
+    return p.dropout.probability > 0 ? launch<T, HS, kCausal, true>(p, stream)
+                                     : launch<T, HS, kCausal, false>(p, stream);
+  };
+  if (p.sizes.head_size <= 64)
+    return p.mask.causal ? with.template operator()<64, true>() : with.template operator()<64, false>();
+  return p.mask.causal ? with.template operator()<128, true>() : with.template operator()<128, false>();
 }
 
 #define INSTANTIATE(T)                                                        \

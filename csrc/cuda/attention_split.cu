@@ -42,7 +42,7 @@ struct SplitRow {
       : head(first_head + row / queries), query(row % queries) {}
 };
 
-template <typename T, int HS>
+template <typename T, int HS, bool kExact>
 __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     attention_forward_split_kernel(const __grid_constant__ AttentionForward<T> p,
                                    const __grid_constant__ SplitPlan plan) {
@@ -93,14 +93,14 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   }
   if (first < end) copy_stage(first, 0);
   copy_async_wait();
-  if constexpr (std::is_same_v<T, float>)
+  if constexpr (std::is_same_v<T, float> && !kExact)
     for (int i = threadIdx.x; i < kSplitRows * MmaRows<T, HS>::kChunks; i += kThreads) {
       float4& own = *reinterpret_cast<float4*>(
           shared_bytes + MmaRows<T, HS>::at(i / MmaRows<T, HS>::kChunks, i % MmaRows<T, HS>::kChunks));
       own = round_to_tf32(own);
     }
   __syncthreads();
-  const RowOperand<T, HS, 1, (Shape::kBytes <= 256)> query(query_tile, 0);
+  const RowOperand<T, HS, 1, !kExact && (Shape::kBytes <= 256)> query(query_tile, 0);
 
   int low[1][2], high[1][2];
   int64_t mask_row[2];
@@ -122,14 +122,15 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   int stage = 0;
   for (int block = first; block < end; block += kKeys, stage ^= 1) {
     copy_async_wait();
-    round_rows<T, HS, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes + stage * 2 * Shape::kStageBytes);
+    round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage has arrived, and all are done with the other one
     if (block + kKeys < end) copy_stage(block + kKeys, stage ^ 1);
     const int start = block + 16 * warp;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes + 16 * warp * Shape::kBytes;
 
     float scores[1][kN][4];
-    multiply_transposed<T, HS, 1, kN>(scores, query, key_tile);
+    multiply_transposed<T, HS, kExact>(scores, query, key_tile, head_size);
     scale_scores(scores, scale_log2);
     if (p.mask.allowed || p.mask.bias) {
 #pragma unroll
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[0][o][e] *= rescale[e / 2];
     }
-    add_product<T, HS>(out, scores, key_tile + Shape::kStageBytes, 0);
+    add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
   }
 
   // The warps' sums, relative to the block's maximum, by way of shared memory.
@@ -279,10 +280,10 @@ int64_t partial_sums(const AttentionForward<T>& p, int splits) {
   return splits > 1 ? p.sizes.batches * p.sizes.heads * p.sizes.queries * splits : 0;
 }
 
-template <typename T, int HS>
+template <typename T, int HS, bool kExact>
 Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = SplitShape<T, HS>;
-  constexpr auto kKernel = attention_forward_split_kernel<T, HS>;
+  constexpr auto kKernel = attention_forward_split_kernel<T, HS, kExact>;
   constexpr auto kCombine = attention_forward_combine_kernel<T>;
   constexpr int kCombineThreads = 128;
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
@@ -303,7 +304,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 template <typename T>
 bool attention_forward_split_serves(const AttentionForward<T>& p) {
   return p.sizes.queries <= kMaxSplitQueries && p.dropout.probability == 0 && mma_serves<T>(p) &&
-         built_for_mma<attention_forward_split_kernel<T, 64>>();
+         built_for_mma<attention_forward_split_kernel<T, 64, false>>();
 }
 
 template <typename T>
@@ -313,7 +314,8 @@ int64_t attention_forward_split_workspace(const AttentionForward<T>& p) {
 
 template <typename T>
 Status attention_forward_split(const AttentionForward<T>& p, Stream stream) {
-  return for_mma_shape<T>(p.sizes.head_size, false, [&]<int HS, bool kGeneral>() { return launch<T, HS>(p, stream); });
+  return for_mma_shape<T>(p.sizes.head_size, false, p.tf32,
+                          [&]<int HS, bool kGeneral, bool kExact>() { return launch<T, HS, kExact>(p, stream); });
 }
 
 #define INSTANTIATE(T)                                                               \

@@ -26,6 +26,9 @@ struct DropoutDraw {
     return dropout_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
+  // Of a word's two elements: those of its lower and its upper 16 bits.
+  __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
+  __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
 }  // namespace gptkernels::cuda

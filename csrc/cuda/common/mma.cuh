@@ -71,6 +71,15 @@ __device__ inline uint32_t round_to_tf32(float x) {
   return rounded;
 }
 
+// x = hi + lo within 2^-23 of x, both read as TF32: hi is x rounded to nearest, lo the rest, of which the tensor cores
+// leave out the last bits. A NaN is NaN in both; an infinity's hi is the infinity, its lo a NaN. (By integers the
+// rounding of a NaN could be 0.)
+__device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
+  const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
+  hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;
+  lo = __float_as_uint(value - __uint_as_float(hi));
+}
+
 // d (16 x 8) += a (16 rows of 32 bytes) b (32 bytes of 8 columns).
 template <typename T>
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

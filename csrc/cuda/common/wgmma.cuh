@@ -183,6 +183,18 @@ __device__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
+// The same, negative ones as 0.
+template <typename T>
+__device__ uint32_t pack_positive(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
 template <typename T>
 __device__ float2 unpack_pair(uint32_t word) {
   if constexpr (std::is_same_v<T, bfloat16>) {
