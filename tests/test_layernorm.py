@@ -32,11 +32,16 @@ def torchs(x, weight, bias, eps=1e-5):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def standardised(x, eps):
+    """(x - mean) / sqrt(variance + eps). The mean's rounding, large where x is far from 0, is subtracted too."""
+    centred = x - x.mean(-1, keepdim=True)
+    centred = centred - centred.mean(-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
 def exact(x, weight, bias, eps=1e-5):
     """The formula, in float64."""
-    mean = x.mean(-1, keepdim=True)
-    variance = (x - mean).square().mean(-1, keepdim=True)
-    out = (x - mean) / torch.sqrt(variance + eps)
+    out = standardised(x, eps)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
