@@ -120,6 +120,13 @@ def test_large_offset_keeps_the_variance(dtype, device):
     assert_as_exact_as_torch(ours(x, None, None), torchs(x, None, None), exact(double(x), None, None))
 
 
+@pytest.mark.parametrize("offset", [1e3, 1e6, 1e14])
+def test_gradients_at_a_large_offset(offset, device):
+    """In float64, where the formula too must not lose its digits to the mean's rounding."""
+    x, weight, bias = inputs(5, 96, torch.float64, device)
+    check((x * 10 + offset, weight, bias), randn(5, 96, dtype=torch.float64, device=device))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @all_dtypes
 def test_infinities_and_nan_stay_in_their_row(value, dtype, device):

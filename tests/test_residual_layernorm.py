@@ -102,6 +102,15 @@ def test_one_output_may_be_unused(used, dtype, device):
     check(inputs(5, 33, dtype, device), (dout, None) if used == "out" else (None, dout))
 
 
+@all_dtypes
+def test_what_is_normalised_is_the_rounded_sum(dtype, device):
+    """Of rows that are constant but for what the sum's rounding leaves of the residual."""
+    x = torch.tensor([[300.0], [-7e4], [2e4]], dtype=torch.float64).expand(3, 33).to(dtype).to(device)
+    x = x * 2.0**20 if dtype in (torch.float32, torch.float64) else x.clamp(-400, 400)
+    douts = [randn(3, 33, dtype=dtype, device=device) for _ in range(2)]
+    check((x, randn(3, 33, dtype=dtype, device=device), None, None), douts)
+
+
 @pytest.mark.parametrize("rows", [64, 1000, 5000])
 @all_dtypes
 def test_many_rows(rows, dtype, device):

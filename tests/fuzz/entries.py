@@ -316,7 +316,7 @@ class FlashAttention(torch.autograd.Function):
         largest = scores.amax(-1, keepdim=True) * ctx.units
         p = multiply_subtract(scores, ctx.units, largest).exp2()
         total = p.sum(-1, keepdim=True)
-        out = (p.to(q.dtype).to(wide) @ v.to(wide) / total).to(q.dtype)
+        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
         logsumexp = largest * math.log(2) + total.log()
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
@@ -340,12 +340,16 @@ def multiply_subtract(a, b, c):
 
 
 def product(a, b):
-    """a @ b, (B, NH, ., .) each, by the calls of torch's BLAS that attention_probabilities makes: others round otherwise."""
+    """a @ b, (B, NH, ., .) each, by the calls of torch's BLAS that attention_probabilities makes.
+
+    Other calls round in other ways.
+    """
     if not a.shape[0]:
         return a @ b
     dim = 0 if a.shape[0] < a.shape[1] else 1
     shape = (a.shape[1 - dim], a.shape[2], b.shape[3])
-    return torch.stack([(x.squeeze(0) @ y.squeeze(0)).view(shape) for x, y in zip(a.unbind(dim), b.unbind(dim))], dim)
+    pairs = zip(a.unbind(dim), b.unbind(dim), strict=True)
+    return torch.stack([(x.squeeze(0) @ y.squeeze(0)).view(shape) for x, y in pairs], dim)
 
 
 def packed_attention(draw, name, kernel, torchs):
@@ -440,10 +444,13 @@ def torchs_loss(logits, target):
 
 def exact_loss(logits, target):
     """The formula. Where the target has nearly all of the probability, no digit of the others' is lost."""
-    largest = logits.argmax(-1, keepdim=True)
-    shifted = logits - logits.gather(-1, largest)
+    finite = logits.amax(-1, keepdim=True).isfinite()
+    used = torch.where(finite, logits, 0.0)
+    largest = used.argmax(-1, keepdim=True)
+    shifted = used - used.gather(-1, largest)
     others = shifted.exp().scatter(-1, largest, 0.0).sum(-1, keepdim=True)
-    return others.log1p() - torch.where(target == largest, 0.0, shifted.gather(-1, target))
+    losses = others.log1p() - torch.where(target == largest, 0.0, shifted.gather(-1, target))
+    return torch.where(finite, losses, torchs_loss(torch.where(finite, 0.0, logits), target))
 
 
 def wide(logits):
@@ -504,6 +511,20 @@ def cross_entropy(draw):
     )
 
 
+class Linear(torch.autograd.Function):
+    """x @ weight.T by the calls of torch's BLAS that linear_cross_entropy makes. Other calls round in other ways."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight.T)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight = ctx.saved_tensors
+        return dout.mm(weight), dout.T.mm(x)
+
+
 @entry
 def linear_cross_entropy(draw):
     dtype = draw.dtype()
@@ -520,8 +541,7 @@ def linear_cross_entropy(draw):
     }
 
     def formula(loss, x, weight, targets):
-        # One row is a matrix too: torch's BLAS multiplies a matrix by a vector with other errors.
-        logits = F.linear(x.reshape(-1, inner), weight).view(*rows, width)
+        logits = Linear.apply(x.reshape(-1, inner), weight.contiguous()).view(*rows, width)
         losses = losses_of(wide(logits), targets, vocab_size, ignore_index, loss)
         return reduced(losses, targets, ignore_index, options["reduction"])
 
@@ -567,7 +587,7 @@ def global_norm(draw):
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """As torch.nn.utils.get_total_norm, in float32; by a power of 2 that keeps the squares from over- and underflow."""
+        """As torch.nn.utils.get_total_norm, in float32; a power of 2 keeps the squares in float32's range."""
         largest = max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
         scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126) if math.isfinite(largest) else 1.0
         norms = [torch.linalg.vector_norm(t.float() * scale) for t in tensors]

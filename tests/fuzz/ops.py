@@ -10,9 +10,10 @@ made simpler while it went on failing:
 Each call checks the result and the gradients by the rule of ``helpers.assert_as_exact_as_torch``; some also that the
 same call gives the same bits again, and some break an argument, which must be an error that names the operator.
 
-The rule compares our error with torch's, which on a few numbers may be 0 by luck. So a call that breaks the rule is made
-again with other numbers (``trial``), up to 400 times. All these calls, the first among them, must keep the rule beside
-torch's worst error in any of them. So an error that is larger than torch's kernels make on such arguments is still found.
+The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
+therefore made again with other numbers (``trial``), up to 400 times. All these calls, the first among them, must keep
+the rule beside torch's worst error in any of them. An error that torch's kernels do not make on such arguments is still
+found.
 """
 
 import argparse
@@ -38,7 +39,6 @@ from helpers import assert_as_exact_as_torch, double, error_of
 
 CHUNK = 128  # calls that a worker process takes from the campaign
 LAUNCHED = 32  # calls on CUDA that are launched before the first is checked: fewer waits for the device
-MOST_FAILURES = 20
 TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared
 
 
@@ -344,8 +344,13 @@ def failure_of(seed, index, device, op=None, replaced=None):
     return None
 
 
-def simplified(draw, error, seed, index, device, op, seconds=15):
-    """Make the choices of a failing call simpler, one after the other, as long as it fails in the same way."""
+def simplified(draw, error, seed, index, device, op, seconds):
+    """Make the choices of a failing call simpler, one after the other, as long as it fails in the same way.
+
+    A CUDA error ends all work of its process on the device, so that nothing more can be tried.
+    """
+    if "CUDA error" in str(error):
+        return draw, error
     end = time.monotonic() + seconds
     again = True
     while again and time.monotonic() < end:
@@ -395,17 +400,18 @@ def prepare_process():
     faulthandler.enable()
 
 
-def chunk(seed, start, stop, device, op, end):
+def chunk(arguments, start, stop, end):
     """Calls start..stop, or those before the time is over: how many of each operator, and a report of each failure."""
+    seed, device, op = arguments.seed, arguments.device, arguments.op
     counts, reports = Counter(), []
     together = 1 if device == "cpu" else LAUNCHED
     for first in range(start, stop, together):
-        if time.time() > end or len(reports) >= MOST_FAILURES:
+        if time.time() > end or len(reports) >= arguments.failures:
             break
         if _at:
             _at[0][_at[1]] = first
         for index, draw, error in failures_of(seed, range(first, min(first + together, stop)), device, op, counts):
-            simple = simplified(draw, error, seed, index, device, op)
+            simple = simplified(draw, error, seed, index, device, op, arguments.simplify)
             reports.append(report(*simple, seed, index, device, op))
     return counts, reports
 
@@ -439,12 +445,12 @@ def chunks(arguments):
     if arguments.jobs == 1:
         prepare_process()
         for start, stop in ranges:
-            yield chunk(arguments.seed, start, stop, arguments.device, arguments.op, end)
+            yield chunk(arguments, start, stop, end)
         return
     context = multiprocessing.get_context("spawn")
     places, free = context.Array("q", [-1] * arguments.jobs), context.Value("i", 0)
     with ProcessPoolExecutor(arguments.jobs, context, start_worker, (places, free)) as pool:
-        waiting = [pool.submit(chunk, arguments.seed, *r, arguments.device, arguments.op, end) for r in ranges]
+        waiting = [pool.submit(chunk, arguments, *r, end) for r in ranges]
         try:
             for done in as_completed(waiting):
                 yield done.result()
@@ -469,7 +475,7 @@ def campaign(arguments):
             if now - shown > 30:
                 shown = now
                 print(f"{counts.total()} calls, {failures} failures, {now - begin:.0f} s", file=sys.stderr, flush=True)
-            if failures >= MOST_FAILURES:
+            if failures >= arguments.failures:
                 print(f"stopped after {failures} failures")
                 break
     except KeyboardInterrupt:
@@ -490,6 +496,8 @@ def main(argv=None):
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="make no more calls after this time")
+    parser.add_argument("--failures", type=int, default=20, help="stop after so many failures (20)")
+    parser.add_argument("--simplify", type=float, default=15, metavar="SECONDS", help="time for each failure (15)")
     parser.add_argument("--op", choices=sorted(ENTRIES), help="this operator alone")
     parser.add_argument("--index", type=int, help="this call alone")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a choice of --index")
