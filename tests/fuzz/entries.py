@@ -296,7 +296,16 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul):
 
 def causal_scores(q, k):
     future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-    return (q @ k.mT).masked_fill(future, -math.inf)
+    return backwards(q, k.mT).masked_fill(future, -math.inf)
+
+
+def backwards(a, b):
+    """a @ b, summed from the last term to the first.
+
+    So its roundings are not those of the formula, which has roundings too in float64, nor those of a sum that cancels
+    against this one.
+    """
+    return a.flip(-1) @ b.flip(-2)
 
 
 class FlashAttention(torch.autograd.Function):
@@ -316,7 +325,7 @@ class FlashAttention(torch.autograd.Function):
         largest = scores.amax(-1, keepdim=True) * ctx.units
         p = multiply_subtract(scores, ctx.units, largest).exp2()
         total = p.sum(-1, keepdim=True)
-        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
+        out = (backwards(p.to(q.dtype).to(wide), v.to(wide)) * (1 / total)).to(q.dtype)
         logsumexp = largest * math.log(2) + total.log()
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
@@ -329,9 +338,9 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
         p = multiply_subtract(scores, ctx.units, logsumexp / math.log(2)).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
-        ds = (p * (dout @ v.mT - delta)).to(dtype).to(wide) * ctx.scale
-        dv = p.to(dtype).to(wide).mT @ dout
-        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
+        ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
+        dv = backwards(p.to(dtype).to(wide).mT, dout)
+        return *((t.to(dtype)) for t in (backwards(ds, k), backwards(ds.mT, q), dv)), None
 
 
 def multiply_subtract(a, b, c):
