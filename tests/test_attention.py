@@ -415,6 +415,25 @@ def test_scores_beyond_float16(device):
     torch.testing.assert_close(packed(qkv, 1).float(), expected, **tolerance(torch.float16))
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
+@all_dtypes
+def test_scores_are_the_same_numbers_backward(tokens, dtype, device):
+    """Scores of 90, summed in another order than forward, would make all probabilities wrong by several roundings."""
+    qkv = torch.full((2, tokens, 3 * 2 * 80), 3.0, dtype=dtype, device=device) * (1 + torch.rand((), device=device) / 8)
+    dout = randn(2, tokens, 2 * 80, dtype=dtype, device=device)
+    check_packed(qkv, dout, 2, 0.125)
+
+
+@all_dtypes
+def test_one_key(dtype, device):
+    """Its probability is 1 whatever the score, which has no gradient."""
+    q, k, v, dout = tensors(2, 3, 3, 1, 1, 64, dtype, device)
+    check(q * 4, k, v, dout)
+    if device.type == "cpu":
+        assert torch.equal(ours(q * 4, k, v)[0], v)
+        assert not any(t.any() for t in gradients(lambda *t: ours(*t)[0], (q * 4, k, v), dout)[:2])
+
+
 @all_dtypes
 def test_huge_scores(dtype, device):
     """Scores of tens of thousands: the largest takes all, and nothing overflows."""

@@ -32,11 +32,16 @@ def torchs(x, weight, bias, eps=1e-5):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def standardised(x, eps):
+    """(x - mean) / sqrt(variance + eps). The mean's rounding, large where x is far from 0, is subtracted too."""
+    centred = x - x.mean(-1, keepdim=True)
+    centred = centred - centred.mean(-1, keepdim=True)
+    return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+
+
 def exact(x, weight, bias, eps=1e-5):
     """The formula, in float64."""
-    mean = x.mean(-1, keepdim=True)
-    variance = (x - mean).square().mean(-1, keepdim=True)
-    out = (x - mean) / torch.sqrt(variance + eps)
+    out = standardised(x, eps)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias
 
@@ -113,6 +118,13 @@ def test_large_offset_keeps_the_variance(dtype, device):
     """E[x^2] - E[x]^2 would lose every digit here."""
     x = (randn(5, 768, dtype=torch.float64, device="cpu") * 4 + 1000).to(dtype).to(device)
     assert_as_exact_as_torch(ours(x, None, None), torchs(x, None, None), exact(double(x), None, None))
+
+
+@pytest.mark.parametrize("offset", [1e3, 1e6, 1e14])
+def test_gradients_at_a_large_offset(offset, device):
+    """In float64, where the formula too must not lose its digits to the mean's rounding."""
+    x, weight, bias = inputs(5, 96, torch.float64, device)
+    check((x * 10 + offset, weight, bias), randn(5, 96, dtype=torch.float64, device=device))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from helpers import (
     randn,
     tolerance,
 )
+from test_layernorm import standardised
 
 ops = torch.ops.gptkernels
 
@@ -31,12 +34,12 @@ def torchs(x, residual, weight, bias, eps=1e-5):
     return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
 
 
-def exact(x, residual, weight, bias, eps=1e-5):
-    """The formula, in float64."""
+def exact(x, residual, weight, bias, eps=1e-5, dtype=torch.float64):
+    """The formula, in float64. The norm's argument is the sum as it is returned: rounded to ``dtype``."""
     total = x + residual
-    mean = total.mean(-1, keepdim=True)
-    variance = (total - mean).square().mean(-1, keepdim=True)
-    out = (total - mean) / torch.sqrt(variance + eps)
+    rounding = total.detach().to(dtype).double() - total.detach()
+    total = total + torch.where(total.isfinite(), rounding, 0)
+    out = standardised(total, eps)
     out = out if weight is None else out * weight
     return out if bias is None else out + bias, total
 
@@ -62,13 +65,14 @@ def gradients(function, args, douts):
 def check(args, douts):
     """Both outputs and all gradients against float64 and beside torch."""
     doubles = [double(t) for t in args]
-    for name, a, b, c in zip(("out", "sum"), ours(*args), torchs(*args), exact(*doubles), strict=True):
+    formula = partial(exact, dtype=args[0].dtype)
+    for name, a, b, c in zip(("out", "sum"), ours(*args), torchs(*args), formula(*doubles), strict=True):
         assert_as_exact_as_torch(a, b, c, name)
     assert torch.equal(ours(*args)[1], args[0] + args[1])
     found = (
         gradients(ours, args, douts),
         gradients(torchs, args, douts),
-        gradients(exact, doubles, [double(t) for t in douts]),
+        gradients(formula, doubles, [double(t) for t in douts]),
     )
     for name, a, b, c in zip(("dx", "dresidual", "dweight", "dbias"), *found, strict=True):
         assert (a is None) == (b is None)
@@ -96,6 +100,15 @@ def test_weight_and_bias_may_be_absent(weight, bias, dtype, device):
 def test_one_output_may_be_unused(used, dtype, device):
     dout = randn(5, 33, dtype=dtype, device=device)
     check(inputs(5, 33, dtype, device), (dout, None) if used == "out" else (None, dout))
+
+
+@all_dtypes
+def test_what_is_normalised_is_the_rounded_sum(dtype, device):
+    """Of rows that are constant but for what the sum's rounding leaves of the residual."""
+    x = torch.tensor([[300.0], [-7e4], [2e4]], dtype=torch.float64).expand(3, 33).to(dtype).to(device)
+    x = x * 2.0**20 if dtype in (torch.float32, torch.float64) else x.clamp(-400, 400)
+    douts = [randn(3, 33, dtype=dtype, device=device) for _ in range(2)]
+    check((x, randn(3, 33, dtype=dtype, device=device), None, None), douts)
 
 
 @pytest.mark.parametrize("rows", [64, 1000, 5000])

@@ -217,15 +217,17 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
-// Up to 4 queries, as in decoding, would leave most lanes empty: their channels are the lanes then.
+// Up to 4 queries, as in decoding, would leave most lanes empty: their channels are the lanes then. The backward takes
+// these sums in the same order: the logsumexp that it subtracts is that of the forward's scores.
 constexpr int64_t kFewQueries = 4;
 
+// scores[j][i] = sign * query[i] . key[j]; the lanes beyond the queries are 0.
 template <typename A>
-void few_scores(A* scores, const Tile& tile, const A* query, int64_t width, const A* key, int64_t ld) {
+void few_scores(A* scores, const Tile& tile, A sign, const A* query, int64_t width, const A* key, int64_t ld) {
   for (int64_t j = 0; j < tile.keys(); ++j) {
     A* row = scores + j * kTile;
     for (int64_t i = 0; i < tile.lanes; ++i) row[i] = A(0);
-    for (int64_t i = 0; i < tile.rows; ++i) row[i] = dot(query + i * width, key + j * ld, width);
+    for (int64_t i = 0; i < tile.rows; ++i) row[i] = sign * dot(query + i * width, key + j * ld, width);
   }
 }
 
@@ -261,7 +263,6 @@ template <int kSize, typename T>
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   if (few) {
     load_rows(at.query, width, queries, p.query.token, tile.rows, size);
-    for (int64_t i = 0; i < tile.rows * width; ++i) at.query[i] *= scaling.sign;
   } else {
     load_transposed(at.query, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
   }
@@ -277,7 +278,7 @@ template <int kSize, typename T>
     tile.end = std::min(aligned + kTile, end);
     if (few) {
       const auto [key, ld] = rows_of(at.key, width, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-      few_scores(at.scores, tile, at.query, width, key, ld);
+      few_scores(at.scores, tile, scaling.sign, at.query, width, key, ld);
     } else {
       load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
       for_each_part(tile, p.mask, [&](Part part) {
@@ -323,11 +324,11 @@ template <int kSize, typename T>
   A* logsumexp = p.logsumexp + (b * s.heads + h) * s.queries + query;
   for (int64_t i = 0; i < tile.rows; ++i) {
     const bool none = at.sum[i] == 0;
-    const A inverse = none ? A(0) : A(1) / at.sum[i];
+    const A sum = none ? A(1) : at.sum[i];
     logsumexp[i] =
         none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
     const int64_t across = few ? 1 : kTile, down = few ? width : 1;
-    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * across + i * down] * inverse);
+    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * across + i * down] / sum);
   }
 }
 
@@ -395,6 +396,8 @@ template <int kSize, typename T>
   BackwardScratch<A, kSize> at;
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
+  const bool few = tile.rows <= kFewQueries;
+  const int64_t row = few ? width : size;  // of keys and of values
 
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
@@ -417,7 +420,12 @@ template <int kSize, typename T>
     }
     const A* dout = at.dout + i * width;
     const T* out = outs + i * p.out.token;
-    at.delta[i] = sum<A>(size, [&](int64_t d) { return dout[d] * A(out[d]); });
+    if (few) {  // in the order of the gradient of a probability, so that of a query's only key their difference is 0
+      load_rows(at.dscores, width, out, 0, 1, size);
+      at.delta[i] = dot(dout, at.dscores, width);
+    } else {
+      at.delta[i] = sum<A>(size, [&](int64_t d) { return dout[d] * A(out[d]); });
+    }
     if (p.dlogsumexp) at.delta[i] -= p.dlogsumexp[statistic + i];
   }
   const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
@@ -427,20 +435,25 @@ template <int kSize, typename T>
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
-    load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-    load_rows(at.value, size, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
+    load_rows(at.key, row, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+    load_rows(at.value, row, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
     const A* keep = nullptr;
     if (dropout.on) {
       dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
       keep = at.keep + (tile.begin - aligned) * kTile;
     }
-    for_each_part(tile, p.mask, [&](Part part) {
-      const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
-      product(n, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
-              at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false, tile.sum_length());
-      product(n, tile.lanes - part.lane, size, Left<A>{at.value + part.first * size, size, 1},
-              at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
-    });
+    if (few) {
+      few_scores(at.probabilities, tile, scaling.sign, at.query, width, at.key, row);
+      few_scores(at.dscores, tile, A(1), at.dout, width, at.value, row);
+    } else {
+      for_each_part(tile, p.mask, [&](Part part) {
+        const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
+        product(n, tile.lanes - part.lane, size, Left<A>{at.key + part.first * row, row, 1},
+                at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false, tile.sum_length());
+        product(n, tile.lanes - part.lane, size, Left<A>{at.value + part.first * row, row, 1},
+                at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
+      });
+    }
     const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask);
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
@@ -451,7 +464,7 @@ template <int kSize, typename T>
               width, dvalue + to, width, true);
       product(n, width, tile.rows - part.lane, Left<A>{at.dscores + first, kTile, 1}, at.query + part.lane * width,
               width, dkey + to, width, true);
-      product(size, tile.lanes - part.lane, n, Left<A>{at.key + part.first * size, 1, size}, at.dscores + first, kTile,
+      product(size, tile.lanes - part.lane, n, Left<A>{at.key + part.first * row, 1, row}, at.dscores + first, kTile,
               at.dquery + part.lane, kTile, true);
     });
   }

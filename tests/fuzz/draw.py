@@ -125,7 +125,7 @@ class Draw:
             value = self.choose(f"{name}.special", values)
             many = 1 + x.numel() // self.choose(f"{name}.rarity", (10**9, 30, 3))
             x.view(-1)[torch.randint(x.numel(), (many,), generator=generator)] = value
-        return self.layout(name, x.to(self.device))
+        return self.layout(name, x.to(self.device, non_blocking=True))
 
     def indices(self, name, shape, count, dtype=None):
         """Numbers below count, uniform or with a few that are frequent."""
@@ -138,7 +138,7 @@ class Draw:
             x = torch.where(torch.rand(shape, generator=generator) < 0.8, few[x % frequent], x)
         if self.chance(f"{name}.sorted", 0.2) and x.dim():
             x = x.sort(-1).values
-        return self.layout(name, x.to(dtype).to(self.device))
+        return self.layout(name, x.to(dtype).to(self.device, non_blocking=True))
 
     def layout(self, name, x):
         """The same values (for "expanded": of the first row) in another layout."""

@@ -38,6 +38,7 @@ class Call:
         tied: arguments that share their dtype and last dimension; breaking that must be an error.
         nan_gradients: a NaN in the result's gradient shows in all that the formula makes of it. Not so for the losses,
             where an exact 0 stays 0 whatever it is multiplied by.
+        denormal_gradients: the results' gradients may all be denormal.
         takes_floating_alone: an integer in place of a floating argument must be an error.
     """
 
@@ -50,18 +51,18 @@ class Call:
     any_threads: bool = True
     tied: tuple[str, ...] = ()
     nan_gradients: bool = True
+    denormal_gradients: bool = True
     takes_floating_alone: bool = True
 
 
 ENTRIES = {}
 
 
-def entry(function=None, *, weight=1.0, when=True):
-    """Put this function into the table, with a share of the calls, where the operator exists."""
+def entry(function=None, *, weight=1.0):
+    """Put this function into the table, with a share of the calls."""
     if function is None:
-        return partial(entry, weight=weight, when=when)
-    if when:
-        ENTRIES[function.__name__] = (function, weight)
+        return partial(entry, weight=weight)
+    ENTRIES[function.__name__] = (function, weight)
     return function
 
 
@@ -107,19 +108,23 @@ def causal_softmax(draw):
     tokens = draw.size("tokens", max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 4))
     scale = draw.choose("scale", (1.0, 0.125, -0.5, 0.0, 3.0))
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
-    below = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).tril()
 
-    def exact(scores):
+    def alone(function):
         """What is above the diagonal takes no part, neither in a row of NaN nor in the gradient."""
-        if not scores.numel():
-            return scores * 1
-        return torch.where(below, test_causal_softmax.exact(torch.where(below, scores, 0.0), scale), 0.0)
+
+        def of(scores):
+            if not scores.numel():
+                return scores * 1
+            below = torch.ones(tokens, tokens, dtype=torch.bool, device=scores.device).tril()
+            return torch.where(below, function(torch.where(below, scores, 0.0), scale), 0.0)
+
+        return of
 
     return Call(
         f"causal_softmax(scores, {scale})",
         partial(G.causal_softmax if draw.chance("functional", 0.5) else ops.causal_softmax, scale=scale),
-        lambda scores: test_causal_softmax.torchs(scores, scale),
-        exact,
+        alone(test_causal_softmax.torchs),
+        alone(test_causal_softmax.exact),
         {"scores": scores},
     )
 
@@ -132,10 +137,11 @@ def norm_arguments(draw, inputs):
     normalised = tuple(draw.size(f"normalised{i}", 12, 1) for i in range(dims - 1))
     normalised += (draw.width("width", (*rows, *normalised)),)
     huge = min(1e14, torch.finfo(dtype).max / 4)  # two of which do not overflow
+    # No denormal weights and gradients: their product, rounded, is still to be multiplied by up to eps**-0.5.
     args = {name: draw.tensor(name, (*rows, *normalised), dtype, huge=huge) for name in inputs}
     for name in ("weight", "bias"):
         here = draw.chance(f"has {name}", 0.75)
-        args[name] = draw.tensor(name, normalised, dtype, special="nan") if here else None
+        args[name] = draw.tensor(name, normalised, dtype, special="nan", denormal=name == "bias") if here else None
     return args, normalised, draw.choose("eps", (1e-5, 1e-3, 1e-8)), draw.chance("functional", 0.4) or dims > 1
 
 
@@ -163,13 +169,14 @@ def layernorm(draw):
         lambda *args: exact(*args, eps),
         args,
         tied=() if functional else ("x", "weight", "bias"),
+        denormal_gradients=False,
     )
 
 
 @entry
 def residual_layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
-    exact = flat(test_residual_layernorm.exact, len(shape))
+    exact = flat(partial(test_residual_layernorm.exact, dtype=args["x"].dtype), len(shape))
 
     def torchs(x, residual, weight, bias):
         total = x + residual
@@ -184,6 +191,7 @@ def residual_layernorm(draw):
         lambda *args: exact(*args, eps),
         args,
         tied=() if functional else ("x", "residual", "weight", "bias"),
+        denormal_gradients=False,
     )
 
 
@@ -233,9 +241,11 @@ def linear(draw):
     rows = draw.rows()
     inner = draw.width("inner", rows)
     width = draw.size("width", max(draw.most_elements // max(inner, math.prod(rows)), 16), 1)
+    # x86's products of bfloat16 (vdpbf16ps) take denormals for 0, and 0 times infinity is NaN.
+    denormal = dtype != torch.bfloat16 or draw.device.type != "cpu"
     args = {
-        "x": draw.tensor("x", (*rows, inner), dtype),
-        "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5),
+        "x": draw.tensor("x", (*rows, inner), dtype, denormal=denormal),
+        "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5, denormal=denormal),
         "bias": draw.tensor("bias", (width,), dtype) if draw.chance("has bias", 0.7) else None,
     }
     return Call(
@@ -246,6 +256,7 @@ def linear(draw):
         args,
         any_threads=False,
         tied=("x", "weight"),
+        denormal_gradients=denormal,
     )
 
 
@@ -266,7 +277,7 @@ def mlp(draw):
         "mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)",
         G.mlp if draw.chance("functional", 0.5) else lambda *args: ops.mlp(*args)[0],
         test_mlp.torchs,
-        test_mlp.torchs,
+        test_mlp.exact,
         args,
         any_threads=False,
         tied=("x", "fc_weight"),
@@ -276,71 +287,99 @@ def mlp(draw):
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_formula(q, k, v, scale=None, causal=True):
+def attention_formula(q, k, v, scale=None, product=torch.matmul):
     """(..., T, HS) each."""
-    scores = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, -math.inf)
-    return scores.softmax(-1) @ v
+    scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return product(scores.masked_fill(future, -math.inf).softmax(-1), v)
+
+
+def causal_scores(q, k):
+    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    return backwards(q, k.mT).masked_fill(future, -math.inf)
+
+
+def backwards(a, b):
+    """a @ b, summed from the last term to the first.
+
+    So its roundings are not those of the formula, which has roundings too in float64, nor those of a sum that cancels
+    against this one.
+    """
+    return a.flip(-1) @ b.flip(-2)
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention in torch ops, rounded where FlashAttention rounds: the yardstick of kernels that save out and
-    logsumexp in place of the probabilities, and so compute the gradients from rounded ones."""
+    """Causal attention in torch ops, rounded where FlashAttention-2 rounds: the yardstick of kernels that take powers
+    of 2 and save out and logsumexp in place of the probabilities."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        scores = (q.to(wide) @ k.to(wide).mT * scale).masked_fill(
-            torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1), -math.inf
-        )
-        logsumexp = scores.logsumexp(-1, keepdim=True)
-        p = (scores - logsumexp).exp()
-        out = (p.to(q.dtype).to(wide) @ v.to(wide)).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, p)
+        q, k, v = q.detach(), k.detach(), v.detach()
+        scores = causal_scores((q * (-1 if scale < 0 else 1)).to(wide), k.to(wide))
+        ctx.units = abs(scale) / math.log(2)
+        if scale == 0:
+            scores = scores.masked_fill(scores > -math.inf, 0.0)
+            ctx.units = 1.0
+        largest = scores.amax(-1, keepdim=True) * ctx.units
+        p = multiply_subtract(scores, ctx.units, largest).exp2()
+        total = p.sum(-1, keepdim=True)
+        out = (backwards(p.to(q.dtype).to(wide), v.to(wide)) * (1 / total)).to(q.dtype)
+        logsumexp = largest * math.log(2) + total.log()
+        ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, p = ctx.saved_tensors
+        q, k, v, out, scores, logsumexp = ctx.saved_tensors
         dtype, wide = q.dtype, ctx.wide
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
+        p = multiply_subtract(scores, ctx.units, logsumexp / math.log(2)).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
-        ds = (p * (dout @ v.mT - delta)).to(dtype).to(wide) * ctx.scale
-        dv = p.to(dtype).to(wide).mT @ dout
-        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
+        ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
+        dv = backwards(p.to(dtype).to(wide).mT, dout)
+        return *((t.to(dtype)) for t in (backwards(ds, k), backwards(ds.mT, q), dv)), None
 
 
-# Of a query that sees one key the probability is 1, and torch's is just that: its logsumexp is that key's score. Ours
-# is rounded once more, which for scores of 50 is 10 units in the last place of float32, and none of 16 bits.
-FLASH_DTYPES = (torch.bfloat16, torch.float16)
+def multiply_subtract(a, b, c):
+    """a * b - c with one rounding (float64: with two)."""
+    return (a.double() * b - c.double()).to(a.dtype)
 
 
-def packed_attention(draw, name, kernel):
-    dtype = draw.dtype() if name == "attention_probabilities" else draw.choose("dtype", FLASH_DTYPES)
+def product(a, b):
+    """a @ b, (B, NH, ., .) each, by the calls of torch's BLAS that attention_probabilities makes.
+
+    Other calls round in other ways.
+    """
+    if not a.shape[0]:
+        return a @ b
+    dim = 0 if a.shape[0] < a.shape[1] else 1
+    shape = (a.shape[1 - dim], a.shape[2], b.shape[3])
+    pairs = zip(a.unbind(dim), b.unbind(dim), strict=True)
+    return torch.stack([(x.squeeze(0) @ y.squeeze(0)).view(shape) for x, y in pairs], dim)
+
+
+def packed_attention(draw, name, kernel, torchs):
+    dtype = draw.dtype()
     heads = draw.size("heads", 6, 1)
     head = draw.choose("head", (1, 2, 8, 16, 64, 3, 5, 7, 32, 33, 72, 80, 128))
-    # Not one token: torch's probability is then exactly 1, ours 1 within the rounding of logsumexp.
-    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 2)
+    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 1)
     scale = draw.choose("scale", (None, 0.125, 1.0, 0.0, -0.5))
 
-    def formula(qkv):
-        q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
-        return attention_formula(q, k, v, scale).transpose(1, 2).reshape(batch, tokens, heads * head)
+    def merged(function):
+        def of(qkv):
+            q, k, v = qkv.contiguous().view(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+            return function(q, k, v, scale).transpose(1, 2).reshape(batch, tokens, heads * head)
 
-    def torchs(qkv):
-        q, k, v = qkv.reshape(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
-        out = FlashAttention.apply(q, k, v, scale)
-        return out.transpose(1, 2).reshape(batch, tokens, heads * head)
+        return of
 
     return Call(
         f"{name}(qkv, {heads}, {scale})",
         lambda qkv: kernel(qkv, heads, scale),
-        formula if name == "attention_probabilities" else torchs,
-        formula,
+        merged(torchs),
+        merged(attention_formula),
         {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none")},
         any_threads=False,
         nan_gradients=False,  # of a query, it reaches keys that the query does not see, by 0 * NaN in a product
@@ -350,19 +389,24 @@ def packed_attention(draw, name, kernel):
 @entry
 def attention(draw):
     if draw.chance("functional", 0.5):
-        return packed_attention(draw, "causal_attention", G.causal_attention)
-    return packed_attention(draw, "attention", lambda *args: ops.attention(*args)[0])
+        return packed_attention(draw, "causal_attention", G.causal_attention, FlashAttention.apply)
+    return packed_attention(draw, "attention", lambda *args: ops.attention(*args)[0], FlashAttention.apply)
 
 
-@entry(weight=0.5, when=hasattr(ops, "attention_probabilities"))
+@entry(weight=0.5)
 def attention_probabilities(draw):
-    return packed_attention(draw, "attention_probabilities", lambda *args: ops.attention_probabilities(*args)[0])
+    return packed_attention(
+        draw,
+        "attention_probabilities",
+        lambda *args: ops.attention_probabilities(*args)[0],
+        partial(attention_formula, product=product),
+    )
 
 
-@entry(when=hasattr(G, "scaled_dot_product_attention"))
+@entry
 def scaled_dot_product_attention(draw):
-    dtype = draw.choose("dtype", FLASH_DTYPES)
-    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 2)
+    dtype = draw.dtype()
+    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
     head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
     scale = draw.choose("scale", (None, 0.125, 1.0))
     args = {name: draw.tensor(name, (*shape, head), dtype, special="none") for name in ("query", "key", "value")}
@@ -395,13 +439,27 @@ def classifier_arguments(draw):
     return rows, width, vocab_size, ignore_index, targets
 
 
-def losses_formula(logits, targets, vocab_size, ignore_index):
-    """One loss a row. An ignored row is 0 and has no gradient, whatever its logits are."""
+def losses_of(logits, targets, vocab_size, ignore_index, loss):
+    """``loss`` of each row's used logits and target. An ignored row is 0 and has no gradient, whatever its logits."""
     kept = targets != ignore_index
     used = torch.where(kept.unsqueeze(-1), logits[..., :vocab_size], 0.0)
-    shifted = used - used.detach().amax(-1, keepdim=True)
-    at_target = shifted.gather(-1, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1)
-    return torch.where(kept, shifted.exp().sum(-1).log() - at_target, 0.0)
+    return torch.where(kept, loss(used, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1), 0.0)
+
+
+def torchs_loss(logits, target):
+    shifted = logits - logits.detach().amax(-1, keepdim=True)
+    return shifted.exp().sum(-1, keepdim=True).log() - shifted.gather(-1, target)
+
+
+def exact_loss(logits, target):
+    """The formula. Where the target has nearly all of the probability, no digit of the others' is lost."""
+    finite = logits.amax(-1, keepdim=True).isfinite()
+    used = torch.where(finite, logits, 0.0)
+    largest = used.argmax(-1, keepdim=True)
+    shifted = used - used.gather(-1, largest)
+    others = shifted.exp().scatter(-1, largest, 0.0).sum(-1, keepdim=True)
+    losses = others.log1p() - torch.where(target == largest, 0.0, shifted.gather(-1, target))
+    return torch.where(finite, losses, torchs_loss(torch.where(finite, 0.0, logits), target))
 
 
 def wide(logits):
@@ -425,8 +483,8 @@ def fused_classifier(draw):
     return Call(
         f"fused_classifier{'_' if in_place else ''}(logits, targets, {vocabulary}, {ignore_index})",
         ours,
-        lambda logits, targets: losses_formula(wide(logits), targets, vocab_size, ignore_index),
-        lambda logits, targets: losses_formula(logits, targets, vocab_size, ignore_index),
+        lambda logits, targets: losses_of(wide(logits), targets, vocab_size, ignore_index, torchs_loss),
+        lambda logits, targets: losses_of(logits, targets, vocab_size, ignore_index, exact_loss),
         {"logits": logits, "targets": targets},
         nan_gradients=False,
     )
@@ -448,18 +506,32 @@ def cross_entropy(draw):
     reduction = draw.choose("reduction", ("mean", "sum", "none"))
     options = {"ignore_index": ignore_index, "reduction": reduction}
 
-    def exact(logits, targets):
-        losses = losses_formula(logits.movedim(class_dim, -1), targets, width, ignore_index)
+    def formula(loss, logits, targets):
+        losses = losses_of(logits.movedim(class_dim, -1), targets, width, ignore_index, loss)
         return reduced(losses, targets, ignore_index, reduction)
 
     return Call(
         f"cross_entropy(logits, targets, {options})",
         lambda logits, targets: G.cross_entropy(logits, targets, **options),
-        lambda logits, targets: exact(wide(logits), targets).to(logits.dtype),
-        exact,
+        lambda logits, targets: formula(torchs_loss, wide(logits), targets).to(logits.dtype),
+        partial(formula, exact_loss),
         {"logits": logits, "targets": targets},
         nan_gradients=False,
     )
+
+
+class Linear(torch.autograd.Function):
+    """x @ weight.T by the calls of torch's BLAS that linear_cross_entropy makes. Other calls round in other ways."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.mm(weight.T)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight = ctx.saved_tensors
+        return dout.mm(weight), dout.T.mm(x)
 
 
 @entry
@@ -477,15 +549,16 @@ def linear_cross_entropy(draw):
         "chunk_size": chunk_size,
     }
 
-    def formula(x, weight, targets):
-        losses = losses_formula(wide(F.linear(x, weight)), targets, vocab_size, ignore_index)
+    def formula(loss, x, weight, targets):
+        logits = Linear.apply(x.reshape(-1, inner), weight.contiguous()).view(*rows, width)
+        losses = losses_of(wide(logits), targets, vocab_size, ignore_index, loss)
         return reduced(losses, targets, ignore_index, options["reduction"])
 
     return Call(
         f"linear_cross_entropy(x, weight, targets, {options})",
         lambda *args: G.linear_cross_entropy(*args, **options),
-        formula,
-        formula,
+        partial(formula, torchs_loss),
+        partial(formula, exact_loss),
         {
             # No denormals: the gradient is rounded to the dtype before the backward scales it.
             "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
@@ -523,9 +596,11 @@ def global_norm(draw):
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """As torch.nn.utils.get_total_norm, in float32."""
-        norms = [torch.linalg.vector_norm(t.float()) for t in tensors]
-        return torch.linalg.vector_norm(torch.stack(norms))
+        """As torch.nn.utils.get_total_norm, in float32; a power of 2 keeps the squares in float32's range."""
+        largest = max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
+        scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126) if math.isfinite(largest) else 1.0
+        norms = [torch.linalg.vector_norm(t.float() * scale) for t in tensors]
+        return torch.linalg.vector_norm(torch.stack(norms)) / scale
 
     # The norm is float32, and so are the digits of a float64 tensor's gradient: no rule of float64 holds for it.
     doubles = tuple(name for name, t in args.items() if t.dtype == torch.float64)
