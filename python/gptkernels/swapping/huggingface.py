@@ -90,7 +90,9 @@ def attention(original: Any) -> Namespace:
         else:
             query, key, value = unpack(qkv, self.num_heads)
             if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
+                position = options.get("cache_position")  # where transformers 4.57 has a static cache write
+                told = () if position is None else ({"cache_position": position},)
+                key, value = cache.update(key, value, self.layer_idx, *told)
             # As theirs: without a mask a single query sees all keys, several see those up to their own index.
             causal = mask is None and query.shape[2] > 1
             mask = mask if mask is None else mask[..., : key.shape[2]]
