@@ -2,13 +2,13 @@
 
 import copy
 import logging
+import sys
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from gptkernels.swapping import gpt, huggingface, sdpa, trial
 from gptkernels.swapping.classes import derive, original_of
@@ -83,7 +83,8 @@ def unswap(model: Model) -> Model:
 
 def _replace(module: Any, decision: tuple[Any, ...], report: Report) -> None:
     name, *options = decision
-    module.__class__ = derive(type(module), name, *options)
+    original: Any = type(module)
+    module.__class__ = derive(original, name, *options)
     module.gptkernels_report = report
 
 
@@ -126,7 +127,8 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> D
 
 def _why_not_class(module: torch.nn.Module) -> str | None:
     """Why a module's class must stay what it is."""
-    if isinstance(module, FSDPModule):
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return "its class is FSDP's: swap before fully_shard"
     if torch.nn.utils.parametrize.is_parametrized(module):
         return "it is parametrised"
