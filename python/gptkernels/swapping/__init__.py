@@ -83,7 +83,8 @@ def unswap(model: Model) -> Model:
 
 def _replace(module: Any, decision: tuple[Any, ...], report: Report) -> None:
     name, *options = decision
-    module.__class__ = derive(type(module), name, *options)
+    original: Any = type(module)
+    module.__class__ = derive(original, name, *options)
     module.gptkernels_report = report
 
 

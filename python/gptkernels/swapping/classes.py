@@ -40,7 +40,7 @@ def derive(original: type, name: str, *options: Any) -> type:
             return rebuild, args, *state
         return _rebuild, (original, name, *options), *state
 
-    derived = type(original)(
+    derived: Any = type(original)(
         original.__name__,
         (original,),
         {
@@ -59,7 +59,7 @@ def derive(original: type, name: str, *options: Any) -> type:
 def _rebuild(original: type, name: str, *options: Any) -> Any:
     import gptkernels.swapping  # noqa: F401  (in a process that only unpickles: every replacement is registered)
 
-    derived = derive(original, name, *options)
+    derived: Any = derive(original, name, *options)
     return derived.__new__(derived)
 
 

@@ -44,7 +44,7 @@ NORMS, MATRICES = (0, 1, 6, 7), (2, 3, 4, 5, 8, 9, 10, 11)  # where a block's pa
 
 def plan_of(
     block: Any, stream: Tensor, heads: int, scale: float | None, attention_p: float, kinds: Sequence[str]
-) -> Any:
+) -> tuple[Plan, tuple[Any, ...]] | None:
     """The plan and the parameters; None where the block must be computed otherwise.
 
     Args:
@@ -109,7 +109,9 @@ def _probability(dropout: Any) -> float | None:
     return 0.0 if dropout is None else dropout_of(dropout)
 
 
-def run(plan: Plan, parameters: Sequence[Tensor | None], stream: Tensor, pending: Tensor | None) -> tuple[Tensor, ...]:
+def run(
+    plan: Plan, parameters: Sequence[Tensor | None], stream: Tensor, pending: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The stream, what is to be added to it, and qkv (B, T, 3C)."""
     seed, offset = functional._dropout_numbers(plan.attention_p, stream)
     return _Layer.apply(plan, stream, pending, seed, offset, *parameters)  # type: ignore[no-any-return]
@@ -188,7 +190,11 @@ class _Layer(torch.autograd.Function):
                 )
             _cast_gradients(found, parameters, needs, plan)
             return (
-                *(None, dstream if need_stream else None, dstream.to(pending.dtype) if need_pending else None),
+                *(
+                    None,
+                    dstream if need_stream else None,
+                    dstream.to(pending.dtype) if dstream is not None and pending is not None and need_pending else None,
+                ),
                 *(None, None),
                 *(g if need else None for g, need in zip(found, needs, strict=True)),
             )
@@ -258,7 +264,7 @@ def _differentiably(plan: Plan, saved: Sequence[Any], needs: Sequence[bool], gra
     def formula(stream: Tensor, pending: Tensor | None, *parameters: Any) -> tuple[Tensor, ...]:
         with torch.autocast(stream.device.type, enabled=False):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
-            return _compute(plan, stream, pending, seed, offset, parameters, matrices, saved[16:18])[0]
+            return _compute(plan, stream, pending, seed, offset, parameters, matrices, (saved[16], saved[17]))[0]
 
     inputs = stream, pending, *parameters
     found = differentiate(formula, inputs, (*needs[1:3], *needs[5:]), grads)

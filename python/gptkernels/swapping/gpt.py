@@ -56,9 +56,8 @@ def attention(original: Any) -> Namespace:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
-        reason = "attn_dropout was changed" if p is None else why_not(x)
-        if reason is not None:
-            count(self, reason)
+        if p is None or (reason := why_not(x)) is not None:
+            count(self, "attn_dropout was changed" if p is None else str(reason))
             return original.forward(self, x)
         out = functional.causal_attention(project(x, self.c_attn), self.n_head, dropout_p=p)
         return drop(project(out, self.c_proj), self._modules.get("resid_dropout"))
@@ -116,7 +115,7 @@ def _layer(block: Any, stream: Tensor, pending: Tensor | None) -> tuple[Tensor, 
         p = attention_dropout(block.attn)
         planned = None if p is None else plan_of(block, stream, heads, None, p, ("gpt attention", "gpt mlp"))
         if planned is not None:
-            return run(*planned, stream, pending)[:2]
+            return run(planned[0], planned[1], stream, pending)[:2]
     return layer(stream, pending, block, _call, _call)
 
 
@@ -171,7 +170,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
             count(self, reason)
             return original.forward(self, idx, targets, *args, **kwargs)
         hidden = drop(torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight), trunk._modules.get("drop"))
-        pending = None
+        pending: Tensor | None = None
         for one in trunk.h:
             if untouched(one, "gpt block"):
                 hidden, pending = _layer(one, hidden, pending)
@@ -183,8 +182,8 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
             logits = project(hidden[:, -1:] if last_only else hidden, head)
             return (logits if return_logits else None), None
         keep = return_logits and (self.gptkernels_report.return_logits or not self.training)
-        logits, loss = head_and_loss(hidden, weight_of(head), targets, ignore_index, return_logits=keep)
-        return (logits if return_logits else None), like_torchs(loss, hidden)
+        all_logits, loss = head_and_loss(hidden, weight_of(head), targets, ignore_index, return_logits=keep)
+        return (all_logits if return_logits else None), like_torchs(loss, hidden)
 
     return {"forward": forward}
 

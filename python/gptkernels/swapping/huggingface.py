@@ -82,7 +82,7 @@ def attention(original: Any) -> Namespace:
         if (reason := _why_not_attention(self, hidden, options)) is not None:
             count(self, reason)
             return original.forward(self, *args, **kwargs)
-        dropout_p = dropout_of(self.attn_dropout)
+        dropout_p = dropout_of(self.attn_dropout) or 0.0
         qkv = project(hidden, self.c_attn)
         mask, cache = options.get("attention_mask"), options.get("past_key_values")
         if mask is None and cache is None:
@@ -90,7 +90,9 @@ def attention(original: Any) -> Namespace:
         else:
             query, key, value = unpack(qkv, self.num_heads)
             if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
+                position = options.get("cache_position")  # where transformers 4.57 has a static cache write
+                told = () if position is None else ({"cache_position": position},)
+                key, value = cache.update(key, value, self.layer_idx, *told)
             # As theirs: without a mask a single query sees all keys, several see those up to their own index.
             causal = mask is None and query.shape[2] > 1
             mask = mask if mask is None else mask[..., : key.shape[2]]
@@ -211,9 +213,10 @@ def model(original: Any) -> Namespace:
                     *(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
                 )
             else:
-                hidden, pending, qkv = run(*planned, hidden, pending)
+                hidden, pending, qkv = run(planned[0], planned[1], hidden, pending)
                 if cache is not None:
-                    _cached(cache, *unpack(qkv, one.attn.num_heads)[1:], i)
+                    _, key, value = unpack(qkv, one.attn.num_heads)
+                    _cached(cache, key, value, i)
         hidden = add_and_norm(hidden, pending, self.ln_f)[0]
         if tokens is not None and tokens.dim() != 2:
             hidden = hidden.view(-1, *tokens.shape[1:], hidden.shape[-1])
@@ -243,7 +246,9 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         return f"attn_implementation is {implementation!r}" + (
             " and reorder_and_upcast_attn is set" if implementation == "eager" else ""
         )
-    tokens, embeds, mask = (options.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    tokens: Any = options.get("input_ids")
+    embeds: Any = options.get("inputs_embeds")
+    mask: Any = options.get("attention_mask")
     if (tokens is None) == (embeds is None):
         return "not one of input_ids and inputs_embeds"
     rare = mask is not None or options.get("position_ids") is not None
@@ -281,7 +286,9 @@ _KNOWN = (
 
 def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
     """The sum of both embeddings, (B, T, C)."""
-    tokens, embeds, positions = (options.get(name) for name in ("input_ids", "inputs_embeds", "position_ids"))
+    tokens: Any = options.get("input_ids")
+    embeds: Any = options.get("inputs_embeds")
+    positions: Any = options.get("position_ids")
     if tokens is not None:
         self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
         tokens = tokens.view(-1, tokens.shape[-1])
@@ -426,9 +433,10 @@ def language_model(original: Any) -> Namespace:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = complete(args, kwargs)
-        if options.get("labels") is None or (reason := _why_not_head(self, options)) is not None:
-            if options.get("labels") is not None:
-                count(self, reason)
+        if options.get("labels") is None:
+            return original.forward(self, *args, **kwargs)
+        if (reason := _why_not_head(self, options)) is not None:
+            count(self, reason)
             return original.forward(self, *args, **kwargs)
         labels = options.pop("labels")
         options.pop("logits_to_keep", None)

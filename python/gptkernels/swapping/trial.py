@@ -6,6 +6,7 @@ rounding for such inputs leave no room for another function. The model itself is
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -91,7 +92,7 @@ def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]
     yield "evaluation", lambda: put(False, {})
     yield "training", lambda: put(True, {})
     for name, _ in dropouts:
-        yield f"training with the dropout {name}", lambda name=name: put(True, {name: 1.0})
+        yield f"training with the dropout {name}", functools.partial(put, True, {name: 1.0})
 
 
 def _unequal(expected: Any, found: Any) -> str | None:
