@@ -311,6 +311,11 @@ class TrainConfig:
         fraction = DEFAULT_FINAL_LR_FRACTION if self.final_lr_fraction is None else self.final_lr_fraction
         return fraction * self.learning_rate
 
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch, B T."""
+        return self.batch_size * self.sequence_length
+
     def accumulation(self, processes: int) -> int:
         """Batches whose gradients are averaged for a step of so many processes.
 
@@ -319,7 +324,7 @@ class TrainConfig:
         """
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
-        at_a_time = self.batch_size * self.sequence_length * processes
+        at_a_time = self.batch_tokens * processes
         if self.total_batch_tokens % at_a_time:
             count = f" times {processes} processes" if processes > 1 else ""
             raise ValueError(
