@@ -143,8 +143,9 @@ class Trainer:
             parameter_groups(self.model, config.weight_decay),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
-            master_weights=True,
+            master_weights=config.master_weights,
             max_grad_norm=config.grad_clip or math.inf,
+            rounding_seed=None if config.master_weights else config.seed,
         )
         self.accumulation = config.accumulation(processes.world_size)
         limits = (config.skip_update_lossz, config.skip_update_gradz)
