@@ -110,7 +110,10 @@ def test_param_groups(device):
         optimizer.add_param_group({"params": p[4:], "betas": (0.5, 0.6)})
         train(optimizer, 5)
     assert_same(ours, torchs)
-    assert optimizers[0].param_groups[0].keys() - optimizers[1].param_groups[0].keys() == {"master_weights", "rounding_seed"}
+    assert optimizers[0].param_groups[0].keys() - optimizers[1].param_groups[0].keys() == {
+        "master_weights",
+        "rounding_seed",
+    }
 
 
 def test_parameters_without_gradient(device):
