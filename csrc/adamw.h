@@ -23,7 +23,12 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
+  bool round_stochastically;  // bfloat16 parameters, which then have no masters, and moments; others to nearest
+  uint64_t rounding_seed;
 };
+
+// The arrays that stochastic rounding tells apart.
+enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
 // Optional scalars on the tensors' device (or null). The kernel reads them there, so a CUDA graph can replay with new
 // values.

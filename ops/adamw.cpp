@@ -139,6 +139,13 @@ void check_master(size_t i, const Tensor& master, const Tensor& param, const Fac
   check_layout("master_params", i, master, facts, param, wanted);
 }
 
+void check_roundable(const Tensors& params, const std::optional<Tensors>& masters) {
+  if (masters) fail(op, "rounding_seed and master_params exclude each other");
+  for (size_t i = 0; i < params.size(); ++i)
+    if (params[i].scalar_type() != ScalarType::BFloat16)
+      fail(op, "rounding_seed is for bfloat16 parameters, params[", i, "] is ", describe(params[i].scalar_type()));
+}
+
 void check_option(const char* name, double value, bool good, const char* wanted) {
   if (!good) fail(op, name, " must be ", wanted, ", got ", value);
 }
@@ -262,7 +269,7 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
               const Tensors& steps, const Tensor& lr, double beta1, double beta2, double eps, double weight_decay,
               const OptionalTensor& grad_scale, const OptionalTensor& found_inf, bool maximize,
               const std::optional<Tensors>& master_params, const OptionalTensor& grad_norm,
-              std::optional<double> max_grad_norm) {
+              std::optional<double> max_grad_norm, std::optional<int64_t> rounding_seed) {
   check_length("grads", grads, params);
   check_length("exp_avgs", exp_avgs, params);
   check_length("exp_avg_sqs", exp_avg_sqs, params);
@@ -281,6 +288,7 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
   if (!lr.is_cpu()) check_same_device(op, "lr", lr, "params[0]", params[0]);
   check_number("grad_scale", grad_scale, params[0]);
   check_number("found_inf", found_inf, params[0]);
+  if (rounding_seed) check_roundable(params, master_params);
   check_number("grad_norm", grad_norm, params[0]);
 
   const AdamwOptions options = {.lr = host_value(lr),
@@ -291,7 +299,9 @@ void adamw_op(const Tensors& params, Tensors grads, const Tensors& exp_avgs, con
                                 .eps = eps,
                                 .weight_decay = weight_decay,
                                 .max_grad_norm = static_cast<float>(max_grad_norm.value_or(0)),
-                                .maximize = maximize};
+                                .maximize = maximize,
+                                .round_stochastically = rounding_seed.has_value(),
+                                .rounding_seed = static_cast<uint64_t>(rounding_seed.value_or(0))};
   const bool wide = lr.scalar_type() == ScalarType::Double;
   const AdamwNumbers numbers = {.lr = lr.is_cpu() || wide ? nullptr : pointer<float>(lr),
                                 .wide_lr = lr.is_cpu() || !wide ? nullptr : pointer<double>(lr),

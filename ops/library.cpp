@@ -112,7 +112,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
       "*, Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor? grad_scale=None, "
       "Tensor? found_inf=None, bool maximize=False, Tensor(d!)[]? master_params=None, Tensor? grad_norm=None, "
-      "float? max_grad_norm=None) -> ()");
+      "float? max_grad_norm=None, int? rounding_seed=None) -> ()");
 
   m.def("global_norm(Tensor[] tensors) -> Tensor");
 }

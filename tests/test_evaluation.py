@@ -10,8 +10,9 @@ import torch
 
 from gptkernels.cli import main
 from gptkernels.data import read_questions, write_tokens
+from gptkernels.evaluate import evaluate, evaluate_run
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.train import evaluate, evaluate_run, train
+from gptkernels.train import train
 from gptkernels.training.config import TrainConfig
 from gptkernels.training.evaluation import answer
 from gptkernels.training.processes import Processes

@@ -110,7 +110,10 @@ def test_param_groups(device):
         optimizer.add_param_group({"params": p[4:], "betas": (0.5, 0.6)})
         train(optimizer, 5)
     assert_same(ours, torchs)
-    assert optimizers[0].param_groups[0].keys() - optimizers[1].param_groups[0].keys() == {"master_weights"}
+    assert optimizers[0].param_groups[0].keys() - optimizers[1].param_groups[0].keys() == {
+        "master_weights",
+        "rounding_seed",
+    }
 
 
 def test_parameters_without_gradient(device):
@@ -287,7 +290,7 @@ def test_state_dict_has_torchs_keys(device):
     a, b = ours.state_dict(), torchs.state_dict()
     assert a["state"].keys() == b["state"].keys()
     assert a["state"][0].keys() == b["state"][0].keys()
-    assert a["param_groups"][0].keys() - b["param_groups"][0].keys() == {"master_weights"}
+    assert a["param_groups"][0].keys() - b["param_groups"][0].keys() == {"master_weights", "rounding_seed"}
 
 
 @pytest.mark.parametrize("fused", [None, True])

@@ -57,6 +57,7 @@ def crash():
         {"recompute": "blocks", "dtype": "bfloat16"},
         {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0, "learning_rate": 1e-6},
         {"keep_last": 3, "keep_every": 4},
+        {"dtype": "bfloat16", "master_weights": False},
     ],
     ids=lambda given: " ".join(f"{name}={value}" for name, value in given.items()),
 )
@@ -106,6 +107,7 @@ def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
         ({"keep_last": 0}, "--keep-last is 0, must be at least 1"),
         ({"keep_every": 300}, "--keep-every is 300, must be a multiple of --checkpoint-every, 200"),
         ({"keep_every": 300, "checkpoint_every": 0}, "must be a multiple of --checkpoint-every, 0"),
+        ({"master_weights": False}, "--no-master-weights is for --dtype bfloat16, --dtype is float32"),
         ({"sampling": "random"}, "--sampling is 'random', must be one of epochs, random-offset"),
         ({"recompute": "all"}, "--recompute is 'all', must be one of none, blocks"),
         ({"val_files": ""}, "--val-files is empty"),
@@ -356,6 +358,22 @@ def test_a_damaged_window_gets_a_sentence(options):
 
 
 # Speed and memory.
+
+
+def test_without_master_weights_all_state_is_bfloat16(options, tmp_path):
+    """And the run learns as one with them does."""
+    given = options | {"dtype": "bfloat16", "steps": 60, "learning_rate": 1e-2, "val_every": 0}
+    losses = []
+    for masters in (True, False):
+        output = str(tmp_path / f"{masters}")
+        losses.append(train(TrainConfig(**given | {"master_weights": masters, "output": output})).train_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    state = load_training_state(tmp_path / "False" / "checkpoint.safetensors").optimizer["state"]
+    assert {name: tensor.dtype for name, tensor in state[0].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
 
 
 def test_a_compiled_run(options, tmp_path, monkeypatch):

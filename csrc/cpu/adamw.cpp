@@ -1,5 +1,9 @@
 #include "../adamw.h"
 
+#include <algorithm>
+#include <type_traits>
+
+#include "../stochastic_rounding.h"
 #include "multi_tensor.h"
 #include "simd.h"
 
@@ -40,11 +44,52 @@ void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad
   }
 }
 
+template <typename V>
+void store_stochastically(V& to, float value, uint32_t random) {
+  if constexpr (std::is_same_v<V, bfloat16>)
+    to.bits = round_stochastically(std::bit_cast<uint32_t>(value), random);
+  else
+    store(to, value);
+}
+
+// bits(array, group) are the random bits of 8 elements; `begin` is a multiple of 8.
+template <typename Gradient, typename State, typename Bits>
+void update_range_stochastically(const AdamwFactors<float>& factors, bfloat16* param, const Gradient* grad,
+                                 State* exp_avg, State* exp_avg_sq, int64_t begin, int64_t end, const Bits& bits) {
+  for (int64_t first = begin; first < end; first += kRoundingGroup) {
+    const int64_t group = first / kRoundingGroup;
+    const RoundingBits random[] = {bits(kParamArray, group), bits(kExpAvgArray, group), bits(kExpAvgSqArray, group)};
+    const int count = static_cast<int>(std::min<int64_t>(kRoundingGroup, end - first));
+    for (int k = 0; k < count; ++k) {
+      const int64_t i = first + k;
+      float p = param[i];
+      float m = exp_avg[i];
+      float v = exp_avg_sq[i];
+      adamw_update<Exact>(factors, float(grad[i]), p, m, v);
+      store_stochastically(param[i], p, random[kParamArray][k]);
+      store_stochastically(exp_avg[i], m, random[kExpAvgArray][k]);
+      store_stochastically(exp_avg_sq[i], v, random[kExpAvgSqArray][k]);
+    }
+  }
+}
+
 template <typename T, typename Gradient, typename State>
 void update_chunk(const Adamw<T, Gradient, State>& p, int64_t t, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   const auto factors = adamw_factors<A>(p.options, p.numbers, *p.steps[t]);
   T* param = p.params[t];
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (p.options.round_stochastically) {
+      const auto bits = [&](AdamwArray array, int64_t group) {
+        return rounding_bits(p.options.rounding_seed, static_cast<uint32_t>(*p.steps[t]), static_cast<uint32_t>(t),
+                             array, group);
+      };
+      vectorised([&] {
+        update_range_stochastically(factors, param, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, bits);
+      });
+      return;
+    }
+  }
   vectorised([&] {
     if (p.masters)
       update_range(factors, p.masters[t], p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end,

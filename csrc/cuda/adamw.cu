@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "../adamw.h"
+#include "../stochastic_rounding.h"
 #include "common/launch.cuh"
 #include "common/multi_tensor.cuh"
 #include "common/packed.cuh"
@@ -19,6 +20,7 @@ constexpr int kThreads = 128;
 constexpr int kPacks = 2;  // of each array, per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
+constexpr Slot kNumber = kMaster;  // without masters: not a pointer but the tensor's place among those of the launch
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148
 
@@ -51,6 +53,37 @@ struct Approximate : Exact {
     float root;
     asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(x));
     return root;
+  }
+};
+
+struct ToNearest {
+  template <typename V, typename A, int N>
+  __device__ void round(Packed<V, N>& to, const A (&values)[N], AdamwArray, int) const {
+#pragma unroll
+    for (int k = 0; k < N; ++k) to.v[k] = static_cast<V>(values[k]);
+  }
+};
+
+// bfloat16 up or down at random; float32 stays float32.
+struct Stochastically {
+  uint64_t seed;
+  uint32_t step;
+  uint32_t tensor;
+  int64_t begin;  // the tensor's element that the pointers point to
+
+  // N neighbouring elements from element i of the chunk on.
+  template <typename V, int N>
+  __device__ void round(Packed<V, N>& to, const float (&values)[N], AdamwArray array, int i) const {
+    if constexpr (std::is_same_v<V, bfloat16>) {
+      const int64_t element = begin + i;
+      RoundingBits random = rounding_bits(seed, step, tensor, array, element / kRoundingGroup);
+      if constexpr (N < kRoundingGroup) random.drop(static_cast<int>(element % kRoundingGroup));
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        to.v[k] = __ushort_as_bfloat16(round_stochastically(__float_as_uint(values[k]), random[k]));
+    } else {
+      ToNearest().round(to, values, array, i);
+    }
   }
 };
 
@@ -104,27 +137,42 @@ struct AdamwPack {
     exp_avg_sq = load<N>(t.exp_avg_sq + i);
   }
 
-  __device__ void update(const AdamwFactors<A>& factors, const Tensor& t, int i) {
-    Packed<T, N> param;
+  template <typename Rounding>
+  __device__ void update(const AdamwFactors<A>& factors, const Tensor& t, int i, const Rounding& rounding) {
+    A p[N], m[N], v[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      A p = A(weight.v[k]);
-      A m = A(exp_avg.v[k]);
-      A v = A(exp_avg_sq.v[k]);
-      adamw_update<Arithmetic>(factors, A(grad.v[k]), p, m, v);
-      weight.v[k] = static_cast<Weight>(p);
-      param.v[k] = static_cast<T>(p);
-      exp_avg.v[k] = static_cast<State>(m);
-      exp_avg_sq.v[k] = static_cast<State>(v);
+      p[k] = A(weight.v[k]);
+      m[k] = A(exp_avg.v[k]);
+      v[k] = A(exp_avg_sq.v[k]);
+      adamw_update<Arithmetic>(factors, A(grad.v[k]), p[k], m[k], v[k]);
     }
-    if constexpr (!std::is_same_v<T, Weight>) store(t.weight + i, weight);
+    Packed<T, N> param;
+    rounding.round(param, p, kParamArray, i);
+    rounding.round(exp_avg, m, kExpAvgArray, i);
+    rounding.round(exp_avg_sq, v, kExpAvgSqArray, i);
+    if constexpr (!std::is_same_v<T, Weight>) {
+      ToNearest().round(weight, p, kParamArray, i);
+      store(t.weight + i, weight);
+    }
     store(t.param + i, param);
     store(t.exp_avg + i, exp_avg);
     store(t.exp_avg_sq + i, exp_avg_sq);
   }
 };
 
-template <typename T, typename Weight, typename Gradient, typename State>
+template <typename Rounding>
+__device__ Rounding make_rounding(const AdamwOptions& options, void* const* pointers, const Chunk& chunk) {
+  if constexpr (std::is_same_v<Rounding, Stochastically>) {
+    const auto step = static_cast<uint32_t>(*static_cast<const float*>(pointers[kStep]));
+    const auto tensor = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointers[kNumber]));
+    return {options.rounding_seed, step, tensor, chunk.begin};
+  } else {
+    return {};
+  }
+}
+
+template <typename T, typename Weight, typename Gradient, typename State, typename Rounding>
 __global__ void __launch_bounds__(kThreads) adamw_chunks_kernel(const __grid_constant__ AdamwArguments a) {
   using Tensor = AdamwTensor<T, Weight, Gradient, State>;
   const int thread = static_cast<int>(threadIdx.x);
@@ -149,33 +197,34 @@ __global__ void __launch_bounds__(kThreads) adamw_chunks_kernel(const __grid_con
   __syncthreads();
   if (skip) return;
   const auto factors = shared_factors;
+  const auto rounding = make_rounding<Rounding>(a.options, pointers, chunk);
 
 #pragma unroll
   for (int k = 0; k < kPacks; ++k) {
     const int i = (k * kThreads + thread) * Tensor::pack;
-    if (i < packed) packs[k].update(factors, t, i);
+    if (i < packed) packs[k].update(factors, t, i, rounding);
   }
   for (int i = packed + thread; i < chunk.size; i += kThreads) {
     AdamwPack<1, T, Weight, Gradient, State> single;
     single.load_from(t, i);
-    single.update(factors, t, i);
+    single.update(factors, t, i, rounding);
   }
 }
 
-template <typename Weight, typename T, typename Gradient, typename State>
+template <typename Weight, typename Rounding, typename T, typename Gradient, typename State>
 void launch_lists(const Adamw<T, Gradient, State>& p, Stream stream) {
   for_each_list<AdamwList, AdamwTensor<T, Weight, Gradient, State>::chunk>(
       p.count, p.sizes,
       [&](void** pointers, int64_t i) {
         pointers[kParam] = p.params[i];
-        pointers[kMaster] = p.masters ? p.masters[i] : nullptr;
+        pointers[kMaster] = p.masters ? p.masters[i] : reinterpret_cast<void*>(static_cast<uintptr_t>(i));
         pointers[kGrad] = const_cast<Gradient*>(p.grads[i]);
         pointers[kExpAvg] = p.exp_avgs[i];
         pointers[kExpAvgSq] = p.exp_avg_sqs[i];
         pointers[kStep] = const_cast<float*>(p.steps[i]);
       },
       [&](const AdamwList& list, unsigned chunks) {
-        adamw_chunks_kernel<T, Weight, Gradient, State>
+        adamw_chunks_kernel<T, Weight, Gradient, State, Rounding>
             <<<chunks, kThreads, 0, stream>>>(AdamwArguments{p.options, p.numbers, list});
       });
 }
@@ -185,10 +234,13 @@ void launch_lists(const Adamw<T, Gradient, State>& p, Stream stream) {
 template <typename T, typename Gradient, typename State>
 Status adamw(const Adamw<T, Gradient, State>& p, Stream stream) {
   constexpr bool kMayHaveMasters = sizeof(T) < sizeof(float);
+  constexpr bool kMayRound = std::is_same_v<T, bfloat16>;
   if (kMayHaveMasters && p.masters)
-    launch_lists<std::conditional_t<kMayHaveMasters, float, T>>(p, stream);
+    launch_lists<std::conditional_t<kMayHaveMasters, float, T>, ToNearest>(p, stream);
+  else if (kMayRound && p.options.round_stochastically)
+    launch_lists<T, std::conditional_t<kMayRound, Stochastically, ToNearest>>(p, stream);
   else
-    launch_lists<T>(p, stream);
+    launch_lists<T, ToNearest>(p, stream);
   return cudaGetLastError();
 }
 

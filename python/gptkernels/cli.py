@@ -153,7 +153,8 @@ def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> No
 
 
 def _train(**options: Any) -> int:
-    from gptkernels.train import evaluate, evaluate_run, resume, train
+    from gptkernels.evaluate import evaluate, evaluate_run
+    from gptkernels.train import resume, train
 
     folder: str | None = None
     if resumes := "resume" in options:

@@ -63,7 +63,7 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "-sg": "--skip-update-gradz",
         "-a": None,
         "-f": "--tf32",
-        "-w": "--dtype",
+        "-w": "--master-weights",
         "-ge": None,
         "-z": None,
         "-r": "--recompute",

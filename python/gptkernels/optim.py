@@ -41,6 +41,9 @@ class AdamW(torch.optim.AdamW):
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
         max_grad_norm: clip the gradients, of all groups together, to this Euclidean norm; None: do not, and compute no
             norm. ``math.inf`` computes it and clips nothing.
+        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments up or
+            down at random from this seed, so that they are right on average and small updates are not lost. The same
+            seed and step give the same bits. None: round to nearest.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
@@ -74,6 +77,7 @@ class AdamW(torch.optim.AdamW):
         fused: bool | None = None,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
+        rounding_seed: int | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -88,9 +92,12 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self.defaults["master_weights"] = master_weights
+        own = {"master_weights": master_weights, "rounding_seed": rounding_seed}
+        self.defaults.update(own)
         for group in self.param_groups:
-            group.setdefault("master_weights", master_weights)
+            for name, value in own.items():
+                group.setdefault(name, value)
+            _check_options(group)
         if max_grad_norm is not None and not max_grad_norm >= 0:
             raise ValueError(f"Invalid max_grad_norm: {max_grad_norm}")
         self.max_grad_norm = max_grad_norm
@@ -111,6 +118,7 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
+            group.setdefault("rounding_seed", self.defaults.get("rounding_seed"))
         for parameter, state in self.state.items():
             if "step" in state:  # torch keeps it on the CPU unless it is fused or capturable
                 state["step"] = state["step"].to(parameter.device, torch.float32)
@@ -147,8 +155,8 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         groups = [(alike, group) for group in self.param_groups for alike in _alike(group["params"])]
         self.grad_norm = self._norm([grad for alike, _ in groups for grad in alike.grads])
-        for alike, group in groups:
-            self._update(alike.parameters, alike.grads, group)
+        for i, (alike, group) in enumerate(groups):
+            self._update(alike.parameters, alike.grads, group, i)
         return loss
 
     def _norm(self, grads: list[Tensor]) -> Tensor | None:
@@ -159,9 +167,10 @@ class AdamW(torch.optim.AdamW):
         scale = getattr(self, "grad_scale", None)
         return norm if scale is None else norm / scale.to(norm.device)
 
-    def _update(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any]) -> None:
-        """One launch: the parameters have one device and dtype."""
+    def _update(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any], number: int) -> None:
+        """One launch, of this number in the step: the parameters have one device and dtype."""
         device = parameters[0].device
+        seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
         masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
         states = [self.state[parameter] for parameter in parameters]
         newest = "master_param" if masters else "exp_avg"
@@ -189,6 +198,7 @@ class AdamW(torch.optim.AdamW):
             master_params=[state["master_param"] for state in states] if masters else None,
             grad_norm=grad_norm,
             max_grad_norm=self.max_grad_norm,
+            rounding_seed=None if seed is None else seed + number,
         )
 
     def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
@@ -210,6 +220,8 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in ("amsgrad", "differentiable"):
         if options.get(name):
             raise ValueError(f"AdamW: {name}=True is not supported: gptkernels has no kernel for it")
+    if options.get("master_weights") and options.get("rounding_seed") is not None:
+        raise ValueError("AdamW: master_weights and rounding_seed exclude each other")
     if any(isinstance(beta, Tensor) for beta in options["betas"]):
         raise ValueError("AdamW: betas must be floats, got a tensor")
 

@@ -19,21 +19,20 @@ from gptkernels.checkpoint import (
     restore_rng_state,
     save_training_state,
 )
-from gptkernels.data import Question
-from gptkernels.models import GPT2
 from gptkernels.optim import AdamW
 from gptkernels.training.clock import Mark
 from gptkernels.training.config import TrainConfig
-from gptkernels.training.evaluation import Score, answer, check_questions, mean_loss
+from gptkernels.training.evaluation import answer, check_questions, mean_loss
 from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.training.model import BatchLoss, build_model, parameter_groups
+from gptkernels.training.outliers import describe
 from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.processes import Processes, process_rank
 from gptkernels.training.progress import show_progress
 from gptkernels.training.retention import retain
-from gptkernels.training.run_data import HeldOutData, RunData
+from gptkernels.training.run_data import RunData
 from gptkernels.training.runs import (
     CHECKPOINT,
     CSV,
@@ -110,68 +109,6 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
         return Trainer(config, folder, saved, keep_log=keep_log).run()
 
 
-class Evaluation(NamedTuple):
-    """What `evaluate` finds; None where there is nothing to find it on.
-
-    `val_loss` is in nats per token, `score` that of `eval_file`.
-    """
-
-    val_loss: float | None
-    score: Score | None
-
-
-def evaluate(config: TrainConfig) -> Evaluation:
-    """Evaluate the model of `init_from` on the validation data and the questions that the options name; print that.
-
-    Raises:
-        ValueError: there is no `init_from`, nothing to evaluate on, or as `train`.
-        OSError: a file cannot be read.
-    """
-    if config.init_from is None:
-        raise ValueError("--eval-only takes the model of --init-from or --resume")
-    return _evaluate(config, None)
-
-
-def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
-    """`evaluate` for the model of a run's checkpoint, on what the run was evaluated on. The run may be going on.
-
-    Args:
-        run: its folder; None is the latest in runs/.
-        given: options of TrainConfig to change, such as `val_max_batches`.
-
-    Raises:
-        ValueError: there is no such run, an option in `given` cannot change, or as `evaluate`.
-    """
-    checkpoint = find_run(run) / CHECKPOINT
-    saved = load_training_state(checkpoint)
-    return _evaluate(saved_options(saved, checkpoint).updated({**given, "eval_only": True}), saved)
-
-
-def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
-    processes = Processes(config.device)
-    progress = show_progress(0, 0, processes.is_main)
-    try:
-        if config.tf32:
-            torch.backends.cuda.matmul.allow_tf32 = True
-        model = build_model(config, 1, saved).to(processes.device).eval()
-        data = HeldOutData(config, processes, model.config.vocab_size)
-        if data.val is None and not data.questions:
-            raise ValueError(f"nothing to evaluate on: {data.why_no_val}, and no --eval-file")
-        check_questions(data.questions, model.config.block_size, config.eval_file)
-        batch_loss = BatchLoss(model, config)
-        val_loss = score = None
-        if data.val is not None:
-            val_loss = mean_loss(batch_loss, data.val, config.val_max_batches, processes)
-            progress.say(f"validation loss {val_loss:.4f} {data.unit}")
-        if data.questions:
-            score = _answer_questions(model, batch_loss, data.questions, config, processes)
-            progress.say(_describe_score(score))
-        return Evaluation(val_loss, score)
-    finally:
-        progress.close()
-        processes.close()
-
-
 class Trainer:
     """A run: the model, its data, the optimizer, and where they stand.
 
@@ -206,8 +143,9 @@ class Trainer:
             parameter_groups(self.model, config.weight_decay),
             lr=config.learning_rate,
             betas=(config.beta1, config.beta2),
-            master_weights=True,
+            master_weights=config.master_weights,
             max_grad_norm=config.grad_clip or math.inf,
+            rounding_seed=None if config.master_weights else config.seed,
         )
         self.accumulation = config.accumulation(processes.world_size)
         limits = (config.skip_update_lossz, config.skip_update_gradz)
@@ -336,7 +274,7 @@ class Trainer:
         scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
         record = self._record(pending, loss, norm, scores)
         if more and more[2]:
-            self._progress.say(f"step {pending.step}: no update, {_describe_scores(*scores)}")
+            self._progress.say(f"step {pending.step}: no update, {describe(*scores)}")
         self._progress.step(record)
         if self._log:
             self._log.training(record)
@@ -378,8 +316,7 @@ class Trainer:
         return FloatingPointError(f"{what}: training has diverged; a lower --learning-rate may help. {kept}")
 
     def _tokens_per_step(self) -> int:
-        sequences = self.processes.world_size * self.accumulation * self.config.batch_size
-        return sequences * self.config.sequence_length
+        return self.processes.world_size * self.accumulation * self.config.batch_tokens
 
     # Between steps.
 
@@ -404,8 +341,11 @@ class Trainer:
         if not self.data.questions:
             return None
         self._finish_pending()
-        score = _answer_questions(self.model, self._batch_loss, self.data.questions, self.config, self.processes)
-        self._progress.say(f"step {self.step}: {_describe_score(score)}")
+        self.model.eval()
+        with self._batch_loss.precision(self.processes.device):
+            score = answer(self.model, self.data.questions, self.config.batch_tokens, self.processes)
+        self.model.train()
+        self._progress.say(f"step {self.step}: {score}")
         if self._log:
             self._log.evaluation(self.step, score.accuracy)
         self._restart_clock()
@@ -518,25 +458,6 @@ class Trainer:
             self._progress.say("no loss plot: it takes matplotlib (pip install matplotlib)")
         else:
             self._progress.say(f"loss plot: {self.output / PLOT}")
-
-
-def _answer_questions(
-    model: GPT2, batch_loss: BatchLoss, questions: list[Question], config: TrainConfig, processes: Processes
-) -> Score:
-    """In the precision of training, as many tokens at a time as a batch has."""
-    model.eval()
-    with batch_loss.precision(processes.device):
-        score = answer(model, questions, config.batch_size * config.sequence_length, processes)
-    model.train()
-    return score
-
-
-def _describe_score(score: Score) -> str:
-    return f"{score.correct:,} of {score.questions:,} questions answered rightly, accuracy {score.accuracy:.4f}"
-
-
-def _describe_scores(loss: float, gradient: float) -> str:
-    return f"z-score of the loss {loss:+.2f}, of the gradient's norm {gradient:+.2f}"
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -255,10 +255,16 @@ class TrainConfig:
 
     dtype: str = _option(
         "float32",
-        "of the model; bfloat16 has float32 copies of the parameters in the optimizer, autocast is "
-        "float32 with bfloat16 matmuls",
+        "of the model; autocast is float32 with bfloat16 matmuls",
         "speed",
         choices=DTYPES,
+        fixed=True,
+    )
+    master_weights: bool = _option(
+        True,
+        "float32 copies of bfloat16 parameters in the optimizer; without them parameters and moments are bfloat16, "
+        "rounded up or down at random (default: with them)",
+        "speed",
         fixed=True,
     )
     device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one", "speed")
@@ -289,6 +295,8 @@ class TrainConfig:
             raise ValueError(
                 f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"
             )
+        if not self.master_weights and self.dtype != "bfloat16":
+            raise ValueError(f"--no-master-weights is for --dtype bfloat16, --dtype is {self.dtype}")
         self.accumulation(1)
         self._check_schedule()
 
@@ -311,6 +319,11 @@ class TrainConfig:
         fraction = DEFAULT_FINAL_LR_FRACTION if self.final_lr_fraction is None else self.final_lr_fraction
         return fraction * self.learning_rate
 
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch, B T."""
+        return self.batch_size * self.sequence_length
+
     def accumulation(self, processes: int) -> int:
         """Batches whose gradients are averaged for a step of so many processes.
 
@@ -319,7 +332,7 @@ class TrainConfig:
         """
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
-        at_a_time = self.batch_size * self.sequence_length * processes
+        at_a_time = self.batch_tokens * processes
         if self.total_batch_tokens % at_a_time:
             count = f" times {processes} processes" if processes > 1 else ""
             raise ValueError(

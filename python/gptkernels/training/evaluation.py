@@ -27,6 +27,9 @@ class Score(NamedTuple):
         """Of 1."""
         return self.correct / self.questions
 
+    def __str__(self) -> str:
+        return f"{self.correct:,} of {self.questions:,} questions answered rightly, accuracy {self.accuracy:.4f}"
+
 
 @torch.no_grad()
 def mean_loss(

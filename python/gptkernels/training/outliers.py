@@ -64,3 +64,8 @@ class Skipping:
     def found(self, scores: Tensor) -> Tensor:
         """1 where one of the two scores is above its limit, else 0: float32, 0-dim, as AdamW's `found_inf`."""
         return (scores > self._limits).any().float()
+
+
+def describe(loss_score: float, gradient_score: float) -> str:
+    """Two z-scores in words."""
+    return f"z-score of the loss {loss_score:+.2f}, of the gradient's norm {gradient_score:+.2f}"

@@ -123,7 +123,7 @@ def _find_files(config: TrainConfig, processes: Processes) -> _Files:
     """The files that the options name; ValueError for a name or pattern that no file has."""
     val = [] if config.val_files is None else find_files(config.val_files)
     if pattern := _pattern(config):
-        return _Files(pattern.partition("_train")[0], find_files(pattern), val)
+        return _Files(pattern.rpartition("_train")[0] or None, find_files(pattern), val)
     if config.eval_only and config.data is None and (val or config.eval_file):
         return _Files(None, [], val)
     prefix = config.data or processes.from_main(standard_library() if processes.is_main else "")

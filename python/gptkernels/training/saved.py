@@ -145,23 +145,29 @@ def check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, 
         raise ValueError(f"{path}: optimizer: param_groups must be a list of groups")
     if [group.get("params") for group in groups] != [group["params"] for group in wanted]:
         raise ValueError(f"{path}: optimizer: the groups' parameters are not those of this model")
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [
+        (parameter, group["master_weights"]) for group in optimizer.param_groups for parameter in group["params"]
+    ]
     if not isinstance(states, dict) or states.keys() != (set(range(len(parameters))) if step else set()):
         raise ValueError(f"{path}: optimizer: state must have an entry for each of {len(parameters)} parameters")
     for i, state in states.items():
-        _check_parameter_state(state, parameters[i], f"{path}: optimizer: state {i}")
+        _check_parameter_state(state, *parameters[i], f"{path}: optimizer: state {i}")
 
 
-def _check_parameter_state(state: Any, parameter: Tensor, where: str) -> None:
-    shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
-    if parameter.dtype == torch.bfloat16:
-        shapes["master_param"] = parameter.shape
-    if not isinstance(state, dict) or state.keys() != shapes.keys():
-        raise ValueError(f"{where} must have {', '.join(shapes)}")
-    for name, shape in shapes.items():
+def _check_parameter_state(state: Any, parameter: Tensor, has_masters: bool, where: str) -> None:
+    dtype = torch.float32 if has_masters else parameter.dtype
+    wanted = {"step": (torch.Size(), torch.float32)} | dict.fromkeys(
+        ("exp_avg", "exp_avg_sq"), (parameter.shape, dtype)
+    )
+    if has_masters and parameter.dtype == torch.bfloat16:
+        wanted["master_param"] = (parameter.shape, dtype)
+    if not isinstance(state, dict) or state.keys() != wanted.keys():
+        raise ValueError(f"{where} must have {', '.join(wanted)}")
+    for name, (shape, dtype) in wanted.items():
         tensor = state[name]
-        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != torch.float32:
-            raise ValueError(f"{where}: {name} must be a float32 tensor of shape {tuple(shape)}")
+        if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
+            described = str(dtype).removeprefix("torch.")
+            raise ValueError(f"{where}: {name} must be a {described} tensor of shape {tuple(shape)}")
     if state["step"] < 1:
         raise ValueError(f"{where}: step is {state['step'].item()}, must be at least 1")
     if (state["exp_avg_sq"] < 0).any():

@@ -1,0 +1,207 @@
+"""AdamW that rounds bfloat16 parameters and moments up or down at random: `rounding_seed`."""
+
+import numpy as np
+import pytest
+import torch
+
+from gptkernels.optim import AdamW
+from helpers import raises, randn
+
+ops = torch.ops.gptkernels
+OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+STATES = pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+
+
+def step(tensors, number=1, seed=7, **options):
+    """One step on copies of lists (params, grads, exp_avgs, exp_avg_sqs)."""
+    lists = [[t.clone() for t in part] for part in tensors]
+    steps = [torch.full((), float(number), device=p.device) for p in lists[0]]
+    ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **{**OPTIONS, **options}, rounding_seed=seed)
+    return lists
+
+
+def made(sizes, device, state_dtype=torch.bfloat16):
+    """Parameters, gradients and moments in the middle of a run."""
+    params, grads, first, second = (
+        [randn(*shape, dtype=torch.bfloat16, device=device) for shape in sizes] for _ in range(4)
+    )
+    return params, grads, [t.to(state_dtype) for t in first], [t.abs().to(state_dtype) for t in second]
+
+
+def in_float32(tensors):
+    """The same step before anything is rounded: the arithmetic of bfloat16 is that of float32."""
+    lists = [[t.float() for t in part] for part in tensors]
+    steps = [torch.ones((), device=p.device) for p in lists[0]]
+    ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)
+    return lists
+
+
+def philox(key, counters):
+    """Philox4x32-10 of (n, 4) counters, as in the paper of Salmon et al."""
+    c = counters.astype(np.uint64)
+    k0, k1 = np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)
+    low = np.uint64(0xFFFFFFFF)
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[:, 0], np.uint64(0xCD9E8D57) * c[:, 2]
+        c = np.stack([(b >> np.uint64(32)) ^ c[:, 1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[:, 3] ^ k1, a & low], 1)
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return c.astype(np.uint32)
+
+
+def expected_bits(exact, seed, number, tensor, array):
+    """bfloat16 values, as bits: the 16 bits that are cut off are the chance of the neighbour farther from 0."""
+    values = exact.flatten().cpu().numpy().view(np.uint32)
+    groups = -(-len(values) // 8)
+    counters = np.zeros((groups, 4), np.uint64)
+    counters[:, 0], counters[:, 1], counters[:, 2], counters[:, 3] = np.arange(groups), array << 30, tensor, number
+    words = philox(seed, counters)
+    random = np.stack([words & 0xFFFF, words >> 16], 2).reshape(-1)[: len(values)]
+    return ((values + random) >> 16).astype(np.uint16)
+
+
+SHAPES = [(5, 7), (3,), (0,), (), (40, 33), (1,), (100_003,)]
+
+
+@STATES
+def test_the_bits_are_philoxs(state_dtype, device):
+    """On CUDA 16-bit results come of approximate divisions and roots: a few numbers are rounded elsewhere."""
+    tensors = made(SHAPES, device, state_dtype)
+    seed = 0x123456789ABC
+    found, exact = step(tensors, seed=seed), in_float32(tensors)
+    for array, part in enumerate((0, 2, 3)):
+        number = 0
+        for place, (ours, wanted) in enumerate(zip(found[part], exact[part], strict=True)):
+            if ours.dtype == torch.float32:
+                torch.testing.assert_close(ours, wanted)
+                continue
+            bits = ours.flatten().view(torch.int16).cpu().numpy().view(np.uint16)
+            differ = (bits != expected_bits(wanted, seed, 1, place, array)).sum()
+            number += differ
+        assert number == 0 if device.type == "cpu" else number < 100_000 // 500
+
+
+@STATES
+def test_the_mean_is_the_number_itself(state_dtype, device):
+    """2^20 equal elements, all of whose new values lie between the same two neighbours."""
+    n = 2**20
+    full = lambda value, dtype: [torch.full((n,), value, dtype=dtype, device=device)]  # noqa: E731
+    tensors = (full(1.0, torch.bfloat16), full(0.5, torch.bfloat16), full(0.3, state_dtype), full(0.2, state_dtype))
+    found, exact = step(tensors), in_float32([[t[:1] for t in part] for part in tensors])
+    for part in (0, 2, 3) if state_dtype == torch.bfloat16 else (0,):
+        truth = exact[part][0].double().item()
+        values, counts = found[part][0].double().unique(return_counts=True)
+        assert len(values) == 2
+        assert values[0] < truth < values[1]
+        gap = (values[1] - values[0]).item()
+        assert gap == 2 ** (np.floor(np.log2(truth)) - 7)
+        share = (truth - values[0].item()) / gap
+        sigma = (share * (1 - share) / n) ** 0.5
+        assert abs(counts[1].item() / n - share) < 6 * sigma + 2**-16
+
+
+def test_other_seeds_steps_and_tensors_have_other_bits(device):
+    one, two = made([(4096,)], device), made([(4096,)], device)
+    twice = tuple(a + a for a in one)
+    first = step(twice)
+    assert torch.equal(first[0][0], step(twice)[0][0])
+    assert not torch.equal(first[0][0], first[0][1])
+    assert not torch.equal(first[0][0], step(twice, seed=8)[0][0])
+    # Enough to tell apart what step 1 and step 2 round by: nothing else differs without bias correction.
+    plain = {"beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
+    assert not torch.equal(step(two, 1, **plain)[0][0], step(two, 2, **plain)[0][0])
+    moments = step((one[0], one[1], [one[3][0]], [one[3][0]]), beta1=0.5, beta2=0.5)
+    assert not torch.equal(moments[2][0], moments[3][0])
+
+
+@STATES
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
+def test_the_bits_do_not_depend_on_where_a_tensor_lies(size, offset, state_dtype, device):
+    """Aligned tensors are updated in packs, others one element at a time."""
+    tensors = made([(size,)], device, state_dtype)
+    moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
+    lists = [[part[0].as_strided((size,), (1,), part[0].storage_offset())] for part in moved]
+    steps = [torch.ones((), device=device)]
+    ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS, rounding_seed=7)
+    for part, expected in zip(lists, step(tensors), strict=True):
+        assert torch.equal(part[0], expected[0])
+
+
+def test_what_is_not_finite_and_what_is_exact_stays(device):
+    special = torch.tensor([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 2.0**-133], dtype=torch.bfloat16, device=device)
+    zeros = torch.zeros_like(special)
+    no_decay = {"weight_decay": 0.0}
+    for seed in range(20):
+        found = step(([special], [zeros], [zeros], [zeros]), seed=seed, **no_decay)[0][0]
+        assert torch.equal(found.view(torch.int16)[1:], special.view(torch.int16)[1:])
+        assert found[0].isnan()
+
+
+def test_opcheck(device):
+    lists = made([(3, 5), (4,)], device)
+    steps = [torch.ones((), device=device) for _ in lists[0]]
+    lr = torch.tensor(1e-3, dtype=torch.float64)
+    torch.library.opcheck(ops.adamw_, (*lists, steps), {"lr": lr, **OPTIONS, "rounding_seed": 3})
+
+
+def test_what_is_refused(device):
+    lists = made([(3,)], device)
+    steps, lr = [torch.ones((), device=device)], torch.tensor(1e-3)
+    masters = [t.float() for t in lists[0]]
+    with raises("rounding_seed and master_params exclude each other"):
+        ops.adamw_(*lists, steps, lr=lr, **OPTIONS, master_params=masters, rounding_seed=1)
+    with raises(r"rounding_seed is for bfloat16 parameters, params\[0\] is float32"):
+        ops.adamw_(*[[t.float() for t in part] for part in lists], steps, lr=lr, **OPTIONS, rounding_seed=1)
+    with pytest.raises(ValueError, match="master_weights and rounding_seed exclude each other"):
+        AdamW([torch.nn.Parameter(masters[0])], master_weights=True, rounding_seed=1)
+
+
+# The optimizer.
+
+
+def trained(steps, device, **options):
+    """2^14 parameters at 1 that are pulled down by less, a step, than half a bfloat16's last bit there."""
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16, device=device))
+    optimizer = AdamW([parameter], lr=2e-4, weight_decay=0.0, **options)
+    for _ in range(steps):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return parameter.detach(), optimizer
+
+
+def test_small_updates_are_not_lost(device):
+    """A step is lr, 0.0002; below 1 the last bit is 0.0039."""
+    nearest, _ = trained(100, device)
+    assert nearest.eq(1).all()
+    rounded, optimizer = trained(100, device, rounding_seed=3)
+    assert rounded.double().mean().item() == pytest.approx(0.98, abs=5e-4)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+
+
+def test_the_same_seed_gives_the_same_run_and_a_state_dict_continues_it(device):
+    whole, _ = trained(8, device, rounding_seed=3)
+    assert torch.equal(whole, trained(8, device, rounding_seed=3)[0])
+    assert not torch.equal(whole, trained(8, device, rounding_seed=4)[0])
+    half, optimizer = trained(5, device, rounding_seed=3)
+    parameter = torch.nn.Parameter(half)
+    other = AdamW([parameter], rounding_seed=9)
+    other.load_state_dict(optimizer.state_dict())
+    for _ in range(3):
+        parameter.grad = torch.ones_like(parameter)
+        other.step()
+    assert torch.equal(parameter, whole)
+
+
+def test_float32_parameters_beside_them_are_as_ever(device):
+    results = []
+    for seed in (None, 5):
+        torch.manual_seed(1)
+        wide = torch.nn.Parameter(torch.randn(50, device=device))
+        low = torch.nn.Parameter(torch.randn(50, device=device).bfloat16())
+        optimizer = AdamW([wide, low], rounding_seed=seed)
+        for parameter in (wide, low):
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        results.append(wide.detach())
+    assert torch.equal(*results)
