@@ -53,6 +53,12 @@ GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounte
   }
 }
 
+GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& counter) {
+  PhiloxWords words[1] = {counter};
+  philox(key, words);
+  return words[0];
+}
+
 // One call serves 8 elements of a head's (Tq, Tk) mask, 16 bits each: those that one thread holds of two neighbouring
 // 16x8 tiles of a tensor core's accumulator, rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16 < 8,
 // j % 16 < 8, j even).

@@ -163,8 +163,8 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 
 
 def _run(
-    layer: torch.nn.Module, stream: Tensor, pending: Tensor | None, cache: nn.KeyValueCache | None = None
-) -> tuple[Tensor, Tensor | None]:
+    layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
+) -> tuple[Tensor, Pending | None]:
     """A layer, whatever has become of it: the stream, and what is to be added to it."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
