@@ -303,3 +303,23 @@ def test_more_than_2_31_elements(device):
         torch.testing.assert_close(dx[part], out[part] @ weight, **tolerance(torch.bfloat16))
     torch.testing.assert_close(dbias.float(), out.float().sum(0), rtol=1e-2, atol=1.0)
     torch.testing.assert_close(dweight, out.T @ x, rtol=2e-2, atol=100.0)
+
+
+@all_dtypes
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
+    """A weight (in, out), as Hugging Face's Conv1D has it, as a view: its gradient has the parameter's layout."""
+    x = randn(rows, 24, dtype=dtype, device=device)
+    weight = randn(24, 40, dtype=dtype, device=device, scale=0.2)
+    bias, dout = randn(40, dtype=dtype, device=device), randn(rows, 40, dtype=dtype, device=device)
+
+    def transposed(function):
+        return lambda x, weight, bias: function(x, weight.t(), bias)
+
+    names = "dx", "dweight", "dbias"
+    assert_as_exact_with_gradients(
+        transposed(ours), transposed(torchs), transposed(exact), (x, weight, bias), dout, names
+    )
+    found = ops.linear_backward(dout, x, weight.t(), [True] * 3)[1]
+    assert found.stride() == weight.t().stride()
+    torch.library.opcheck(ops.linear_backward, (dout, x, weight.t(), [True] * 3))

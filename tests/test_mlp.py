@@ -322,3 +322,23 @@ def test_more_than_2_31_elements(device):
         expected = gradients(torchs, part_args, out[part])[0]
         torch.testing.assert_close(grads[0][part], expected, **tolerance(torch.bfloat16))
     torch.testing.assert_close(grads[4].float(), out.float().sum(0), rtol=1e-2, atol=100.0)
+
+
+@all_dtypes
+def test_transposed_weights_and_their_gradients_are_not_copied(dtype, device):
+    """Weights (in, out), as Hugging Face's Conv1D has them, as views: their gradients have the parameters' layout."""
+    x, fc, fc_bias, proj, proj_bias = inputs(9, 24, 40, dtype, device)
+    args = x, fc.t().contiguous(), fc_bias, proj.t().contiguous(), proj_bias
+    dout = randn(9, 24, dtype=dtype, device=device)
+
+    def transposed(function):
+        return lambda x, fc, fc_bias, proj, proj_bias: function(x, fc.t(), fc_bias, proj.t(), proj_bias)
+
+    assert_as_exact_with_gradients(transposed(ours), transposed(torchs), transposed(exact), args, dout, NAMES)
+    views = args[1].t(), args[3].t()
+    _, pre, post = ops.mlp(x, views[0], fc_bias, views[1], proj_bias)
+    backward = dout, x, *views, pre, post, [True] * 5
+    _, dfc, _, dproj, _ = ops.mlp_backward(*backward)
+    assert dfc.stride() == views[0].stride()
+    assert dproj.stride() == views[1].stride()
+    torch.library.opcheck(ops.mlp_backward, backward)

@@ -39,7 +39,8 @@ class Plan(NamedTuple):
     low: torch.dtype  # of matrix products
 
 
-NORMS, MATRICES = (0, 1, 6, 7), (2, 3, 4, 5, 8, 9, 10, 11)  # where a block's parameters are, among its 12
+MATRICES = (2, 3, 4, 5, 8, 9, 10, 11)  # where the linear layers' are among a block's 12 parameters
+TOTAL_1 = 6  # where the sum of its inputs is, among what is kept for the backward
 
 
 def plan_of(
@@ -114,7 +115,7 @@ def run(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The stream, what is to be added to it, and qkv (B, T, 3C)."""
     seed, offset = functional._dropout_numbers(plan.attention_p, stream)
-    return _Layer.apply(plan, stream, pending, seed, offset, *parameters)  # type: ignore[no-any-return]
+    return _Layer.apply(plan, stream, pending, seed, offset, *parameters)[:3]  # type: ignore[no-any-return]
 
 
 # ---- the node --------------------------------------------------------------------------------------------------------
@@ -139,28 +140,33 @@ class _Below:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: Plan, stream: Tensor, pending: Tensor | None, seed: Any, offset: Any, *parameters: Any):  # type: ignore[no-untyped-def]
-        """stream, pending (B, T, C) -> stream, pending (B, T, C), qkv (B, T, 3C)."""
+        """stream, pending (B, T, C) -> stream, pending (B, T, C), qkv (B, T, 3C), and the sum of the inputs.
+
+        The sum is all that the backward needs of the inputs. It is an output so that a second derivative finds its way
+        from the sum to them; None without pending.
+        """
         with _Below(stream.device.type):
             matrices = _cast([parameters[i] for i in MATRICES], plan.low)
             outputs, kept = _compute(plan, stream, pending, seed, offset, parameters, matrices, (None, None))
-        ctx.save_for_backward(stream, pending, seed, offset, *parameters, *kept)
+        ctx.save_for_backward(seed, offset, *parameters, *kept)
         ctx.plan = plan
+        ctx.pending_dtype = None if pending is None else pending.dtype
         ctx.set_materialize_grads(False)
-        return outputs
+        return *outputs, None if pending is None else kept[TOTAL_1]
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Tensor | None, dout: Tensor | None, dqkv_outside: Tensor | None):  # type: ignore[no-untyped-def]
+    def backward(ctx: Any, dtotal: Any, dout: Any, dqkv_outside: Any, dsum: Any):  # type: ignore[no-untyped-def]
         """All gradients that are wanted."""
         plan, saved = ctx.plan, ctx.saved_tensors
         _, need_stream, need_pending, _, _, *needs = ctx.needs_input_grad
         if torch.is_grad_enabled():
-            return _differentiably(plan, saved, ctx.needs_input_grad, (dtotal, dout, dqkv_outside))
-        stream, pending, seed, offset, *parameters = saved[:16]
-        mask_1, mask_2, qkv_w, out_w, fc_w, proj_w = saved[16:22]
-        total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[22:29]
-        total_2, mean_2, rstd_2, normed_2, pre, post = saved[29:]
-        wide = stream.dtype
-        with _Below(stream.device.type):
+            return _differentiably(ctx, (dtotal, dout, dqkv_outside), dsum)
+        seed, offset, *parameters = saved[:14]
+        mask_1, mask_2, qkv_w, out_w, fc_w, proj_w = saved[14:20]
+        total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[20:27]
+        total_2, mean_2, rstd_2, normed_2, pre, post = saved[27:]
+        wide = total_1.dtype
+        with _Below(total_1.device.type):
             found: list[Tensor | None] = [None] * 12
             dout = _or_zeros(dout, total_2, plan.low)
             dout = _drop_backward(dout, mask_2, plan.mlp_p)
@@ -188,16 +194,18 @@ class _Layer(torch.autograd.Function):
                 dstream, *found[:2] = ops.residual_layernorm_backward(
                     dnormed.to(wide), dtotal, total_1, parameters[0], mean_1, rstd_1, (True, *needs[:2])
                 )
+                if dsum is not None:
+                    dstream = dstream + dsum
             _cast_gradients(found, parameters, needs, plan)
-            return (
-                *(
-                    None,
-                    dstream if need_stream else None,
-                    dstream.to(pending.dtype) if dstream is not None and pending is not None and need_pending else None,
-                ),
-                *(None, None),
-                *(g if need else None for g, need in zip(found, needs, strict=True)),
-            )
+            return _returned(ctx, dstream, [g if need else None for g, need in zip(found, needs, strict=True)])
+
+
+def _returned(ctx: Any, dsum: Tensor | None, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    """The backward's outputs: the gradient of the inputs' sum is that of each."""
+    need_stream, need_pending = ctx.needs_input_grad[1:3]
+    dstream = dsum if need_stream else None
+    dpending = dsum.to(ctx.pending_dtype) if need_pending and dsum is not None else None
+    return None, dstream, dpending, None, None, *gradients
 
 
 def _compute(
@@ -208,7 +216,7 @@ def _compute(
     offset: Tensor | None,
     parameters: Sequence[Any],
     matrices: Sequence[Any],
-    masks: tuple[Tensor | None, Tensor | None],
+    masks: Sequence[Tensor | None],
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """The block's three outputs, and what its backward needs.
 
@@ -257,18 +265,22 @@ def _compute(
     return (total_2, out, qkv), kept
 
 
-def _differentiably(plan: Plan, saved: Sequence[Any], needs: Sequence[bool], grads: Sequence[Any]) -> tuple[Any, ...]:
+def _differentiably(ctx: Any, grads: Sequence[Any], dsum: Tensor | None) -> tuple[Any, ...]:
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
-    stream, pending, seed, offset, *parameters = saved[:16]
+    plan, saved = ctx.plan, ctx.saved_tensors
+    seed, offset, *parameters = saved[:14]
+    kept = saved[14:]
 
-    def formula(stream: Tensor, pending: Tensor | None, *parameters: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(stream.device.type, enabled=False):
+    def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        with torch.autocast(total.device.type, enabled=False):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
-            return _compute(plan, stream, pending, seed, offset, parameters, matrices, (saved[16], saved[17]))[0]
+            return _compute(plan, total, None, seed, offset, parameters, matrices, kept[:2])[0]
 
-    inputs = stream, pending, *parameters
-    found = differentiate(formula, inputs, (*needs[1:3], *needs[5:]), grads)
-    return None, *found[:2], None, None, *found[2:]
+    needs = any(ctx.needs_input_grad[1:3]), *ctx.needs_input_grad[5:]
+    dtotal, *gradients = differentiate(formula, (kept[TOTAL_1], *parameters), needs, grads)
+    if dsum is not None:
+        dtotal = dsum if dtotal is None else dtotal + dsum
+    return _returned(ctx, dtotal, gradients)
 
 
 def _or_zeros(dout: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
