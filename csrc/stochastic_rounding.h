@@ -29,7 +29,9 @@ struct RoundingBits {
 GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t array,
                                                   int64_t group) {
   const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(group) >> 32) | array << 30;
-  return {philox(seed, static_cast<uint32_t>(group), high, tensor, step)};
+  PhiloxWords words[1] = {{{static_cast<uint32_t>(group), high, tensor, step}}};
+  philox(seed, words);
+  return {words[0]};
 }
 
 // The upper half of a float32, given and taken as bits. The 16 bits that are cut off are the probability, in 2^-16, of
