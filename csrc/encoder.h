@@ -33,6 +33,7 @@ struct EncoderBackward {
   int64_t vocabulary;   // V
   int64_t positions;    // P
   int64_t width;        // C
+  bool accumulate;      // add to what is in dwte: rows that no token refers to are neither read nor written
 };
 
 template <typename T, typename Token>

@@ -34,9 +34,9 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
   return out;
 }
 
-// Writes dwte and, if there are positions, dwpe.
-void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, Tensor& dwte,
-              const OptionalTensor& dwpe) {
+// Writes dwte, or adds to it, and, if there are positions, writes dwpe.
+void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, const Tensor& dwte,
+              const OptionalTensor& dwpe, bool accumulate = false) {
   const Launcher launcher(op, dout);
   const Tensor dout_dense = dense(dout);
   const Tensor tokens_dense = dense(tokens);
@@ -55,7 +55,8 @@ void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& to
                                                  .length = shape.length,
                                                  .vocabulary = vocabulary,
                                                  .positions = dwpe ? dwpe->size(0) : 0,
-                                                 .width = width},
+                                                 .width = width,
+                                                 .accumulate = accumulate},
                                                 launcher.stream()));
     });
   });
@@ -133,6 +134,24 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
+// The same, added to a gradient of wte that is there already: that of a head which is tied to it.
+Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
+  constexpr const char* op = "encoder_backward_";
+  check_matrix(op, "dwte", dwte);
+  check_like(op, "dwte", dwte, "dout", dout);
+  check_no_overlap(op, "dwte", dwte);
+  check_backward(op, dout, tokens, dwte.size(0));
+  check_count(op, "max_positions", max_positions, kEncoderMostRows);
+  check_length(op, tokens, max_positions);
+  check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
+  check_shape(op, "dwte", dwte, {dwte.size(0), width_of(dout)});
+  Tensor dwpe = allocate({max_positions, width_of(dout)}, dout);
+  const Tensor dwte_dense = dense(dwte);
+  backward(op, {tokens.size(0), tokens.size(1)}, dout, tokens, dwte_dense, dwpe, true);
+  if (!dwte.is_contiguous()) torch::stable::copy_(dwte, dwte_dense);
+  return dwpe;
+}
+
 // ---- tokens alone, in any shape -------------------------------------------------------------------------------------
 
 Tensor embedding_op(const Tensor& tokens, const Tensor& weight, int64_t vocab_size) {
@@ -158,6 +177,7 @@ Tensor embedding_backward_op(const Tensor& dout, const Tensor& tokens, int64_t v
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("encoder", TORCH_BOX(&encoder_op));
   m.impl("encoder_backward", TORCH_BOX(&encoder_backward_op));
+  m.impl("encoder_backward_", TORCH_BOX(&encoder_backward_inplace_op));
   m.impl("embedding", TORCH_BOX(&embedding_op));
   m.impl("embedding_backward", TORCH_BOX(&embedding_backward_op));
 }

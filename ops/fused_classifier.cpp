@@ -26,13 +26,6 @@ int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64
   return vocab_size == -1 ? width : vocab_size;
 }
 
-// In-place writes to elements that share memory would overtake each other.
-void check_no_overlap(const char* op, const char* name, const Tensor& t) {
-  for (int64_t i = 0; i < t.dim(); ++i)
-    if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
-      fail(op, name, " is written in place, but several of its elements share memory (dimension ", i, " is expanded)");
-}
-
 // Writes dlogits, which may be the logits themselves, and returns the losses.
 Tensor forward(const char* op, const Tensor& dlogits, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
                int64_t ignore_index, const OptionalTensor& dlosses) {

@@ -12,6 +12,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def(
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
       "-> (Tensor dwte, Tensor dwpe)");
+  m.def("encoder_backward_(Tensor dout, Tensor tokens, Tensor(a!) dwte, SymInt max_positions) -> Tensor dwpe");
 
   m.def("embedding(Tensor tokens, Tensor weight, SymInt vocab_size=-1) -> Tensor");
   m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size) -> Tensor");

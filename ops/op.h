@@ -145,6 +145,13 @@ inline void check_like(const char* op, const char* name, const OptionalTensor& t
   if (t) check_like(op, name, *t, other_name, other);
 }
 
+// In-place writes to elements that share memory would overtake each other.
+inline void check_no_overlap(const char* op, const char* name, const Tensor& t) {
+  for (int64_t i = 0; i < t.dim(); ++i)
+    if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
+      fail(op, name, " is written in place, but several of its elements share memory (dimension ", i, " is expanded)");
+}
+
 inline void check_shape(const char* op, const char* name, const Tensor& t, const Shape& wanted) {
   if (shape_of(t) != wanted) fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
 }

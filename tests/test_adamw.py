@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import gptkernels  # noqa: F401
+import gptkernels
 from helpers import DTYPES, all_dtypes, all_widths, as_view, assert_as_exact_as_torch, assert_same_bits, raises, randn
 
 ops = torch.ops.gptkernels
@@ -521,6 +521,21 @@ def test_bad_lists(device):
         step(1, "masters", torch.Tensor.double, masters=True)
     with raises("adamw_", "master_params belong to bfloat16 and float16", "float32"):
         step(masters=True, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_float64_learning_rate_on_the_device_has_the_bits_of_a_number(dtype, device):
+    grads = [torch.randn(50, dtype=dtype, device=device)]
+    updated = []
+    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64, device=device)):
+        parameter = torch.ones(50, dtype=dtype, device=device, requires_grad=True)
+        optimizer = gptkernels.optim.AdamW([parameter], lr=lr)
+        for _ in range(3):
+            parameter.grad = grads[0]
+            optimizer.step()
+        updated.append(parameter)
+    assert torch.equal(updated[0], updated[1])
+    assert torch.equal(updated[0], updated[2])
 
 
 def test_bad_options(device):

@@ -204,3 +204,67 @@ def test_what_the_command_line_does_not_take(arguments, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--device", "cpu"])
     assert arguments[-1] in capsys.readouterr().err
+
+
+# ---- the training step -----------------------------------------------------------------------------------------------
+
+SMALL_SIZES = {"batch": 2, "layers": 1, "width": 64, "length": 16, "vocabulary": 128}
+SMALL_STEP = ["--device", "cpu", *(f"--{name}={size}" for name, size in SMALL_SIZES.items())]
+
+
+def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
+    from benchmarks.train_step.__main__ import main as train_step
+
+    kept = tmp_path / "step.json"
+    variants = ["--variants", "ours,ours-graph,torch-eager", "--precisions", "tf32,autocast,bf16"]
+    assert train_step([*SMALL_STEP, *variants, "--warm-up", "2", "--steps", "4", "--json", str(kept)]) == 0
+    rows = json.loads(kept.read_text())["steps"]["rows"]
+    assert len(rows) == 9
+    for row in rows:
+        assert not row["fault"]
+        assert len(row["losses"]) == 6
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-2)
+        assert row["losses"][-1] < row["losses"][0]
+    capsys.readouterr()
+    assert train_step(["--from", str(kept)]) == 0
+    assert "| torch-eager | autocast | 2 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "step.json"] if p.exists()])
+def test_the_page_has_the_kept_steps_figures(path):
+    """They are what `python -m benchmarks.train_step --from benchmarks/results/step.json --pages` puts there."""
+    from benchmarks.train_step.__main__ import PAGE, tables
+
+    kept = json.loads(path.read_text())
+    page = PAGE.read_text()
+    assert pages.between(page, "\n\n".join(tables(kept))) == page
+
+
+def test_the_hosts_part_of_a_step(capsys):
+    from benchmarks.train_step.__main__ import main as train_step
+
+    assert train_step([*SMALL_STEP, "--host"]) == 0
+    assert "backward" in capsys.readouterr().out
+
+
+def test_a_timeline_counts_every_launch_once():
+    from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
+
+    shapes = ((2, 4, 8), (2, 4, 3), (8, 3))
+    found = [
+        Launch("linear_backward", 1, shapes, "Memset (Device)", 1e-6),
+        Launch("linear_backward", 1, shapes, "nvjet_a", 5e-5),
+        Launch("linear_backward", 1, shapes, "nvjet_b", 4e-5),
+        Launch("linear_backward", 1, shapes, "void cublasLt::splitKreduce_kernel<32>(int)", 1e-5),
+        Launch("linear_backward", 1, shapes, "void gptkernels::cuda::column_sum_partial_kernel<float>(x)", 1e-5),
+        Launch("adamw_", 2, (), "adamw_chunks_kernel", 2e-5),
+        Launch("adamw_", 3, (), "adamw_chunks_kernel", 2e-5),
+    ]
+    by_what = {(p.op, p.what): p for p in pieces(found, Rates(bytes=1e6, flops=1e6), itemsize=2, parameters=10)}
+    assert by_what["linear_backward", "dx"].launches == 2
+    assert by_what["linear_backward", "dx"].floor == 2 * 2 * 4 * 3 * 8 / 1e6
+    assert by_what["linear_backward", "dweight"].launches == 2
+    assert by_what["linear_backward", "dweight"].kernel == "nvjet_b"
+    assert by_what["linear_backward", "column sums"].floor == 0
+    assert by_what["adamw_", ""].floor == pytest.approx(280 / 1e6)
+    assert cells(list(by_what.values()))[-1][4] == "7"

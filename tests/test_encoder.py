@@ -102,6 +102,7 @@ def test_long_sums(shape, vocabulary, device):
         assert torch.equal(dwte, torch.zeros(vocabulary, 8, device=device).index_add_(0, tokens.flatten(), rows))
         assert torch.equal(dwpe[: shape[1]], dout.sum(0))
         assert not dwpe[shape[1] :].any()
+        check_added(dout, tokens, vocabulary)
 
 
 def exact_sums(tokens, dout, vocabulary):
@@ -122,6 +123,20 @@ def check_counts(counts, order, width, dtype, device):
     dwte, dwpe = ops.encoder_backward(dout[None], tokens[None], len(counts), len(tokens))
     assert torch.equal(dwte, expected)
     assert torch.equal(dwpe, dout)
+    check_added(dout[None], tokens[None], len(counts))
+
+
+def check_added(dout, tokens, vocabulary):
+    """The same added to what is there: rounded once, and rows without tokens stay as they are."""
+    there = torch.randint(-8, 8, (vocabulary, dout.shape[-1]), device=dout.device).to(dout.dtype)
+    sums = torch.zeros(there.shape, dtype=torch.float64, device=dout.device)
+    sums.index_add_(0, tokens.flatten(), dout.flatten(0, 1).double())
+    expected = (sums + there).to(dout.dtype)
+    unused = torch.bincount(tokens.flatten(), minlength=vocabulary) == 0
+    there[unused] = expected[unused] = float("nan")
+    dwpe = ops.encoder_backward_(dout, tokens, there, tokens.shape[1] + 2)
+    torch.testing.assert_close(there, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(dwpe, ops.encoder_backward(dout, tokens, vocabulary, tokens.shape[1] + 2)[1])
 
 
 all_orders = pytest.mark.parametrize("order", ["runs", "shuffled"])
@@ -419,6 +434,31 @@ def test_deterministic(dtype, device):
     assert_same_bits(lambda: ops.embedding_backward(dout, tokens, 50))
 
 
+@all_dtypes
+def test_adding_to_a_gradient(dtype, device):
+    """In any layout; none of no tokens; deterministic; and it has no derivative."""
+    dout, there = randn(3, 5, 7, dtype=dtype, device=device), randn(20, 7, dtype=dtype, device=device)
+    tokens = torch.randint(15, (3, 5), device=device)
+    dwte, dwpe = ops.encoder_backward(dout, tokens, 20, 6)
+    for own in (there.clone(), as_view(there, "transposed"), as_view(there, "sliced"), as_view(there, "misaligned")):
+        assert torch.equal(ops.encoder_backward_(dout, tokens, own, 6), dwpe)
+        torch.testing.assert_close(own, there + dwte, **tolerance(dtype))
+        assert torch.equal(own[15:], there[15:])
+    own = there.clone()
+    assert ops.encoder_backward_(dout[:, :0], tokens[:, :0], own, 6).eq(0).all()
+    assert torch.equal(own, there)
+
+    def added():
+        own = there.clone()
+        return ops.encoder_backward_(dout, tokens, own, 6), own
+
+    assert_same_bits(added)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        ops.encoder_backward_(dout.clone().requires_grad_(), tokens, own, 6)
+    with raises("encoder_backward_", r"dwte must have shape \(20, 7\)"):
+        ops.encoder_backward_(dout, tokens, randn(20, 6, dtype=dtype, device=device), 6)
+
+
 def test_gradcheck(device):
     tokens, wte, wpe = inputs(3, 4, 5, torch.float64, device)
     wte.requires_grad_()
@@ -439,6 +479,7 @@ def test_opcheck(dtype, index, device):
     torch.library.opcheck(ops.encoder, (tokens, wte, wpe))
     torch.library.opcheck(ops.encoder, (tokens, wte, wpe), {"vocab_size": 13})
     torch.library.opcheck(ops.encoder_backward, (dout, tokens, 13, 5))
+    torch.library.opcheck(ops.encoder_backward_, (dout.detach(), tokens, wte.detach().clone(), 5))
     torch.library.opcheck(ops.embedding, (tokens, wte))
     torch.library.opcheck(ops.embedding, (tokens, wte), {"vocab_size": 13})
     torch.library.opcheck(ops.embedding_backward, (dout, tokens, 13))

@@ -501,6 +501,8 @@ def test_bad_input(op, device):
 
 def test_bad_input_backward(device):
     dlogits, _, dlosses = inputs(5, 8, torch.bfloat16, device)
+    with raises("fused_classifier_backward_", "dlosses must be float32", "bfloat16"):
+        ops.fused_classifier_backward_(dlosses.bfloat16(), dlogits)
     with raises("fused_classifier_backward", "dlogits must have at least 1 dimension"):
         ops.fused_classifier_backward(dlosses, dlogits.sum())
     with raises("fused_classifier_backward", "dlosses must be float32", "bfloat16"):
@@ -582,3 +584,21 @@ def test_more_than_2_31_elements(device):
         assert torch.equal(scaled[part], ops.fused_classifier_backward(*expected))
     assert torch.equal(ops.fused_classifier_(logits, targets, vocab_size), losses)
     assert torch.equal(logits, dlogits)
+
+
+@pytest.mark.parametrize("dloss", [1.0, 0.25, float("nan"), "rows"])
+@all_dtypes
+def test_backward_in_place(dloss, dtype, device):
+    """The bits of the backward that is not in place, in any layout; and autograd learns of the change."""
+    dlogits = randn(7, 33, dtype=dtype, device=device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    dlosses = randn(7, dtype=wide, device=device) if dloss == "rows" else torch.tensor(dloss, dtype=wide, device=device)
+    expected = ops.fused_classifier_backward(dlosses, dlogits)
+    for own in (dlogits.clone(), as_view(dlogits, "transposed"), as_view(dlogits, "sliced")):
+        version = own._version
+        assert ops.fused_classifier_backward_(dlosses, own) is None
+        torch.testing.assert_close(own, expected, rtol=0, atol=0, equal_nan=True)
+        assert own._version > version
+    torch.library.opcheck(ops.fused_classifier_backward_, (dlosses, dlogits.clone()))
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        ops.fused_classifier_backward_(dlosses, dlogits.clone().requires_grad_() * 1)

@@ -97,6 +97,23 @@ def test_keeps_small_float16_gradients(device):
     torch.testing.assert_close(dx.double(), expected, rtol=1e-2, atol=1e-2 * expected.abs().max().item())
 
 
+@pytest.mark.parametrize("dloss", [1.0, -0.5])
+@all_dtypes
+def test_the_gradients_are_the_same_whether_they_may_be_scaled_in_place(dloss, dtype, device):
+    """A backward that keeps the graph copies what the forward has saved; the last one gives it away."""
+    x, weight, targets = problem(9, dtype=dtype, device=device, requires_grad=True)
+    loss = G.linear_cross_entropy(x, weight, targets)
+    seed = torch.full_like(loss, dloss)
+    kept = torch.autograd.grad(loss, (x, weight), seed, retain_graph=True)
+    before = [t.clone() for t in kept]
+    again = torch.autograd.grad(loss, (x, weight), seed, retain_graph=True)
+    last = torch.autograd.grad(loss, (x, weight), seed)
+    for a, b, c, d in zip(kept, before, again, last, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a, d)
+
+
 def test_backward_twice(device):
     x = randn(5, 8, dtype=torch.float32, device=device, requires_grad=True)
     weight, targets = randn(12, 8, dtype=torch.float32, device=device), torch.randint(12, (5,), device=device)

@@ -12,7 +12,7 @@ import hashlib, torch, gptkernels
 ops = torch.ops.gptkernels
 torch.manual_seed(0)
 x = torch.randn(4096, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-weight = torch.randn(3072, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+weight = torch.randn(3072, 768, device="cuda").mul(0.02).bfloat16().requires_grad_()
 bias = torch.randn(3072, device="cuda", dtype=torch.bfloat16)
 digest = hashlib.sha256()
 def add(*tensors):

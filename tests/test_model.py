@@ -469,8 +469,33 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
             "fused_classifier_backward_": 2,
         }
         others = {"aten::ones_like"}
-    assert calls.kernels() == BLOCKS | head
+    expected = BLOCKS | head
+    if not return_logits:  # which adds to the head's gradient of the same weight
+        expected["encoder_backward_"] = expected.pop("encoder_backward")
+    assert calls.kernels() == expected
     assert calls.others() <= others | VIEWS | ACCUMULATION | PROFILER
+
+
+def test_the_tied_weights_gradient_is_the_sum_of_both(device):
+    """Whether the embedding's backward adds to the head's or autograd adds the two; also with the graph kept."""
+    ours, _ = pair(torch.float64, device)
+    weight = ours.lm_head.weight
+    tokens, targets = batch(device=device)
+    loss = ours(tokens, targets, return_logits=False)[1]
+    found = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2)]
+    found.append(torch.autograd.grad(2 * ours(tokens, targets, return_logits=False)[1], weight)[0] / 2)
+    ours(tokens, targets, return_logits=False)[1].backward()
+    found.append(weight.grad.clone())
+    ours(tokens, targets, return_logits=False)[1].backward()
+    found.append(weight.grad / 2)
+    (expected,) = torch.autograd.grad(ours(tokens, targets)[1], weight)
+    for gradient in found:
+        torch.testing.assert_close(gradient, expected)
+    ours.transformer.register_forward_hook(lambda *_: None)  # called, and so not fused with the head
+    (separate,) = torch.autograd.grad(ours(tokens, targets, return_logits=False)[1], weight)
+    torch.testing.assert_close(separate, expected)
+    create = torch.autograd.grad(ours(tokens, targets, return_logits=False)[1], weight, create_graph=True)[0]
+    assert create.requires_grad
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -54,9 +54,10 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 // out = row(0) + ... + row(count - 1). Four rows are added first, then the sums of a run of kRun rows, then those of
-// the runs, for float32 in float64: the rounding error grows with the length of a run, not with the number of rows.
+// the runs, for float32 in float64: the rounding error grows with the length of a run, not with the number of rows. The
+// sum is added to what is in out, if asked for.
 template <typename T, typename Row>
-void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
+void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;
   using Total = std::conditional_t<sizeof(T) == 4, double, A>;
   constexpr int64_t kRun = 32;
@@ -85,7 +86,8 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row) {
       for (int64_t i = 0; i < columns; ++i) total[i] += sum[i];
     }
 #pragma omp simd
-    for (int64_t i = 0; i < columns; ++i) store(out[column + i], A(total[i]));
+    for (int64_t i = 0; i < columns; ++i)
+      store(out[column + i], A(total[i]) + (accumulate ? A(out[column + i]) : A(0)));
   }
 }
 
@@ -113,7 +115,8 @@ template <typename T, typename Token>
 void backward_token(const EncoderBackward<T, Token>& p, const Sorted& sorted, int64_t token) {
   const int64_t* order = sorted.order + sorted.starts[token];
   const int64_t count = sorted.starts[token + 1] - sorted.starts[token];
-  sum_rows(p.dwte + token * p.width, count, p.width, [&](int64_t r) { return p.dout + order[r] * p.width; });
+  const auto row = [&](int64_t r) { return p.dout + order[r] * p.width; };
+  sum_rows(p.dwte + token * p.width, count, p.width, row, p.accumulate);
 }
 
 template <typename T, typename Token>
@@ -146,10 +149,11 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   const Sorted sorted = sort_positions(p);
   // Frequent tokens have neighbouring numbers in most vocabularies, so the work is divided by sorted positions: the
   // thread whose share has a token's first position sums its row. Rows without a position are zeroed separately.
-  parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
-    for (int64_t v = begin; v < end; ++v)
-      if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
-  });
+  if (!p.accumulate)
+    parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v)
+        if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
+    });
   parallel_for(stream, p.batch * p.length, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t i = begin; i < end; ++i) {

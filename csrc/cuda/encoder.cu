@@ -38,9 +38,12 @@ void launch_backward(const EncoderBackward<T, Token>& p, const EncoderWorkspace<
   constexpr int kMaxGridY = 65535;
   const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kSumsWarps) : 0;
   const int64_t slot_blocks = ceil_div(w.windows * int64_t(kWindow / kUnit), kSumsThreads / kLanes<kVec>);
-  launch_early<encoder_backward_sums_kernel<T, Token, kVec>>(
-      dim3(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY)), kSumsThreads, 0, stream, p, w,
-      batch_blocks);
+  const dim3 grid(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY));
+  if (p.accumulate)
+    launch_early<encoder_backward_sums_kernel<T, Token, kVec, true>>(grid, kSumsThreads, 0, stream, p, w, batch_blocks);
+  else
+    launch_early<encoder_backward_sums_kernel<T, Token, kVec, false>>(grid, kSumsThreads, 0, stream, p, w,
+                                                                      batch_blocks);
 }
 
 }  // namespace
@@ -71,7 +74,7 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
     if (p.dwpe)
       if (Status status = cudaMemsetAsync(p.dwpe, 0, p.positions * row_bytes, stream); status != cudaSuccess)
         return status;
-    return p.dwte ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
+    return p.dwte && !p.accumulate ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
   }
   if (n > kEncoderMostRows || p.positions > kEncoderMostRows || p.vocabulary > kEncoderMostWords ||
       p.width > kEncoderMostColumns)

@@ -1,5 +1,6 @@
 // The second half of the encoder's backward (the first: encoder_order.cuh). It reads dout once from memory, B * T * C *
-// sizeof(T) bytes, and writes each row of dwte and dwpe once, zero where no token refers to it.
+// sizeof(T) bytes, and writes each row of dwte and dwpe once, zero where no token refers to it. With kAccumulate it
+// adds to the rows of dwte, and leaves those alone that no token refers to.
 //
 // The work is cut into units of about the same size, one for each warp or half-warp:
 //
@@ -57,11 +58,12 @@ __device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>&
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-template <int kVec, typename T, typename Total>
+template <bool kAccumulate, int kVec, typename T, typename Total>
 __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   accumulate_t<T> values[kVec];
 #pragma unroll
   for (int k = 0; k < kVec; ++k) values[k] = static_cast<accumulate_t<T>>(sum[k]);
+  if constexpr (kAccumulate) add_pack(values, load<kVec>(row));
   stream_narrow<kVec>(row, values);
 }
 
@@ -165,12 +167,12 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
       if (!add_parts<kVec, T>(sum, at, w, piece, w.pieces, row_at)) return;
     }
   }
-  write_sum<kVec>(column_of(p.dwpe, at, w).row(t), sum);
+  write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
 // The rows of dwte whose heads lie in a unit of the items; each group of lanes has a unit of its own. A row is written
 // when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a window.
-template <typename T, typename Token, int kVec>
+template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
   constexpr int kReach = kUnit + kWindow;
@@ -209,6 +211,10 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   // times the rounding error of torch's. For 16-bit types the final rounding is much larger than either.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
+  bool any = false;  // whether the row has entries
+  const auto write_row = [&](const accumulate_t<T>(&sum)[kVec]) {
+    if (row != kNoRow && (any || !kAccumulate)) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
+  };
   accumulate_t<T> sum[kVec] = {};
   for (int i = 0; i < all_end; i += kLoadsInFlight<kVec>) {
     Packed<T, kVec> packs[kLoadsInFlight<kVec>];
@@ -239,26 +245,30 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 #pragma unroll
           for (int k = 0; k < kVec; ++k) packs[j].v[k] += packs[j + half].v[k];
       add_pack(sum, packs[0]);
+      if constexpr (kAccumulate)
+#pragma unroll
+        for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
     // Selects instead of branches: the compiler would insert a warp reconvergence point after each branch.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
-      if (head && row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
+      if (head) write_row(sum);
+      any = !head && (any || unsigned(item[j]) < unsigned(kLongRunMark));
       row = head ? ~item[j] : row;
 #pragma unroll
       for (int k = 0; k < kVec; ++k) sum[k] = head ? 0 : sum[k];
       add_pack(sum, packs[j]);
     }
   }
-  if (row != kNoRow) stream_narrow<kVec>(dwte.row(row), sum);
+  write_row(sum);
   __syncwarp();  // before `items` is written again
 }
 
 // The parts of long runs that lie in a window of the items: of at most two, one that began in an earlier window and one
 // that begins in this one. So row 2 * window + (begins here) of the partials belongs to one part.
-template <typename T, typename Token, int kVec>
+template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
   for (int i = 0; i < 2; ++i) {
@@ -272,11 +282,11 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
     const int parts = run.last / kWindow - first_window + 1;
     const auto row_at = [&](int part) { return 2 * (first_window + part) + (part == 0); };
     if (!add_parts<kVec, T>(sum, at, w, window - first_window, parts, row_at)) continue;
-    write_sum<kVec>(column_of(p.dwte, at, w).row(run.token), sum);
+    write_sum<kAccumulate, kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }
 
-template <typename T, typename Token, int kVec>
+template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,
                                  const int64_t batch_blocks) {
@@ -293,10 +303,10 @@ __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
                                      static_cast<int>(warp / p.positions));
       continue;
     }
-    sum_short_runs<T, Token, kVec>(p, w, at,
-                                   static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
+    sum_short_runs<T, Token, kVec, kAccumulate>(
+        p, w, at, static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
     if (unit % (kWindow / kUnit) == 0)
-      sum_long_runs<T, Token, kVec>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
+      sum_long_runs<T, Token, kVec, kAccumulate>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
   }
 }
 

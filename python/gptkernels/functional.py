@@ -393,7 +393,7 @@ def embedding(
     refuse(
         "embedding", padding_idx=padding_idx, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
     )
-    return ops.embedding(input, weight, vocab_size)
+    return ops.embedding.default(input, weight, vocab_size)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
 from gptkernels.ops import ops
+from gptkernels.ops.encoder import TiedEncoder
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
@@ -199,7 +201,11 @@ class Transformer(torch.nn.Module):
 
         With caches, one a layer, the tokens are those that follow what is in them.
         """
-        stream, pending = self._embed(tokens, 0 if caches is None else caches[0].length), None
+        return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
+
+    def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
+        """What :meth:`forward` does with the sum of both embeddings, (B, T, C)."""
+        pending: Pending | None = None
         recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):
             if recompute:
@@ -210,11 +216,15 @@ class Transformer(torch.nn.Module):
                 stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
+    def embeds_in_one(self) -> bool:
+        """Whether the two embeddings are one operator."""
+        return is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding)
+
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         """Tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
-        if is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding):
+        if self.embeds_in_one():
             positions = self.wpe.weight[start:] if start else self.wpe.weight
-            return ops.encoder(tokens, self.wte.weight, positions, self.vocab_size)
+            return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)
         return self.wte(tokens) + self.wpe(torch.arange(start, start + tokens.shape[1], device=tokens.device))
 
 
@@ -272,12 +282,11 @@ class GPT2(torch.nn.Module):
             TypeError: tokens or targets has another dtype.
         """
         self._check(tokens, targets)
-        hidden = self.transformer(tokens)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
-            loss = functional.linear_cross_entropy(
-                hidden, self.lm_head.weight, targets, vocab_size=self.config.vocab_size
-            )
+            hidden, weight = self._hidden_and_head(tokens)
+            loss = functional.linear_cross_entropy(hidden, weight, targets, vocab_size=self.config.vocab_size)
             return None, loss
+        hidden = self.transformer(tokens)
         padded = self.lm_head(hidden)
         logits = padded[..., : self.config.vocab_size]
         if targets is None:
@@ -285,6 +294,24 @@ class GPT2(torch.nn.Module):
         flat = targets.reshape(-1)
         losses, _ = ops.fused_classifier.default(padded.reshape(-1, padded.shape[-1]), flat, self.config.vocab_size)
         return logits if return_logits else None, losses.sum() / (flat != -100).sum()
+
+    def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The transformer's output, and the head's weight.
+
+        If that is the token embedding, its two gradients are summed without a pass of their own (TiedEncoder).
+        """
+        transformer, weight = self.transformer, self.lm_head.weight
+        if (
+            weight is not transformer.wte.weight
+            or not (torch.is_grad_enabled() and weight.requires_grad)
+            or not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())
+            or torch.compiler.is_compiling()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return transformer(tokens), weight
+        stream, weight = TiedEncoder.apply(tokens, weight, transformer.wpe.weight, transformer.vocab_size)
+        return transformer.after_embedding(stream), weight
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
         for name, t in (("tokens", tokens), ("targets", targets)):

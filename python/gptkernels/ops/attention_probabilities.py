@@ -25,7 +25,7 @@ class AttentionProbabilities(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, num_heads, scale):
         """Save the probabilities."""
-        out, probabilities = below_autograd(ops.attention_probabilities, qkv, num_heads, scale)
+        out, probabilities = below_autograd(ops.attention_probabilities.default, qkv, num_heads, scale)
         ctx.save_for_backward(qkv, probabilities)
         ctx.num_heads, ctx.scale = num_heads, scale
         ctx.mark_non_differentiable(probabilities)
@@ -38,7 +38,11 @@ class AttentionProbabilities(torch.autograd.Function):
         if dout is None:
             return None, None, None
         qkv, probabilities = ctx.saved_tensors
-        return ops.attention_probabilities_backward(dout, qkv, probabilities, ctx.num_heads, ctx.scale), None, None
+        return (
+            ops.attention_probabilities_backward.default(dout, qkv, probabilities, ctx.num_heads, ctx.scale),
+            None,
+            None,
+        )
 
 
 def _probabilities(qkv: Tensor, num_heads: int, scale: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
@@ -81,7 +85,7 @@ class AttentionProbabilitiesBackward(torch.autograd.Function):
         """The kernels."""
         ctx.save_for_backward(dout, qkv)
         ctx.num_heads, ctx.scale = num_heads, scale
-        return below_autograd(ops.attention_probabilities_backward, dout, qkv, probabilities, num_heads, scale)
+        return below_autograd(ops.attention_probabilities_backward.default, dout, qkv, probabilities, num_heads, scale)
 
     @staticmethod
     def backward(ctx, grad):

@@ -30,7 +30,7 @@ class CausalSoftmax(torch.autograd.Function):
     def backward(ctx, dout):
         """dscores = scale * out * (dout - sum(dout * out))."""
         (out,) = ctx.saved_tensors
-        return ops.causal_softmax_backward(dout, out, ctx.scale), None
+        return ops.causal_softmax_backward.default(dout, out, ctx.scale), None
 
 
 class CausalSoftmaxBackward(torch.autograd.Function):
@@ -61,7 +61,7 @@ class CausalSoftmaxBackward(torch.autograd.Function):
 
 def tangent(inputs, tangents, outputs):
     """The Jacobian of a row is symmetric: the backward, of the tangent."""
-    return ops.causal_softmax_backward(tangents[0], outputs[0], inputs[1])
+    return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 
 def backward_formula(dout, out, scale):

@@ -3,7 +3,7 @@
 import torch
 
 from gptkernels.ops._forward import linear_in
-from gptkernels.ops._register import autograd, below_autograd, fake, ops, vmap
+from gptkernels.ops._register import autograd, below_autograd, fake, mutates, ops, vmap, without_derivative
 from gptkernels.ops._vmap import batches, leading, loop, offset_tokens, rows
 
 
@@ -14,6 +14,10 @@ def _fake(tokens, wte, wpe, vocab_size=-1):
 def _fake_backward(dout, tokens, vocab_size, max_positions):
     width = dout.shape[-1]
     return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
+
+
+def _fake_backward_in_place(dout, tokens, dwte, max_positions):
+    return dout.new_empty((max_positions, dout.shape[-1]))
 
 
 def _fake_embedding(tokens, weight, vocab_size=-1):
@@ -32,13 +36,40 @@ class Encoder(torch.autograd.Function):
         """Save the tokens: the gradient does not depend on the weights."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
-        return below_autograd(ops.encoder, tokens, wte, wpe, vocab_size)
+        return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
         """dwte: sums of dout's rows over the positions of each token. dwpe: sums over the batch."""
         (tokens,) = ctx.saved_tensors
-        return None, *ops.encoder_backward(dout, tokens, *ctx.sizes), None
+        return None, *ops.encoder_backward.default(dout, tokens, *ctx.sizes), None
+
+
+class TiedEncoder(torch.autograd.Function):
+    """As Encoder, with a second output: wte, for the head that is tied to it.
+
+    The head's gradient of wte thus comes to this backward, which adds that of the tokens: no second one is written,
+    and no pass of its own adds the two.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, wte, wpe, vocab_size):
+        """Save the tokens."""
+        ctx.save_for_backward(tokens)
+        ctx.sizes = wte.shape[0], wpe.shape[0]
+        ctx.set_materialize_grads(False)
+        return ops.encoder.default(tokens, wte, wpe, vocab_size), wte.view_as(wte)
+
+    @staticmethod
+    def backward(ctx, dout, dhead):
+        """As Encoder's, and the head's gradient, which nobody else has: it comes from one product."""
+        (tokens,) = ctx.saved_tensors
+        if dout is None:
+            return None, dhead, None, None
+        if dhead is None or torch.is_grad_enabled() or dhead.dtype != dout.dtype or not dhead.is_contiguous():
+            dwte, dwpe = ops.encoder_backward.default(dout, tokens, *ctx.sizes)
+            return None, dwte if dhead is None else dwte + dhead, dwpe, None
+        return None, dhead, ops.encoder_backward_.default(dout, tokens, dhead, ctx.sizes[1]), None
 
 
 class EncoderBackward(torch.autograd.Function):
@@ -48,13 +79,13 @@ class EncoderBackward(torch.autograd.Function):
     def forward(ctx, dout, tokens, vocab_size, max_positions):
         """The kernel."""
         ctx.save_for_backward(tokens)
-        return below_autograd(ops.encoder_backward, dout, tokens, vocab_size, max_positions)
+        return below_autograd(ops.encoder_backward.default, dout, tokens, vocab_size, max_positions)
 
     @staticmethod
     def backward(ctx, ddwte, ddwpe):
         """The adjoint of a sum of rows is the look-up itself."""
         (tokens,) = ctx.saved_tensors
-        return ops.encoder(tokens, ddwte, ddwpe), None, None, None
+        return ops.encoder.default(tokens, ddwte, ddwpe), None, None, None
 
 
 class Embedding(torch.autograd.Function):
@@ -65,13 +96,13 @@ class Embedding(torch.autograd.Function):
         """Save the tokens."""
         ctx.save_for_backward(tokens)
         ctx.rows = weight.shape[0]
-        return below_autograd(ops.embedding, tokens, weight, vocab_size)
+        return below_autograd(ops.embedding.default, tokens, weight, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
         """Sums of dout's rows over the positions of each token."""
         (tokens,) = ctx.saved_tensors
-        return None, ops.embedding_backward(dout, tokens, ctx.rows), None
+        return None, ops.embedding_backward.default(dout, tokens, ctx.rows), None
 
 
 class EmbeddingBackward(torch.autograd.Function):
@@ -81,20 +112,20 @@ class EmbeddingBackward(torch.autograd.Function):
     def forward(ctx, dout, tokens, vocab_size):
         """The kernel."""
         ctx.save_for_backward(tokens)
-        return below_autograd(ops.embedding_backward, dout, tokens, vocab_size)
+        return below_autograd(ops.embedding_backward.default, dout, tokens, vocab_size)
 
     @staticmethod
     def backward(ctx, ddweight):
         """The look-up itself."""
         (tokens,) = ctx.saved_tensors
-        return ops.embedding(tokens, ddweight), None, None
+        return ops.embedding.default(tokens, ddweight), None, None
 
 
 def encoder_tangent(inputs, tangents, outputs):
     """The look-up itself: it is linear in both weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
-    return ops.encoder(tokens, *filled, vocab_size)
+    return ops.encoder.default(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
@@ -107,6 +138,9 @@ def embedding_backward_vmap(op, size, in_dims, args):
 
 fake("encoder", _fake)
 fake("encoder_backward", _fake_backward)
+fake("encoder_backward_", _fake_backward_in_place)
+mutates("encoder_backward_")
+without_derivative("encoder_backward_")
 fake("embedding", _fake_embedding)
 fake("embedding_backward", _fake_embedding_backward)
 autograd("encoder", Encoder, jvp=encoder_tangent)

@@ -94,7 +94,7 @@ class FusedClassifier(torch.autograd.Function):
         dlogits, targets = ctx.saved_tensors
         found = None
         if dlosses is not None:
-            found = ops.fused_classifier_backward(dlosses, dlogits)
+            found = ops.fused_classifier_backward.default(dlosses, dlogits)
         if ddlogits is not None:
             product = hessian_product(dlogits, targets, ctx.ignore_index, ddlogits)
             found = product if found is None else found + product
@@ -136,7 +136,7 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 def _in_place_by_copy(logits, *args):
     """By the op that is not in place: torch's own ``copy_`` knows tangents, mapped dimensions and transforms."""
-    losses, dlogits = ops.fused_classifier(logits.clone(), *args)  # what it saves is not written into
+    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # what it saves is not written into
     logits.copy_(dlogits)
     return losses
 
@@ -169,7 +169,7 @@ class FusedClassifierBackward(torch.autograd.Function):
             ddlosses = (dscaled.to(dlosses.dtype) * dlogits.to(dlosses.dtype)).sum(-1)
             ddlosses = ddlosses if dlosses.dim() else ddlosses.sum()
         if ctx.needs_input_grad[1]:
-            ddlogits = ops.fused_classifier_backward(dlosses, dscaled)
+            ddlogits = ops.fused_classifier_backward.default(dlosses, dscaled)
         return ddlosses, ddlogits
 
 

@@ -32,7 +32,7 @@ class Gelu(torch.autograd.Function):
     def backward(ctx, dout):
         """One kernel."""
         (x,) = ctx.saved_tensors
-        return ops.gelu_backward(dout, x, approximate=ctx.approximate), None
+        return ops.gelu_backward.default(dout, x, approximate=ctx.approximate), None
 
 
 def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
@@ -51,7 +51,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 def tangent(inputs, tangents, outputs):
     """The derivative of each element times its tangent, as in the backward."""
     x, approximate = inputs
-    return ops.gelu_backward(tangents[0], x, approximate=approximate)
+    return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 
 
 class GeluBackward(torch.autograd.Function):

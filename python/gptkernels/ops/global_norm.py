@@ -17,7 +17,7 @@ class GlobalNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *tensors):
         """Save the tensors and their norm."""
-        norm = below_autograd(ops.global_norm, tensors)
+        norm = below_autograd(ops.global_norm.default, tensors)
         ctx.save_for_backward(norm, *tensors)
         return norm
 
@@ -51,7 +51,7 @@ def _autograd(tensors):
     if _forward.active() and _forward.any_tangent(tensors):
         return _record_forward(*tensors)
     if not torch.is_grad_enabled():
-        return below_autograd(ops.global_norm, tensors)
+        return below_autograd(ops.global_norm.default, tensors)
     return _record(*tensors)
 
 

@@ -47,7 +47,7 @@ class LayerNorm(torch.autograd.Function):
             return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
-        return *present(ops.layernorm_backward(dout, x, weight, mean, rstd, mask), mask), None
+        return *present(ops.layernorm_backward.default(dout, x, weight, mean, rstd, mask), mask), None
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):

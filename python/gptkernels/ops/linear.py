@@ -47,14 +47,14 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         """Save x and weight."""
         ctx.save_for_backward(x, weight)
-        return below_autograd(ops.linear, x, weight, bias)
+        return below_autograd(ops.linear.default, x, weight, bias)
 
     @staticmethod
     def backward(ctx, dout):
         """Two products, the bias gradient beside the second."""
         x, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad
-        return present(ops.linear_backward(dout, x, weight, mask), mask)
+        return present(ops.linear_backward.default(dout, x, weight, mask), mask)
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
@@ -66,8 +66,8 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, .
 def tangent(inputs, tangents, outputs):
     """The product rule."""
     (x, weight, _), (dx, dweight, dbias) = inputs, tangents
-    parts = [ops.linear(dx, weight)] if dx is not None else []
-    parts += [ops.linear(x, dweight)] if dweight is not None else []
+    parts = [ops.linear.default(dx, weight)] if dx is not None else []
+    parts += [ops.linear.default(x, dweight)] if dweight is not None else []
     parts += [dbias.expand_as(outputs[0])] if dbias is not None else []
     return sum(parts[1:], parts[0])
 
@@ -86,7 +86,7 @@ class LinearBackward(torch.autograd.Function):
         ctx.save_for_backward(dout, x, weight)
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
-        return below_autograd(ops.linear_backward, dout, x, weight, output_mask)
+        return below_autograd(ops.linear_backward.default, dout, x, weight, output_mask)
 
     @staticmethod
     def backward(ctx, *grads):

@@ -53,7 +53,7 @@ class MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias):
         """Save both sides of the GELU."""
-        out, pre_gelu, post_gelu = below_autograd(ops.mlp, x, fc_weight, fc_bias, proj_weight, proj_bias)
+        out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, x, fc_weight, fc_bias, proj_weight, proj_bias)
         ctx.save_for_backward(x, fc_weight, fc_bias, proj_weight, proj_bias, pre_gelu, post_gelu)
         ctx.set_materialize_grads(False)
         return out, pre_gelu, post_gelu
@@ -66,7 +66,7 @@ class MLP(torch.autograd.Function):
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:
             return differentiate(formula, inputs, mask, (dout, dpre_gelu, dpost_gelu))
         x, fc_weight, _, proj_weight, _ = inputs
-        return present(ops.mlp_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, mask), mask)
+        return present(ops.mlp_backward.default(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, mask), mask)
 
 
 def backward_formula(
@@ -93,7 +93,7 @@ class MLPBackward(torch.autograd.Function):
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
         return below_autograd(
-            ops.mlp_backward, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask
+            ops.mlp_backward.default, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask
         )  # fmt: skip
 
     @staticmethod

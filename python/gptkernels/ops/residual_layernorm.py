@@ -127,7 +127,7 @@ def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None):
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         return op(*(cast(t, torch.float32) for t in (x, residual, weight, bias)), eps, cast(x_bias, torch.float32))
     sum = (x if x_bias is None else x + cast(x_bias, x.dtype)) + residual
-    out, mean, rstd = ops.layernorm(*(cast(t, torch.float32) for t in (sum, weight, bias)), eps)
+    out, mean, rstd = ops.layernorm.default(*(cast(t, torch.float32) for t in (sum, weight, bias)), eps)
     return out, sum, mean, rstd
 
 
