@@ -750,6 +750,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_pa
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
+    given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
     flags = run_flags(given)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     subprocess.run(
