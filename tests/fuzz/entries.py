@@ -235,6 +235,30 @@ def embedding(draw):
 # ---- matrices -------------------------------------------------------------------------------------------------------
 
 
+class Linear(torch.autograd.Function):
+    """x @ weight.T + bias of matrices, and its gradients, by the calls of torch's BLAS that our operators make.
+
+    Other calls round in other ways: F.linear takes one row for a vector.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, chunk):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.chunk = chunk
+        return x.mm(weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight, bias = ctx.saved_tensors
+        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk or max(len(dout), 1))])
+        return dx, dout.T.mm(x), None if bias is None else dout.sum(0), None
+
+
+def torchs_linear(x, weight, bias=None, chunk=None):
+    rows = Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias, chunk)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
 @entry
 def linear(draw):
     dtype = draw.dtype()
@@ -251,7 +275,7 @@ def linear(draw):
     return Call(
         "linear(x, weight, bias)",
         G.linear if draw.chance("functional", 0.5) else ops.linear,
-        F.linear,
+        torchs_linear,
         F.linear,
         args,
         any_threads=False,
@@ -276,7 +300,7 @@ def mlp(draw):
     return Call(
         "mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)",
         G.mlp if draw.chance("functional", 0.5) else lambda *args: ops.mlp(*args)[0],
-        test_mlp.torchs,
+        lambda x, *ws: torchs_linear(F.gelu(torchs_linear(x, *ws[:2]), approximate="tanh"), *ws[2:]),
         test_mlp.exact,
         args,
         any_threads=False,
@@ -520,20 +544,6 @@ def cross_entropy(draw):
     )
 
 
-class Linear(torch.autograd.Function):
-    """x @ weight.T by the calls of torch's BLAS that linear_cross_entropy makes. Other calls round in other ways."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x.mm(weight.T)
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, weight = ctx.saved_tensors
-        return dout.mm(weight), dout.T.mm(x)
-
-
 @entry
 def linear_cross_entropy(draw):
     dtype = draw.dtype()
@@ -549,16 +559,15 @@ def linear_cross_entropy(draw):
         "chunk_size": chunk_size,
     }
 
-    def formula(loss, x, weight, targets):
-        logits = Linear.apply(x.reshape(-1, inner), weight.contiguous()).view(*rows, width)
-        losses = losses_of(wide(logits), targets, vocab_size, ignore_index, loss)
+    def formula(linear, loss, x, weight, targets):
+        losses = losses_of(wide(linear(x, weight)), targets, vocab_size, ignore_index, loss)
         return reduced(losses, targets, ignore_index, options["reduction"])
 
     return Call(
         f"linear_cross_entropy(x, weight, targets, {options})",
         lambda *args: G.linear_cross_entropy(*args, **options),
-        partial(formula, torchs_loss),
-        partial(formula, exact_loss),
+        partial(formula, partial(torchs_linear, chunk=chunk_size), torchs_loss),
+        partial(formula, F.linear, exact_loss),
         {
             # No denormals: the gradient is rounded to the dtype before the backward scales it.
             "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
