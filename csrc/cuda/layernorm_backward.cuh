@@ -64,8 +64,8 @@ __host__ __device__ int column_sums(const LayernormBackward<T>& p) {
   return p.dx_bias ? 3 : 2;
 }
 
-// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, and every gridDim.y-th row of it in four sums side
-// by side, which round less than one and have their loads in flight together. dx is there already.
+// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, and every gridDim.y-th row of it in four sums
+// side by side, which round less than one and have their loads in flight together. dx is there already.
 template <typename T>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
@@ -84,7 +84,7 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
       dbias[k] += dout;
     }
   }
-  const auto total = [](const A (&sums)[kSums]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
+  const auto total = [](const A(&sums)[kSums]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
   partial[column] = total(dweight);
   partial[p.width + column] = total(dbias);
