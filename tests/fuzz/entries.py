@@ -176,21 +176,29 @@ def layernorm(draw):
 @entry
 def residual_layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
-    exact = flat(partial(test_residual_layernorm.exact, dtype=args["x"].dtype), len(shape))
+    dtype = args["x"].dtype
+    args["x_bias"] = draw.tensor("x_bias", shape, dtype, special="nan") if draw.chance("has x_bias", 0.4) else None
+    exact = flat(partial(test_residual_layernorm.exact, dtype=dtype), len(shape))
 
-    def torchs(x, residual, weight, bias):
-        total = x + residual
+    def ours(x, residual, weight, bias, x_bias):
+        if functional:
+            return G.residual_layer_norm(x, residual, shape, weight, bias, eps, x_bias)
+        return ops.residual_layernorm(x, residual, weight, bias, eps, x_bias)[:2]
+
+    def biased(x, x_bias):
+        return x if x_bias is None else x + x_bias
+
+    def torchs(x, residual, weight, bias, x_bias):
+        total = biased(x, x_bias) + residual
         return F.layer_norm(total, shape, weight, bias, eps), total
 
     return Call(
-        f"residual_layernorm(x, residual, weight, bias, {eps})",
-        (lambda x, r, w, b: G.residual_layer_norm(x, r, shape, w, b, eps))
-        if functional
-        else (lambda *args: ops.residual_layernorm(*args, eps)[:2]),
+        f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias)",
+        ours,
         torchs,
-        lambda *args: exact(*args, eps),
+        lambda x, residual, weight, bias, x_bias: exact(biased(x, x_bias), residual, weight, bias, eps),
         args,
-        tied=() if functional else ("x", "residual", "weight", "bias"),
+        tied=() if functional else ("x", "residual", "weight", "bias", "x_bias"),
         denormal_gradients=False,
     )
 
