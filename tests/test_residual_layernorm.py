@@ -269,8 +269,8 @@ def torchs_biased(x, residual, weight, bias, x_bias):
     return torchs(x + x_bias, residual, weight, bias)
 
 
-def exact_biased(x, residual, weight, bias, x_bias):
-    return exact(x + x_bias, residual, weight, bias)
+def exact_biased(x, residual, weight, bias, x_bias, dtype=torch.float64):
+    return exact(x + x_bias, residual, weight, bias, dtype=dtype)
 
 
 def check_biased(args, douts):

@@ -64,24 +64,31 @@ __host__ __device__ int column_sums(const LayernormBackward<T>& p) {
   return p.dx_bias ? 3 : 2;
 }
 
-// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, each block row of the grid a run of rows. dx is
-// there already.
+// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, and every gridDim.y-th row of it in four sums
+// side by side, which round less than one and have their loads in flight together. dx is there already.
 template <typename T>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) {
   using A = accumulate_t<T>;
+  constexpr int kSums = 4;
   const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (column >= p.width) return;
-  A dweight = 0, dbias = 0, dx_bias = 0;
-  for (int64_t row = blockIdx.y; row < p.rows; row += gridDim.y) {
-    const A dout = widen(p.dout[row * p.width + column]);
-    if (p.dx_bias) dx_bias += widen(p.dx[row * p.width + column]);
-    dweight += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
-    dbias += dout;
+  A dweight[kSums] = {}, dbias[kSums] = {}, dx_bias[kSums] = {};
+  for (int64_t first = blockIdx.y; first < p.rows; first += kSums * int64_t(gridDim.y)) {
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+      const int64_t row = first + k * int64_t(gridDim.y);
+      if (row >= p.rows) break;
+      const A dout = widen(p.dout[row * p.width + column]);
+      if (p.dx_bias) dx_bias[k] += widen(p.dx[row * p.width + column]);
+      dweight[k] += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
+      dbias[k] += dout;
+    }
   }
+  const auto total = [](const A(&sums)[kSums]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
-  partial[column] = dweight;
-  partial[p.width + column] = dbias;
-  if (p.dx_bias) partial[2 * p.width + column] = dx_bias;
+  partial[column] = total(dweight);
+  partial[p.width + column] = total(dbias);
+  if (p.dx_bias) partial[2 * p.width + column] = total(dx_bias);
 }
 
 // ---- rows of whole packs that fit into registers and shared memory ----

@@ -176,21 +176,29 @@ def layernorm(draw):
 @entry
 def residual_layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
-    exact = flat(partial(test_residual_layernorm.exact, dtype=args["x"].dtype), len(shape))
+    dtype = args["x"].dtype
+    args["x_bias"] = draw.tensor("x_bias", shape, dtype, special="nan") if draw.chance("has x_bias", 0.4) else None
+    exact = flat(partial(test_residual_layernorm.exact, dtype=dtype), len(shape))
 
-    def torchs(x, residual, weight, bias):
-        total = x + residual
+    def ours(x, residual, weight, bias, x_bias):
+        if functional:
+            return G.residual_layer_norm(x, residual, shape, weight, bias, eps, x_bias)
+        return ops.residual_layernorm(x, residual, weight, bias, eps, x_bias)[:2]
+
+    def biased(x, x_bias):
+        return x if x_bias is None else x + x_bias
+
+    def torchs(x, residual, weight, bias, x_bias):
+        total = biased(x, x_bias) + residual
         return F.layer_norm(total, shape, weight, bias, eps), total
 
     return Call(
-        f"residual_layernorm(x, residual, weight, bias, {eps})",
-        (lambda x, r, w, b: G.residual_layer_norm(x, r, shape, w, b, eps))
-        if functional
-        else (lambda *args: ops.residual_layernorm(*args, eps)[:2]),
+        f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias)",
+        ours,
         torchs,
-        lambda *args: exact(*args, eps),
+        lambda x, residual, weight, bias, x_bias: exact(biased(x, x_bias), residual, weight, bias, eps),
         args,
-        tied=() if functional else ("x", "residual", "weight", "bias"),
+        tied=() if functional else ("x", "residual", "weight", "bias", "x_bias"),
         denormal_gradients=False,
     )
 
@@ -235,6 +243,30 @@ def embedding(draw):
 # ---- matrices -------------------------------------------------------------------------------------------------------
 
 
+class Linear(torch.autograd.Function):
+    """x @ weight.T + bias of matrices, and its gradients, by the calls of torch's BLAS that our operators make.
+
+    Other calls round in other ways: F.linear takes one row for a vector.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, chunk):
+        ctx.save_for_backward(x, weight, bias)
+        ctx.chunk = chunk
+        return x.mm(weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+
+    @staticmethod
+    def backward(ctx, dout):
+        x, weight, bias = ctx.saved_tensors
+        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk or max(len(dout), 1))])
+        return dx, dout.T.mm(x), None if bias is None else dout.sum(0), None
+
+
+def torchs_linear(x, weight, bias=None, chunk=None):
+    rows = Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias, chunk)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
 @entry
 def linear(draw):
     dtype = draw.dtype()
@@ -251,7 +283,7 @@ def linear(draw):
     return Call(
         "linear(x, weight, bias)",
         G.linear if draw.chance("functional", 0.5) else ops.linear,
-        F.linear,
+        torchs_linear,
         F.linear,
         args,
         any_threads=False,
@@ -276,7 +308,7 @@ def mlp(draw):
     return Call(
         "mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)",
         G.mlp if draw.chance("functional", 0.5) else lambda *args: ops.mlp(*args)[0],
-        test_mlp.torchs,
+        lambda x, *ws: torchs_linear(F.gelu(torchs_linear(x, *ws[:2]), approximate="tanh"), *ws[2:]),
         test_mlp.exact,
         args,
         any_threads=False,
@@ -520,20 +552,6 @@ def cross_entropy(draw):
     )
 
 
-class Linear(torch.autograd.Function):
-    """x @ weight.T by the calls of torch's BLAS that linear_cross_entropy makes. Other calls round in other ways."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x.mm(weight.T)
-
-    @staticmethod
-    def backward(ctx, dout):
-        x, weight = ctx.saved_tensors
-        return dout.mm(weight), dout.T.mm(x)
-
-
 @entry
 def linear_cross_entropy(draw):
     dtype = draw.dtype()
@@ -549,16 +567,15 @@ def linear_cross_entropy(draw):
         "chunk_size": chunk_size,
     }
 
-    def formula(loss, x, weight, targets):
-        logits = Linear.apply(x.reshape(-1, inner), weight.contiguous()).view(*rows, width)
-        losses = losses_of(wide(logits), targets, vocab_size, ignore_index, loss)
+    def formula(linear, loss, x, weight, targets):
+        losses = losses_of(wide(linear(x, weight)), targets, vocab_size, ignore_index, loss)
         return reduced(losses, targets, ignore_index, options["reduction"])
 
     return Call(
         f"linear_cross_entropy(x, weight, targets, {options})",
         lambda *args: G.linear_cross_entropy(*args, **options),
-        partial(formula, torchs_loss),
-        partial(formula, exact_loss),
+        partial(formula, partial(torchs_linear, chunk=chunk_size), torchs_loss),
+        partial(formula, F.linear, exact_loss),
         {
             # No denormals: the gradient is rounded to the dtype before the backward scales it.
             "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
