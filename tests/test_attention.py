@@ -256,6 +256,53 @@ def test_matches_float64(shape, dtype, device):
     check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
 
 
+# (NH, KH, Tq, Tk, HS, causal, offset): tiles of 128 rows and blocks of 64, one more and one less, for head sizes of two
+# panels of 64 channels.
+WIDE = [
+    *((2, 1, rows, rows, 128, causal, 0) for rows in (1, 63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
+    (4, 2, 1000, 1000, 128, True, 0),
+    (4, 2, 1000, 1000, 128, False, 0),
+    *((2, 2, 130, 130, size, True, 0) for size in (72, 88, 104, 112, 120)),
+    (6, 2, 70, 300, 128, True, 230),  # a chunk of a longer sequence
+    (2, 1, 300, 70, 96, False, 0),
+    (2, 1, 70, 300, 80, True, 0),  # keys that no query sees
+    (2, 2, 200, 200, 128, True, -70),  # queries that see no key
+    (2, 1, 20, 150, 128, True, -20),  # nobody sees anything
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", WIDE, ids=str)
+def test_wide_heads(shape, dtype, device):
+    *sizes, causal, offset = shape
+    check(*tensors(1, *sizes, dtype, device), causal=causal, offset=offset)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wide_heads_in_strided_views(dtype, device):
+    """Rows farther apart than their channels, heads before tokens and after, and the gradient of logsumexp."""
+    size, options = 128, {"causal": True, "offset": 3}
+    q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
+    kv = randn(2, 2, 2, 160, size, dtype=dtype, device=device)
+    k, v = kv[:, 0], kv[:, 1]
+    dout = randn(2, 150, 4, 2 * size, dtype=dtype, device=device)[..., :size].transpose(1, 2)
+    dlogsumexp = randn(2, 4, 150, dtype=torch.float32, device=device)
+    found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
+    in_torch = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(dtype)))
+    exact = gradients(lambda *t: formula(*t, **options), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
+    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wide_heads_in_many_tiles(dtype, device):
+    """More tiles than a device has multiprocessors, each of which then takes several; fewer have the same bits."""
+    qkv, dout = packed_inputs((40, 385, 4, 128), dtype, device)
+    (dqkv,) = gradients(lambda x: packed(x, 4), (qkv,), dout)
+    for part in (slice(0, 6), slice(34, 40)):
+        assert torch.equal(dqkv[part], gradients(lambda x: packed(x, 4), (qkv[part],), dout[part])[0])
+
+
 def masks(b, heads, rows, columns, device):
     """What Hugging Face's models and others give, by name: bool masks, some with rows that see nothing."""
     lengths = torch.randint(0, columns + 1, (b,), device=device)

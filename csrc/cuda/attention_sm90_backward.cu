@@ -7,60 +7,25 @@
 // The first kernel walks over the keys of 128 queries for dq, and stores D; the second walks over the queries of 128
 // keys for dk and dv. Both compute the scores again: 7 products for the 5 of a single kernel, which would have to add
 // up dq from many blocks. In both, A operands are registers: P and dS are never in shared memory.
-#include "attention_kernels.h"
-#include "attention_sm90.cuh"
-#include "common/launch.cuh"
+//
+// Here are the kernels for head sizes up to 64; attention_sm90_backward_128.cu has those for more.
+#include "attention_sm90_backward.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Rows of the two statistics that the first kernel hands to the second: -logsumexp * log2(e), and D. Rows of a head
-// are padded to tiles.
-constexpr int kStatisticsTile = 128;
-
-inline int64_t statistics_pitch(int64_t queries) {
-  return ceil_div(queries, kStatisticsTile) * kStatisticsTile;
-}
-
 template <int HS>
-struct BackwardShape {
-  static constexpr int kRows = 128;  // of a tile: queries for dq, keys for dk and dv; 64 for each warpgroup
-  static constexpr int kBlock = 64;  // of what a tile walks over
-  static constexpr int kPanels = HS / kPanelColumns;
-  static constexpr int kTiles = 2;   // buffers for what stays during a tile
-  static constexpr int kStages = 6;  // buffers for blocks
-  static constexpr int kThreads = 3 * kWarpgroup;
-  static constexpr int kRowPanel = kRows * kPanelRowBytes;
-  static constexpr int kRowBytes = kPanels * kRowPanel;
-  static constexpr int kBlockPanel = kBlock * kPanelRowBytes;
-  static constexpr int kBlockBytes = kPanels * kBlockPanel;
+struct TileShape : BackwardShape<HS> {
+  static constexpr int kStoredRows = 64;  // of a box of dq, dk and dv
+  static constexpr int kTiles = 2;        // buffers for what stays during a tile
+  static constexpr int kStages = 6;       // buffers for blocks
   static constexpr int kOutPanel = 64 * kPanelRowBytes;
-  static constexpr int kOutBytes = kPanels * kOutPanel;  // of a warpgroup
-};
-
-template <typename T>
-struct Sm90Backward {
-  CUtensorMap query, key, value, out, dout;  // boxes of kRows for what stays, of kBlock for what is walked over
-  CUtensorMap dquery, dkey, dvalue;
-  const float* logsumexp;
-  const float* dlogsumexp;
-  float* row_bias;   // -logsumexp * log2(e)
-  float* row_delta;  // D
-  int64_t pitch;
-  Sm90Problem<T> problem;
-  TileOrder order;
-};
-
-struct alignas(16) BackwardTile {
-  int row;
-  int head;    // of all batches; for dk and dv a key head
-  int first;   // block
-  int blocks;  // of one head
+  static constexpr int kOutBytes = BackwardShape<HS>::kPanels * kOutPanel;  // of a warpgroup
 };
 
 template <int HS>
-struct DqueryShape : BackwardShape<HS> {
-  using Base = BackwardShape<HS>;
+struct DqueryShape : TileShape<HS> {
+  using Base = TileShape<HS>;
   // Shared memory: query, dout, out (kTiles); keys and values (kStages); dquery (2 warpgroups); barriers; tiles.
   static constexpr int kTileBytes = 3 * Base::kRowBytes;
   static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
@@ -71,8 +36,8 @@ struct DqueryShape : BackwardShape<HS> {
 };
 
 template <int HS>
-struct DkeyShape : BackwardShape<HS> {
-  using Base = BackwardShape<HS>;
+struct DkeyShape : TileShape<HS> {
+  using Base = TileShape<HS>;
   static constexpr int kStatisticsBytes = Base::kBlock * 4;
   // Shared memory: key, value (kTiles); queries and dout, statistics (kStages); dkey, dvalue (2 warpgroups); barriers;
   // tiles.
@@ -87,46 +52,15 @@ struct DkeyShape : BackwardShape<HS> {
 
 #if GPTKERNELS_WGMMA
 
-// Barriers of the ring of tiles and of the ring of blocks, in shared memory from `first` on: full by the loading thread
-// and its bytes, empty by the 8 computing warps.
-template <int kTiles, int kStages>
-struct BackwardBarriers {
-  uint32_t first;
-
-  __device__ uint32_t tile_full(int i) const { return first + 8 * i; }
-  __device__ uint32_t tile_empty(int i) const { return first + 8 * (kTiles + i); }
-  __device__ uint32_t block_full(int i) const { return first + 8 * (2 * kTiles + i); }
-  __device__ uint32_t block_empty(int i) const { return first + 8 * (2 * kTiles + kStages + i); }
-
-  __device__ void init() const {
-    constexpr int kComputingWarps = 8;
-    for (int i = 0; i < kTiles; ++i) {
-      barrier_init(tile_full(i), 1);
-      barrier_init(tile_empty(i), kComputingWarps);
-    }
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(block_full(i), 1);
-      barrier_init(block_empty(i), kComputingWarps);
-    }
-    mbarrier_init_fence();
-  }
-};
-
 // The tile of 64 rows that a warpgroup has in registers, rounded, to global memory by way of shared memory.
 template <typename T, int HS>
 __device__ void store_tile(const float (&tile)[HS / 2], float factor, const CUtensorMap& map, uint32_t shared, int row,
                            int head, int batch, int barrier) {
-  using Shape = BackwardShape<HS>;
-  const int thread = threadIdx.x % kWarpgroup, warp = thread / 32, lane = thread % 32;
+  using Shape = TileShape<HS>;
+  const int thread = threadIdx.x % kWarpgroup;
   if (thread == 0) tma_store_wait_read();
   warpgroup_barrier(barrier);
-#pragma unroll
-  for (int i = 0; i < HS / 16; ++i) {
-    const float* t = &tile[8 * i];
-    store_matrices(shared + i / 4 * Shape::kOutPanel + panel_offset(warp * 16 + lane % 16, i % 4 * 2 + lane / 16),
-                   pack_pair<T>(t[0] * factor, t[1] * factor), pack_pair<T>(t[2] * factor, t[3] * factor),
-                   pack_pair<T>(t[4] * factor, t[5] * factor), pack_pair<T>(t[6] * factor, t[7] * factor));
-  }
+  stage_tile<T>(tile, factor, shared, Shape::kOutPanel);
   fence_async_shared();
   warpgroup_barrier(barrier);
   if (thread == 0) {
@@ -136,15 +70,6 @@ __device__ void store_tile(const float (&tile)[HS / 2], float factor, const CUte
   }
 }
 
-// A warp's 16 rows of a panel of 64 columns as A operands.
-__device__ inline void load_a(uint32_t (&a)[16], uint32_t panel, int row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    load_matrices(reinterpret_cast<uint32_t (&)[4]>(a[4 * i]),
-                  panel + panel_offset(row + lane % 16, 2 * i + lane / 16));
-}
-
 // D = A B with A (64 x 64) in registers and B's rows the columns of D.
 template <typename T>
 __device__ void multiply(float (&d)[32], const uint32_t (&a)[16], uint64_t b) {
@@ -152,17 +77,6 @@ __device__ void multiply(float (&d)[32], const uint32_t (&a)[16], uint64_t b) {
   wgmma_fence();
 #pragma unroll
   for (int i = 0; i < 4; ++i) wgmma<T, false>(d, &a[4 * i], b + i * kStepK, i > 0);
-  wgmma_commit();
-}
-
-// D += A B with A (64 x 64) in registers and B (64 x 64) as it lies.
-template <typename T>
-__device__ void multiply_add(float (&d)[32], uint32_t (&a)[16], uint64_t b, bool accumulate) {
-  pin_registers(a);
-  pin_registers(d);
-  wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) wgmma<T, true>(d, &a[4 * i], b + i * kStepRows, i > 0 || accumulate);
   wgmma_commit();
 }
 
@@ -241,6 +155,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         tma_load(to + 2 * Shape::kRowBytes, p.out, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
       }
       at.advance();
+#pragma unroll 1  // fewer registers
       for (int block = blocks - 1; block >= 0; --block) {
         barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
         mbarrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
@@ -309,6 +224,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     if constexpr (kCausal) {
       const int own_blocks = max((tile.row + warpgroup * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
       for (; block >= own_blocks; --block) {
+        barrier_wait(barriers.block_full(ring.slot), ring.phase);  // or its buffer may still be the other warpgroup's
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }
@@ -392,12 +308,6 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-__device__ inline float2 load_shared_pair(uint32_t shared) {
-  float2 pair;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(shared) : "memory");
-  return pair;
-}
-
 template <typename T, int HS, bool kCausal, bool kDropout>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
@@ -447,6 +357,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       for (int member = 0; member < p.problem.group; ++member) {
         const int head = key_head * p.problem.group + member;
         const int64_t statistics = (static_cast<int64_t>(batch) * p.problem.heads + head) * p.pitch;
+#pragma unroll 1  // fewer registers
         for (int block = first; block < query_blocks; ++block) {
           const uint32_t full = barriers.block_full(ring.slot);
           barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
@@ -495,6 +406,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     int member = 0;
     const auto skip = [&] {
       for (int i = 0; i < skipped; ++i) {
+        barrier_wait(barriers.block_full(ring.slot), ring.phase);  // or its buffer may still be the other warpgroup's
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }
@@ -620,52 +532,9 @@ __global__ void __launch_bounds__(kStubThreads)
 
 template <typename T, int HS, bool kCausal, bool kDropout>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
-  using Shape = BackwardShape<HS>;
-  constexpr auto kDquery = attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout>;
-  constexpr auto kDkey = attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout>;
-  const AttentionSizes& s = p.sizes;
-  const int64_t heads = s.batches * s.heads, key_heads = s.batches * s.key_heads;
-  const int64_t pitch = statistics_pitch(s.queries);
-  // Workspace: the tiles taken by either kernel, then the statistics.
-  int* taken = static_cast<int*>(p.workspace);
-  float* statistics = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + 256);
-  Sm90Backward<T> arguments = {
-      .query = panel_map(p.query, s, s.heads, s.queries, Shape::kRows),
-      .key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kBlock),
-      .value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kBlock),
-      .out = panel_map(p.out, s, s.heads, s.queries, Shape::kRows),
-      .dout = panel_map(p.dout, s, s.heads, s.queries, Shape::kRows),
-      .dquery = panel_map(p.dquery, s, s.heads, s.queries, 64),
-      .dkey = panel_map(p.dkey, s, s.key_heads, s.keys, 64),
-      .dvalue = panel_map(p.dvalue, s, s.key_heads, s.keys, 64),
-      .logsumexp = p.logsumexp,
-      .dlogsumexp = p.dlogsumexp,
-      .row_bias = statistics,
-      .row_delta = statistics + heads * pitch,
-      .pitch = pitch,
-      .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
-  };
-  if (max_dynamic_shared_memory<kDquery>() < DqueryShape<HS>::kSharedBytes ||
-      max_dynamic_shared_memory<kDkey>() < DkeyShape<HS>::kSharedBytes)
-    return cudaErrorInvalidConfiguration;
-  const Status cleared = cudaMemsetAsync(taken, 0, 2 * sizeof(int), stream);
-  if (cleared != cudaSuccess) return cleared;
-  const auto blocks = [](int64_t tiles) { return static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())); };
-  const int64_t head_bytes = HS * 2 * static_cast<int64_t>(sizeof(T));
-
-  const int64_t query_tiles = ceil_div(s.queries, Shape::kRows);
-  arguments.order = TileOrder::of(query_tiles, heads, s.keys * head_bytes, kCausal, taken);
-  kDquery<<<blocks(query_tiles * heads), Shape::kThreads, DqueryShape<HS>::kSharedBytes, stream>>>(arguments);
-
-  const int64_t key_tiles = ceil_div(s.keys, Shape::kRows);
-  arguments.query = panel_map(p.query, s, s.heads, s.queries, Shape::kBlock);
-  arguments.dout = panel_map(p.dout, s, s.heads, s.queries, Shape::kBlock);
-  arguments.key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kRows);
-  arguments.value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kRows);
-  arguments.order =
-      TileOrder::of(key_tiles, key_heads, s.queries * head_bytes * (s.heads / s.key_heads), false, taken + 1);
-  kDkey<<<blocks(key_tiles * key_heads), Shape::kThreads, DkeyShape<HS>::kSharedBytes, stream>>>(arguments);
-  return cudaGetLastError();
+  return launch_backward<T, DqueryShape<HS>, DkeyShape<HS>,
+                         attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout>,
+                         attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout>>(p, stream);
 }
 
 }  // namespace
@@ -673,7 +542,8 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
   const AttentionSizes& s = p.sizes;
-  return s.head_size <= 64 && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false>>(p) &&
+  const bool sized = s.head_size <= 64 || (s.head_size <= 128 && p.dropout.probability == 0);
+  return sized && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false>>(p) &&
          suits_tma(p.dout, s, s.heads, s.queries) && suits_tma(p.dquery, s, s.heads, s.queries) &&
          suits_tma(p.dkey, s, s.key_heads, s.keys) && suits_tma(p.dvalue, s, s.key_heads, s.keys);
 }
@@ -684,6 +554,7 @@ int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
 
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
+  if (p.sizes.head_size > 64) return attention_backward_sm90_128(p, stream);
   if (p.dropout.probability > 0)
     return p.mask.causal ? launch<T, 64, true, true>(p, stream) : launch<T, 64, false, true>(p, stream);
   return p.mask.causal ? launch<T, 64, true, false>(p, stream) : launch<T, 64, false, false>(p, stream);
