@@ -36,8 +36,8 @@ inline Matrix matrix(const Tensor& t) {
   return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
 }
 
-// A gradient of a 2-dimensional weight: rows or columns lie together as the weight's do. Of a transposed view, as Hugging
-// Face's Conv1D is served by, autograd then hands the gradient on to the parameter without a copy.
+// A gradient of a 2-dimensional weight: rows or columns lie together as the weight's do. Of a transposed view, as
+// Hugging Face's Conv1D is served by, autograd then hands the gradient on to the parameter without a copy.
 inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   if (!wanted) return absent(weight);
   const bool transposed = matrix(weight).column_stride != 1 && weight.stride(0) == 1;
@@ -57,9 +57,9 @@ struct Epilogue {
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
-// out = alpha * a @ b, and the epilogue, for which out's rows lie together. A float32 out of bfloat16 or float16 operands, which has no bias or GELU and
-// is dense, takes the sums as they are: on CUDA unrounded, on the CPU rounded to the operands' dtype once a call, since
-// torch's BLAS has no such product there.
+// out = alpha * a @ b, and the epilogue, for which out's rows lie together. A float32 out of bfloat16 or float16
+// operands, which has no bias or GELU and is dense, takes the sums as they are: on CUDA unrounded, on the CPU rounded
+// to the operands' dtype once a call, since torch's BLAS has no such product there.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 
