@@ -38,19 +38,18 @@ constexpr int kPieceColumns = kColumns / kPieces;
 constexpr int kThreads = 3 * kWarpgroup;
 constexpr int kConsumerWarps = 8;
 
-// Shared memory.
+// Shared memory: the ring, for each warp two pieces of 16 rows, and for each warpgroup two tiles' column sums.
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
 constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, where its rows are k
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kPieceRowBytes = 2 * kPieceColumns;
-constexpr int kPieceBytes = 64 * kPieceRowBytes;
-constexpr int kBuffers = 4;  // of a piece, for each warpgroup
+constexpr int kPieceBytes = 16 * kPieceRowBytes;
 constexpr int kPiecesAt = kStages * kStageBytes;
-constexpr int kSumsAt = kPiecesAt + 2 * kBuffers * kPieceBytes;
-constexpr int kSumsBytes = 2 * 4 * kPieceColumns * 4;  // of a warpgroup: two pieces, of four warps
-constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
-constexpr int kBarriers = 2 * kStages + 2 * kBuffers;
+constexpr int kSumsAt = kPiecesAt + kConsumerWarps * 2 * kPieceBytes;
+constexpr int kSumsBytes = 4 * kColumns * 4;  // of a warpgroup and a tile: four warps
+constexpr int kBarriersAt = kSumsAt + 2 * 2 * kSumsBytes;
+constexpr int kBarriers = 2 * kStages;
 constexpr int kSharedBytes = kBarriersAt + 8 * kBarriers;
 static_assert(kSharedBytes <= 232448);
 
@@ -58,20 +57,22 @@ enum class Finish { kBias, kGelu, kDgelu };
 
 template <typename T>
 struct WgmmaMatmul {
-  CUtensorMap a, b, out;
-  CUtensorMap pre;      // written for GELU, read for its gradient
-  const T* bias;        // or null
-  float* column_sums;   // (row tiles of 64, columns), or null
+  CUtensorMap a, b;
+  T* out;
+  T* pre;              // written for GELU, read for its gradient
+  const T* bias;       // or null
+  float* column_sums;  // (row tiles of 64, columns), or null
   int rows;
   int columns;
-  int steps;            // of kInner terms
-  int tiles;            // of a cluster
+  int steps;           // of kInner terms
+  int tiles;           // of a cluster
   int tiles_across;
 };
 
 #if GPTKERNELS_WGMMA
 
-// The byte of a piece at which 16-byte chunk `chunk` of row `row` is (TMA's swizzle by 64 bytes).
+// The byte of a piece at which 16-byte chunk `chunk` of row `row` is: so that 8 rows of a chunk, and 2 rows of 4 chunks,
+// are in different banks.
 __device__ inline uint32_t piece_offset(int row, int chunk) {
   return row * kPieceRowBytes + ((chunk ^ (row / 2 % 4)) << 4);
 }
@@ -84,18 +85,25 @@ __device__ inline void cluster_arrive_at(bool one, uint32_t barrier) {
       : "memory");
 }
 
+// Of a block's part of a tile.
 struct TilePosition {
-  int row;  // of the block's part
+  int row;
   int column;
+};
+
+// A lane's part of a tile: 8 columns in each piece, of a row and of the one 8 rows further on.
+struct LanePart {
+  int64_t offset;  // in the matrices, of the first piece
+  int rows_left;   // of the matrix, from there
+  int columns_left;
+
+  __device__ bool inside(int piece, int i) const { return rows_left > 8 * i && columns_left > piece * kPieceColumns; }
 };
 
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
   __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
-  __device__ uint32_t piece(int warpgroup, int buffer) const {
-    return first + 8 * (2 * kStages + warpgroup * kBuffers + buffer);
-  }
 };
 
 template <typename T>
@@ -129,8 +137,8 @@ __device__ void load_operands(const WgmmaMatmul<T>& p, uint32_t shared, const Ba
   }
 }
 
-// Sums over the 16 rows of a warp of `values`, of which a thread has 8 columns: its own rows are summed. Every lane
-// returns the sum of one column, that of piece_sum_column.
+// Sums over the 8 lanes of a warp that have the same lane % 4: of `values`, 8 columns of a lane, every lane returns the
+// total of column lane_column(lane).
 __device__ inline float sum_over_rows(const float (&values)[8], int lane) {
   float four[4], two[2];
 #pragma unroll
@@ -149,8 +157,34 @@ __device__ inline float sum_over_rows(const float (&values)[8], int lane) {
   const float sent = high ? two[0] : two[1];
   return (high ? two[1] : two[0]) + __shfl_xor_sync(~0u, sent, 4);
 }
-__device__ inline int piece_sum_column(int lane) {
-  return lane / 8 % 4 / 2 * 16 + lane / 8 % 2 * 8 + lane % 4 * 2 + lane / 4 % 2;
+__device__ inline int lane_column(int lane) {
+  return lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+}
+
+__device__ inline uint4 load_shared(uint32_t shared) {
+  uint4 x;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(shared) : "memory");
+  return x;
+}
+
+// What is read once; zeros where not `inside`.
+__device__ inline uint4 load_once(const void* global, bool inside) {
+  uint4 x = {0, 0, 0, 0};
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(x.x), "+r"(x.y), "+r"(x.z), "+r"(x.w)
+      : "l"(global), "r"(static_cast<int>(inside))
+      : "memory");
+  return x;
+}
+
+// Two of them, or what is in `pair`.
+__device__ inline void load_bias(uint32_t& pair, const void* global, bool inside) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+               : "+r"(pair)
+               : "l"(global), "r"(static_cast<int>(inside))
+               : "memory");
 }
 
 template <typename T, Finish kFinish, bool kRowsAreK>
@@ -165,7 +199,6 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
       barrier_init(barriers.full(i), 1);
       barrier_init(barriers.empty(i), kCluster * kConsumerWarps);
     }
-    for (int i = 0; i < 2 * kBuffers; ++i) barrier_init(barriers.piece(0, i), 1);
     mbarrier_init_fence();
   }
   cluster_barrier();
@@ -179,10 +212,12 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
     const int lane = thread % 32;
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
     const int warp = __shfl_sync(~0u, thread / 32, 0);
-    const uint32_t pieces = shared + kPiecesAt + warpgroup * kBuffers * kPieceBytes;
-    float* const piece_sums = reinterpret_cast<float*>(shared_bytes + kSumsAt + warpgroup * kSumsBytes);
-    // A warp's 16 rows of a piece, of them a 16 x 8 part for ldmatrix and stmatrix; the next 16 columns are at ^ 32.
-    const uint32_t own = piece_offset(warp * 16 + lane % 16, lane / 16);
+    const uint32_t pieces = shared + kPiecesAt + (warpgroup * 4 + warp) * 2 * kPieceBytes;
+    float* const tile_sums = reinterpret_cast<float*>(shared_bytes + kSumsAt + warpgroup * 2 * kSumsBytes);
+    // Accumulators go to a piece as 16 x 8 parts (the next 16 columns are at ^ 32), and come back as 8 columns of rows
+    // lane / 4 and lane / 4 + 8 (at + 8 rows).
+    const uint32_t part = piece_offset(lane % 16, lane / 16);
+    const uint32_t chunk = piece_offset(lane / 4, lane % 4);
     // Which block of the cluster a lane tells that a stage was read.
     const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
@@ -190,8 +225,10 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
     uint32_t rounded[kColumns / 4];  // the tile before
 #pragma unroll
     for (int i = 0; i < kColumns / 4; ++i) rounded[i] = 0;
-    TilePosition before = {0, 0}, at = {0, 0};
-    bool any_before = false, more = true;
+    TilePosition before = {0, 0};
+    LanePart before_part = {};
+    bool any_before = false;
+    int parity = 0;  // of the tile whose column sums are next
     RingPosition<kStages> ring;
 
     const auto issue = [&](bool first) {
@@ -207,113 +244,89 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
     };
     const auto release = [&](int slot) { cluster_arrive_at(lane < kCluster, empty_barriers + 8 * slot); };
 
-    const auto load_piece = [&](TilePosition tile, int piece) {
-      const int buffer = piece % kBuffers;
-      mbarrier_expect(barriers.piece(warpgroup, buffer), kPieceBytes);
-      tma_load(pieces + buffer * kPieceBytes, p.pre, tile.column + piece * kPieceColumns, tile.row + warpgroup * 64,
-               barriers.piece(warpgroup, buffer));
+    const int own_row = warpgroup * 64 + warp * 16 + lane / 4, own_column = lane % 4 * 8;
+    const auto lane_part = [&](TilePosition tile) -> LanePart {
+      const int row = tile.row + own_row, column = tile.column + own_column;
+      return {static_cast<int64_t>(row) * p.columns + column, p.rows - row, p.columns - column};
+    };
+    const int64_t next_row = 8 * static_cast<int64_t>(p.columns);
+
+    uint4 ahead[2][2];  // of `pre`, the next two pieces
+    const auto load_ahead = [&](const LanePart& at, int piece) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        ahead[piece % 2][i] =
+            load_once(p.pre + at.offset + piece * kPieceColumns + i * next_row, at.inside(piece, i));
     };
 
     // Piece `piece` of the tile before, from `rounded`.
     const auto finish = [&](int piece) {
-      const uint32_t(&words)[8] = reinterpret_cast<const uint32_t(&)[8]>(rounded[8 * piece]);
-      const int row = before.row + warpgroup * 64, column = before.column + piece * kPieceColumns;
-      if constexpr (kFinish == Finish::kBias) {
-        const uint32_t out = pieces + piece % kBuffers * kPieceBytes;
+      const uint32_t buffer = pieces + piece % 2 * kPieceBytes;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_matrices(out + (own ^ 32 * i), words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-        fence_async_shared();
-        if (thread == 0) tma_store_wait_read<kBuffers - 2>();
-        warpgroup_barrier(1 + warpgroup);
-        if (thread == 0) {
-          tma_store(p.out, out, column, row);
-          tma_store_commit();
-        }
-      } else if constexpr (kFinish == Finish::kGelu) {
-        const uint32_t pre = pieces + piece % 2 * 2 * kPieceBytes, out = pre + kPieceBytes;
+      for (int i = 0; i < 2; ++i)
+        store_matrices(buffer + (part ^ 32 * i), rounded[8 * piece + 4 * i], rounded[8 * piece + 4 * i + 1],
+                       rounded[8 * piece + 4 * i + 2], rounded[8 * piece + 4 * i + 3]);
+      __syncwarp();
+      uint4 loaded[2];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_matrices(pre + (own ^ 32 * i), words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-        uint32_t result[8];
+      for (int i = 0; i < 2; ++i) loaded[i] = load_shared(buffer + chunk + 8 * kPieceRowBytes * i);
+      float totals[8] = {};
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 x = unpack_pair<T>(words[i]);
-          result[i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_matrices(out + (own ^ 32 * i), result[4 * i], result[4 * i + 1], result[4 * i + 2], result[4 * i + 3]);
-        fence_async_shared();
-        if (thread == 0) tma_store_wait_read();
-        warpgroup_barrier(1 + warpgroup);
-        if (thread == 0) {
-          tma_store(p.pre, pre, column, row);
-          tma_store(p.out, out, column, row);
-          tma_store_commit();
-        }
-      } else {
-        const int buffer = piece % kBuffers;
-        const uint32_t out = pieces + buffer * kPieceBytes;
-        barrier_wait(barriers.piece(warpgroup, buffer), piece / kBuffers & 1);
-        const int own_row = row + warp * 16 + lane / 4;
-        const bool inside[2] = {own_row < p.rows, own_row + 8 < p.rows};
-        float totals[8];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t x[4];
-          load_matrices(x, out + (own ^ 32 * i));
+      for (int i = 0; i < 2; ++i) {
+        if (!before_part.inside(piece, i)) continue;
+        const int64_t to = before_part.offset + piece * kPieceColumns + i * next_row;
+        const uint32_t x[4] = {loaded[i].x, loaded[i].y, loaded[i].z, loaded[i].w};
+        uint4 result = loaded[i];
+        if constexpr (kFinish == Finish::kGelu) {
+          *reinterpret_cast<uint4*>(p.pre + to) = loaded[i];
+          uint32_t y[4];
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
-            const float2 product = unpack_pair<T>(words[4 * i + j]), where = unpack_pair<T>(x[j]);
-            const float d0 = product.x * GeluTanh<T>::derivative(where.x);
-            const float d1 = product.y * GeluTanh<T>::derivative(where.y);
-            x[j] = pack_pair<T>(d0, d1);
-            float& total0 = totals[4 * i + j / 2 * 2];
-            float& total1 = totals[4 * i + j / 2 * 2 + 1];
-            total0 = (j % 2 ? total0 : 0) + (inside[j % 2] ? d0 : 0);
-            total1 = (j % 2 ? total1 : 0) + (inside[j % 2] ? d1 : 0);
+            const float2 u = unpack_pair<T>(x[j]);
+            y[j] = pack_pair<T>(GeluTanh<T>::value(u.x), GeluTanh<T>::value(u.y));
           }
-          store_matrices(out + (own ^ 32 * i), x[0], x[1], x[2], x[3]);
-        }
-        float* const warp_sums = piece_sums + piece % 2 * (4 * kPieceColumns);
-        if (p.column_sums) warp_sums[warp * kPieceColumns + piece_sum_column(lane)] = sum_over_rows(totals, lane);
-        fence_async_shared();
-        warpgroup_barrier(1 + warpgroup);
-        if (thread == 0) {
-          tma_store(p.out, out, column, row);
-          tma_store_commit();
-          tma_store_wait_read<1>();  // the buffer of the piece before is free
-          if (piece + 3 < kPieces)
-            load_piece(before, piece + 3);
-          else if (more)
-            load_piece(at, piece + 3 - kPieces);
-        }
-        if (p.column_sums && warp == 1 && column + lane < p.columns) {
-          float total = warp_sums[lane];
+          result = {y[0], y[1], y[2], y[3]};
+        } else if constexpr (kFinish == Finish::kDgelu) {
+          const uint4 where = ahead[piece % 2][i];
+          const uint32_t at_words[4] = {where.x, where.y, where.z, where.w};
+          uint32_t y[4];
 #pragma unroll
-          for (int i = 1; i < 4; ++i) total += warp_sums[i * kPieceColumns + lane];
-          p.column_sums[static_cast<int64_t>(row / 64) * p.columns + column + lane] = total;
+          for (int j = 0; j < 4; ++j) {
+            const float2 product = unpack_pair<T>(x[j]), u = unpack_pair<T>(at_words[j]);
+            const float d0 = product.x * GeluTanh<T>::derivative(u.x);
+            const float d1 = product.y * GeluTanh<T>::derivative(u.y);
+            y[j] = pack_pair<T>(d0, d1);
+            totals[2 * j] += d0;
+            totals[2 * j + 1] += d1;
+          }
+          result = {y[0], y[1], y[2], y[3]};
         }
+        *reinterpret_cast<uint4*>(p.out + to) = result;
       }
+      if constexpr (kFinish == Finish::kDgelu) {
+        if (piece + 2 < kPieces) load_ahead(before_part, piece + 2);
+        if (p.column_sums)
+          tile_sums[(parity * 4 + warp) * kColumns + piece * kPieceColumns + own_column + lane_column(lane)] =
+              sum_over_rows(totals, lane);
+      }
+    };
+    // After the last piece: the warps' sums.
+    const auto finish_sums = [&] {
+      if (kFinish != Finish::kDgelu || !p.column_sums) return;
+      warpgroup_barrier(1 + warpgroup);
+      float* const to = p.column_sums + static_cast<int64_t>(before.row / 64 + warpgroup) * p.columns;
+#pragma unroll
+      for (int i = thread; i < kColumns; i += kWarpgroup) {
+        float total = tile_sums[parity * 4 * kColumns + i];
+        for (int j = 1; j < 4; ++j) total += tile_sums[(parity * 4 + j) * kColumns + i];
+        if (before.column + i < p.columns) to[before.column + i] = total;
+      }
+      parity ^= 1;
     };
 
     for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += gridDim.x / kCluster) {
-      at = tile_at(p, tile, rank);
-      if (kFinish == Finish::kDgelu && !any_before && thread == 0)
-        for (int piece = 0; piece < 3; ++piece) load_piece(at, piece);
+      const TilePosition at = tile_at(p, tile, rank);
       int held = 0;  // the slot of the step before
-      const auto complete_step = [&] {
-        if (GK_DEEP) {
-          wgmma_wait<1>();
-        } else {
-          wgmma_wait<0>();
-          pin_registers(sums);
-          release(ring.slot);
-        }
-        held = ring.slot;
-        ring.advance();
-      };
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) {
         barrier_wait(barriers.full(ring.slot), ring.phase);
@@ -327,8 +340,25 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
           held = ring.slot;
           ring.advance();
         } else {
-          complete_step();
+          wgmma_wait<0>();
+          pin_registers(sums);
+          release(ring.slot);
+          ring.advance();
         }
+      }
+      if (any_before) finish_sums();
+      // What the end of the tile needs is loaded here, where `rounded` is free. Two biases a word; -0 changes no sum.
+      before_part = lane_part(at);
+      if constexpr (kFinish == Finish::kDgelu) {
+        load_ahead(before_part, 0);
+        load_ahead(before_part, 1);
+      }
+      uint32_t bias[kColumns / 8];
+#pragma unroll
+      for (int i = 0; i < kColumns / 8; ++i) {
+        bias[i] = 0x80008000u;
+        if constexpr (kFinish != Finish::kDgelu)
+          load_bias(bias[i], p.bias + at.column + 8 * i + lane % 4 * 2, p.bias && at.column + 8 * i < p.columns);
       }
       for (int step = kPieces; step < p.steps; ++step) {
         barrier_wait(barriers.full(ring.slot), ring.phase);
@@ -339,17 +369,11 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
           held = ring.slot;
           ring.advance();
         } else {
-          complete_step();
+          wgmma_wait<0>();
+          pin_registers(sums);
+          release(ring.slot);
+          ring.advance();
         }
-      }
-      // Two biases a word; -0 changes no sum.
-      uint32_t bias[kColumns / 8];
-#pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
-        const int column = at.column + 8 * i + lane % 4 * 2;
-        bias[i] = kFinish != Finish::kDgelu && p.bias && column < p.columns
-                      ? __ldg(reinterpret_cast<const uint32_t*>(p.bias + column))
-                      : 0x80008000u;
       }
       wgmma_wait<0>();
       pin_registers(sums);
@@ -368,12 +392,11 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
       before = at;
       any_before = true;
     }
-    more = false;
     if (any_before) {
 #pragma unroll
       for (int piece = 0; piece < kPieces; ++piece) finish(piece);
+      finish_sums();
     }
-    if (thread == 0) tma_store_wait();
   }
   cluster_barrier();  // until then the other block may write here
 }
