@@ -10,10 +10,14 @@
 //
 //   tensor cores  | tile 1, step 0 | step 1 | ... | step 7 | ... | tile 2, step 0 | ...
 //   warps         | tile 0, piece 0| piece 1| ... | piece 7| wait, round, tile 1, piece 0 ...
-#include "../gelu.h"
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "../device.h"
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
-#include "common/mma.cuh"
+#include "common/partial_sums.cuh"
 #include "common/tensor_map.cuh"
 #include "common/warpgroups.cuh"
 #include "common/wgmma.cuh"
@@ -21,7 +25,7 @@
 #include "matmul_sm90.h"
 
 #ifndef GK_DEEP
-#define GK_DEEP 0
+#define GK_DEEP 1
 #endif
 #ifndef GK_CLUSTER
 #define GK_CLUSTER 2
@@ -59,7 +63,8 @@ template <typename T>
 struct WgmmaMatmul {
   CUtensorMap a, b;
   T* out;
-  T* pre;              // written for GELU, read for its gradient
+  T* pre;             // for GELU
+  const T* dgelu_at;  // for its gradient
   const T* bias;       // or null
   float* column_sums;  // (row tiles of 64, columns), or null
   int rows;
@@ -256,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
 #pragma unroll
       for (int i = 0; i < 2; ++i)
         ahead[piece % 2][i] =
-            load_once(p.pre + at.offset + piece * kPieceColumns + i * next_row, at.inside(piece, i));
+            load_once(p.dgelu_at + at.offset + piece * kPieceColumns + i * next_row, at.inside(piece, i));
     };
 
     // Piece `piece` of the tile before, from `rounded`.
@@ -408,15 +413,152 @@ __global__ void __launch_bounds__(kStubThreads) matmul_wgmma_kernel(const __grid
 
 #endif
 
+constexpr int64_t clusters_for(int64_t tiles, int64_t multiprocessors) {
+  return std::min(tiles, multiprocessors / kCluster);
+}
+
+template <typename T>
+int64_t tiles_down(const Matmul<T>& p) {
+  return ceil_div(p.rows, kCluster * kRows);
+}
+template <typename T>
+int64_t tiles_across(const Matmul<T>& p) {
+  return ceil_div(p.columns, kColumns);
+}
+
 template <typename T, Finish kFinish, bool kRowsAreK>
-cudaError_t launch(const WgmmaMatmul<T>& p, Stream stream) {
+cudaError_t launch(const Matmul<T>& p, float* column_sums, Stream stream) {
   constexpr auto kernel = matmul_wgmma_kernel<T, kFinish, kRowsAreK>;
+  const WgmmaMatmul<T> problem = {
+      .a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),
+      .b = kRowsAreK ? matrix_map<T>(p.b, p.inner, p.columns, p.b_ld, kInner, kPanelColumns)
+                     : matrix_map<T>(p.b, p.columns, p.inner, p.b_ld, kColumns / kCluster, kInner),
+      .out = p.out,
+      .pre = kFinish == Finish::kGelu ? p.pre_gelu : nullptr,
+      .dgelu_at = p.dgelu_at,
+      .bias = p.bias,
+      .column_sums = column_sums,
+      .rows = static_cast<int>(p.rows),
+      .columns = static_cast<int>(p.columns),
+      .steps = static_cast<int>(ceil_div(p.inner, kInner)),
+      .tiles = static_cast<int>(tiles_down(p) * tiles_across(p)),
+      .tiles_across = static_cast<int>(tiles_across(p))};
   max_dynamic_shared_memory<kernel>();
-  const int clusters = std::min(p.tiles, multiprocessors() / kCluster);
   cudaLaunchAttribute cluster = cluster_of(kCluster);
-  const cudaLaunchConfig_t config = launch_config(clusters * kCluster, kThreads, kSharedBytes, stream, &cluster);
-  return cudaLaunchKernelEx(&config, kernel, p);
+  const auto blocks = static_cast<unsigned>(kCluster * clusters_for(problem.tiles, multiprocessors()));
+  const cudaLaunchConfig_t config = launch_config(blocks, kThreads, kSharedBytes, stream, &cluster);
+  return cudaLaunchKernelEx(&config, kernel, problem);
+}
+
+// ---- which products these kernels compute ---------------------------------------------------------------------------
+
+template <typename T>
+Finish finish_of(const Matmul<T>& p) {
+  return p.dgelu_at ? Finish::kDgelu : p.pre_gelu ? Finish::kGelu : Finish::kBias;
+}
+
+template <typename T>
+bool built(Finish finish) {
+  switch (finish) {
+    case Finish::kBias:
+      return built_for_wgmma<matmul_wgmma_kernel<T, Finish::kBias, false>>();
+    case Finish::kGelu:
+      return built_for_wgmma<matmul_wgmma_kernel<T, Finish::kGelu, false>>();
+    default:
+      return built_for_wgmma<matmul_wgmma_kernel<T, Finish::kDgelu, true>>();
+  }
+}
+
+inline bool aligned(const void* pointer, uintptr_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+// What TMA, 16-byte accesses and 32-bit indices take.
+template <typename T>
+bool can_serve(const Matmul<T>& p) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
+  const bool epilogue = p.bias || p.pre_gelu || p.dgelu_at;
+  if (!plain || !epilogue || p.a_transposed || p.b_transposed == (p.dgelu_at != nullptr)) return false;
+  if (p.rows < 1 || p.columns < 1 || p.inner <= (kPieces - 1) * kInner) return false;
+  if (p.rows >= kLargest || p.columns >= kLargest || p.inner >= kLargest) return false;
+  if (tiles_down(p) * tiles_across(p) >= kLargest) return false;
+  if (p.columns % 8 != 0 || p.out_ld != p.columns || p.a_ld % 8 != 0 || p.b_ld % 8 != 0) return false;
+  return aligned(p.a, 16) && aligned(p.b, 16) && aligned(p.out, 16) && aligned(p.pre_gelu, 16) &&
+         aligned(p.dgelu_at, 16) && aligned(p.bias, 4) && tensor_map_encoder() && built<T>(finish_of(p));
+}
+
+// Whether it is faster than cuBLASLt, as measured (docs/linear.md): a block's tile is large, so that with few of them
+// multiprocessors stand idle at the end. cuBLASLt, which has smaller ones, loses a fifth to a third to a GELU, but
+// hardly anything to a bias.
+template <typename T>
+bool is_faster(const Matmul<T>& p) {
+  const int64_t tiles = tiles_down(p) * tiles_across(p);
+  const int64_t clusters = multiprocessors() / kCluster;
+  const double busy = static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, clusters) * clusters);
+  return busy >= (finish_of(p) == Finish::kBias ? 0.95 : 0.75);
+}
+
+enum class Choice { kMeasured, kCublas, kOwn };
+
+// GPTKERNELS_MATMUL=cublas or own.
+Choice choice() {
+  const char* name = std::getenv("GPTKERNELS_MATMUL");
+  if (!name) return Choice::kMeasured;
+  return !std::strcmp(name, "cublas") ? Choice::kCublas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
 }
 
 }  // namespace
+
+template <typename T>
+bool matmul_sm90_serves(const Matmul<T>& p) {
+  if constexpr (sizeof(T) != 2) {
+    return false;
+  } else {
+    const Choice wanted = choice();
+    return wanted != Choice::kCublas && can_serve(p) && (wanted == Choice::kOwn || is_faster(p));
+  }
+}
+
+// The sums of every 64 rows.
+template <typename T>
+int64_t matmul_sm90_workspace(const Matmul<T>& p) {
+  return p.column_sums ? tiles_down(p) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;
+}
+
+template <typename T>
+cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
+  if constexpr (sizeof(T) != 2) {
+    return cudaErrorNotSupported;
+  } else {
+    float* const partials = p.column_sums ? static_cast<float*>(workspace) : nullptr;
+    cudaError_t error;
+    switch (finish_of(p)) {
+      case Finish::kBias:
+        error = launch<T, Finish::kBias, false>(p, nullptr, stream);
+        break;
+      case Finish::kGelu:
+        error = launch<T, Finish::kGelu, false>(p, nullptr, stream);
+        break;
+      default:
+        error = launch<T, Finish::kDgelu, true>(p, partials, stream);
+    }
+    if (error != cudaSuccess || !partials) return error;
+    launch_partial_sums<T, float>({.first = p.column_sums,
+                                   .second = nullptr,
+                                   .partials = partials,
+                                   .count = tiles_down(p) * (kCluster * kRows / 64),
+                                   .width = p.columns,
+                                   .split = p.columns},
+                                  stream);
+    return cudaGetLastError();
+  }
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                             \
+  template bool matmul_sm90_serves<T>(const Matmul<T>&);      \
+  template int64_t matmul_sm90_workspace<T>(const Matmul<T>&); \
+  template cudaError_t matmul_sm90<T>(const Matmul<T>&, void*, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
 }  // namespace gptkernels::cuda
