@@ -1,5 +1,5 @@
-// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernels where these are
-// faster (matmul_sm90.h). Host code may include this header.
+// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernels where these
+// are faster (matmul_sm90.h). Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>

@@ -58,8 +58,8 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   return map;
 }
 
-// Of a row-major matrix whose rows lie `ld` elements apart. A box is `box_rows` rows of 64 columns (a panel, swizzled by
-// 128 bytes) or of 32 (swizzled by 64).
+// Of a row-major matrix whose rows lie `ld` elements apart. A box is `box_rows` rows of 64 columns (a panel, swizzled
+// by 128 bytes) or of 32 (swizzled by 64).
 template <typename T>
 CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t ld, int box_rows, int box_columns) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -67,11 +67,11 @@ CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t 
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
   const cuuint32_t steps[2] = {1, 1};
   CUtensorMap map;
-  tensor_map_encoder()(
-      &map, std::is_same_v<T, bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2,
-      const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  tensor_map_encoder()(&map,
+                       std::is_same_v<T, bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                       2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return map;
 }
 

@@ -1,5 +1,5 @@
-// What kernels for sm_90a whose warpgroups have roles share: barriers by address, rings of buffers, and whether their code
-// runs at all.
+// What kernels for sm_90a whose warpgroups have roles share: barriers by address, rings of buffers, and whether their
+// code runs at all.
 #pragma once
 
 #include "hopper.cuh"
