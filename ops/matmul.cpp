@@ -150,7 +150,8 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .pre_gelu = pointer<T>(epilogue.pre_gelu),
                          .dgelu_at = pointer<T>(epilogue.dgelu_at),
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
-                         .accumulate = epilogue.accumulate};
+                         .accumulate = epilogue.accumulate,
+                         .column_sums = pointer<T>(epilogue.column_sums)};
     MatmulPlan plan = matmul_plan(p, handle);
     if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
@@ -158,6 +159,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
     launcher.check(status.cuda);
     if (status.cublas != CUBLAS_STATUS_SUCCESS)
       fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
+    if (epilogue.column_sums && !plan.sums) column_sums(launcher, *epilogue.column_sums, out);
   });
 }
 
@@ -175,6 +177,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                            : product(first, a, b, epilogue.alpha, epilogue.accumulate));
   if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
   if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
+  if (epilogue.column_sums) column_sums(launcher, *epilogue.column_sums, out);
 }
 
 #endif

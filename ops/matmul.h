@@ -45,13 +45,15 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   return allocate_strided(shape_of(weight), {1, std::max<int64_t>(weight.size(0), 1)}, weight.scalar_type(), weight);
 }
 
-// What is done with a product besides storing it. dgelu_at goes alone; the vector and the matrices are dense.
+// What is done with a product besides storing it. dgelu_at goes without the two above; the vector and the matrices are
+// dense.
 struct Epilogue {
-  double alpha = 1;              // the product is multiplied by it; 1 where anything below is given
-  OptionalTensor bias = {};      // (columns): added to every row
-  OptionalTensor pre_gelu = {};  // (rows, columns): takes the product, and out becomes GELU of it
-  OptionalTensor dgelu_at = {};  // (rows, columns): the product is multiplied by the derivative of GELU there
-  bool accumulate = false;       // add the product to what is in out; without any of the above
+  double alpha = 1;                 // the product is multiplied by it; 1 where anything below is given
+  OptionalTensor bias = {};         // (columns): added to every row
+  OptionalTensor pre_gelu = {};     // (rows, columns): takes the product, and out becomes GELU of it
+  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by the derivative of GELU there
+  OptionalTensor column_sums = {};  // (columns), beside dgelu_at: takes the sums over out's rows
+  bool accumulate = false;          // add the product to what is in out; without any of the above
 };
 
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).

@@ -108,6 +108,90 @@ def test_views(view, dtype, device):
     check(args, as_view(randn(24, 40, dtype=dtype, device=device), view))
 
 
+# (rows, C, F, C'): less than a tile of the kernels for sm_90a (256 x 256, of sums of at least 449 terms), parts of tiles
+# at the end of each dimension, a number of terms that no step of 64 divides, several tiles for each block.
+OWN_SIZES = [
+    (1, 456, 8, 456),
+    (130, 520, 200, 512),
+    (257, 512, 256, 520),
+    (600, 456, 1032, 776),
+    (5000, 512, 2056, 512),
+]
+
+
+@pytest.fixture(params=["own", "cublas"])
+def product(request, monkeypatch):
+    """Whose products: our kernels' wherever they can, or cuBLAS's. On the CPU it makes no difference."""
+    monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width", "hidden", "out"), OWN_SIZES)
+def test_either_product(rows, width, hidden, out, dtype, product, device):
+    if device.type == "cpu" and rows * width * hidden > 1e9:
+        pytest.skip("slow on a CPU, which has one product")
+    args = inputs(rows, width, hidden, dtype, device, out=out)
+    dout = randn(rows, out, dtype=dtype, device=device)
+    check(args, dout)
+    check((*args[:2], None, *args[3:]), dout)
+    x, fc_weight, _, proj_weight, _ = args
+    _, pre_gelu, post_gelu = ops.mlp(*args)
+    assert_same_bits(lambda: ops.mlp(*args), vary_threads=False)
+    assert_same_bits(
+        lambda: ops.mlp_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, [True] * 5), vary_threads=False
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_post_gelu_is_gelu_of_pre_gelu(dtype, product, device):
+    """As in torch's composition, GELU is of the rounded pre_gelu (cuBLASLt's is of the unrounded one)."""
+    if product == "cublas":
+        pytest.skip("cuBLASLt's is not")
+    _, pre_gelu, post_gelu = ops.mlp(*inputs(300, 520, 200, dtype, device))
+    torch.testing.assert_close(post_gelu, ops.gelu(pre_gelu), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
+def test_special_values_of_either_product(value, product, device):
+    """What is not finite stays in its row, also of the gradients; rows beyond the last do not get in the sums."""
+    dtype = torch.bfloat16
+    args = inputs(130, 520, 200, dtype, device)
+    x, fc_weight, _, proj_weight, _ = args
+    clean, pre_gelu, post_gelu = ops.mlp(*args)
+    dx = ops.mlp_backward(clean, x, fc_weight, proj_weight, pre_gelu, post_gelu, [True] * 5)[0]
+    keep = [i for i in range(130) if i != 2]
+    x[2, 7] = value
+    out, pre_gelu, post_gelu = ops.mlp(*args)
+    assert torch.equal(out[keep], clean[keep])
+    dout = clean.clone()
+    dout[2] = value
+    found = ops.mlp_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, [True] * 5)
+    assert torch.equal(found[0][keep], dx[keep])
+    assert not found[0][2].isfinite().any() or value == 1e30
+    weight = proj_weight.clone()
+    weight[3, 5] = float("inf")
+    ones = torch.ones_like(pre_gelu)
+    dfc_bias = ops.mlp_backward(clean.abs() + 1, x, fc_weight, weight, ones, ones, [True] * 5)[2]
+    assert dfc_bias[5] == float("inf")
+    assert dfc_bias.isfinite().sum() == 199
+
+
+def test_the_kernels_for_sm_90a_run(device):
+    """GPT-2's products at the sizes where they are faster, by default and in a CUDA graph."""
+    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90a")
+    args = inputs(4096, 768, 3072, torch.bfloat16, device)
+    x, fc_weight, _, proj_weight, _ = args
+    dout, pre_gelu, post_gelu = ops.mlp(*args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        ops.mlp(*args)
+        ops.mlp_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, [True] * 5)
+    names = [event.key for event in profile.key_averages()]
+    assert sum("matmul_wgmma_kernel" in name for name in names) == 2, names
+    assert not any("gelu_" in name for name in names), names
+
+
 def test_leading_shapes(device):
     _, *weights = inputs(1, 8, 16, torch.float32, device)
     for shape in [(8,), (2, 8), (2, 3, 8), (2, 0, 8), (1, 2, 1, 2, 8)]:

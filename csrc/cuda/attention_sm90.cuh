@@ -9,88 +9,19 @@
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/tensor_map.cuh"
+#include "common/warpgroups.cuh"
 #include "common/wgmma.cuh"
 #include "dropout.cuh"
 
 namespace gptkernels::cuda {
 
-constexpr int kWarpgroup = 128;  // threads
-
-// Whether the code of a kernel that the current device runs has wgmma in it: where it has not, its body is empty, and
-// its launch bounds are kStubThreads.
-constexpr int kStubThreads = 32;
-template <auto kKernel>
-bool built_for_wgmma() {
-  return once_a_device([](int) {
-           cudaFuncAttributes attributes = {};
-           const bool found = cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess;
-           if (!found) cudaGetLastError();
-           return 1 + (found && attributes.maxThreadsPerBlock > kStubThreads);
-         }) == 2;
-}
-
 #if GPTKERNELS_WGMMA
-
-// ---- barriers in shared memory, by address --------------------------------------------------------------------------
-
-__device__ inline void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ inline void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// By the threads of which `one` is true, without a branch.
-__device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
-  asm volatile(
-      "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
-      "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
-      "r"(static_cast<int>(one))
-      : "memory");
-}
-
-__device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-// The threads of one warpgroup; `id` 1 and up.
-__device__ inline void warpgroup_barrier(int id) {
-  asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
-}
-
-// A position in a ring of kStages buffers.
-template <int kStages>
-struct RingPosition {
-  int slot = 0;
-  unsigned phase = 0;
-  __device__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 // Keeps what x (never -inf) is computed from ahead of what follows, where the assembler would move it behind a wait: a
 // store that never happens needs x.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
-               : "memory");
-}
-
-__device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
-               "r"(d)
                : "memory");
 }
 

@@ -10,6 +10,7 @@
 #include "common/reduce.cuh"
 #include "matmul.h"
 #include "matmul_choices.h"
+#include "matmul_sm90.h"
 
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
 // out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
@@ -444,6 +445,7 @@ Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;
   p.pre_gelu = nullptr;
   p.dgelu_at = nullptr;
+  p.column_sums = nullptr;
   return p;
 }
 
@@ -460,6 +462,8 @@ cudaError_t gelu(const Matmul<T>& p, Stream stream) {
 
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
+  if (matmul_sm90_serves(p))
+    return {.own = true, .sums = p.column_sums != nullptr, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
   const MatmulPlan plan = may_fuse(p) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.fused || gelu_matrix(p) == nullptr) return plan;
@@ -471,8 +475,13 @@ MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
   const Matmul<T> first = plan.own_gelu ? without_gelu(p) : p;
-  MatmulStatus status =
-      plan.fused ? fused_product(first, plan, workspace, handle, stream) : product_and_bias(first, handle, stream);
+  MatmulStatus status;
+  if (plan.own)
+    status.cuda = matmul_sm90(first, workspace, stream);
+  else if (plan.fused)
+    status = fused_product(first, plan, workspace, handle, stream);
+  else
+    status = product_and_bias(first, handle, stream);
   if (plan.own_gelu && status.ok()) status.cuda = gelu(p, stream);
   return status;
 }

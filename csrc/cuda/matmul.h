@@ -1,4 +1,5 @@
-// Products of row-major matrices by cuBLAS and cuBLASLt, with fused bias and GELU. Host code may include this header.
+// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernels where these
+// are faster (matmul_sm90.h). Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -35,6 +36,7 @@ struct Matmul {
   const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
   accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
   bool accumulate = false;              // add the product to what is there (beta = 1)
+  T* column_sums = nullptr;             // (columns), beside dgelu_at: takes out's sums over the rows, if the plan does
 };
 
 // How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
@@ -44,6 +46,8 @@ struct MatmulPlan {
   bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
   bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
   bool untimed;   // matmul_time may find a faster one
+  bool own;       // by matmul_sm90 instead
+  bool sums;      // writes column_sums; else the caller sums
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };

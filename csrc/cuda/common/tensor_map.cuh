@@ -1,5 +1,5 @@
 // TMA: a copy of a box out of a tensor between global and shared memory, started by one thread, that swizzles and
-// leaves out (or fills with 0) what is beyond the tensor's end. Here tensors are (B, heads, T, HS).
+// leaves out (or fills with 0) what is beyond the tensor's end. Here tensors are (B, heads, T, HS), or matrices.
 #pragma once
 
 #include <cuda.h>
@@ -58,6 +58,23 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   return map;
 }
 
+// Of a row-major matrix whose rows lie `ld` elements apart. A box is `box_rows` rows of 64 columns (a panel, swizzled
+// by 128 bytes) or of 32 (swizzled by 64).
+template <typename T>
+CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t ld, int box_rows, int box_columns) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(ld) * sizeof(T)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  CUtensorMap map;
+  tensor_map_encoder()(&map,
+                       std::is_same_v<T, bfloat16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                       2, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                       box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
@@ -80,13 +97,40 @@ __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int co
                : "memory");
 }
 
+// A box of a matrix at (column, row).
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+          shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row)
+      : "memory");
+}
+
+// The same into every block of the cluster whose bit is set in `blocks`, at the same addresses; each block's barrier
+// counts what arrives there.
+__device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
+                                          uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4}], [%2], %5;" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "h"(blocks)
+      : "memory");
+}
+
+__device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(shared),
+               "r"(column), "r"(row)
+               : "memory");
+}
+
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores have read their shared memory.
-__device__ inline void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+// Waits until this thread's stores, but for the kPending groups committed last, have read their shared memory.
+template <int kPending = 0>
+__device__ void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 __device__ inline void tma_store_wait() {

@@ -1,0 +1,21 @@
+// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias with GELU,
+// and GELU's gradient with its sums over the rows. bfloat16 and float16; at least 449 terms a sum.
+#pragma once
+
+#include "matmul.h"
+
+namespace gptkernels::cuda {
+
+// Whether matmul_sm90 computes this product, and faster than cuBLASLt. The environment variable GPTKERNELS_MATMUL, read
+// at each call, decides for it wherever it can (`own`) or nowhere (`cublas`).
+template <typename T>
+bool matmul_sm90_serves(const Matmul<T>& p);
+
+// The size of the workspace in bytes: partial sums for column_sums.
+template <typename T>
+int64_t matmul_sm90_workspace(const Matmul<T>& p);
+
+template <typename T>
+cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream);
+
+}  // namespace gptkernels::cuda
