@@ -1,4 +1,4 @@
-// Philox4x32-10 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and which of its bits belong to
+// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and which of its bits belong to
 // which element of attention's dropout mask. The mask depends on coordinates alone, never on tiles or threads.
 #pragma once
 
@@ -27,6 +27,9 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
+// The authors' fewest rounds that pass BigCrush; attention on a GPU waits for these multiplications.
+constexpr int kPhiloxRounds = 7;
+
 // 128 random bits for each of kCounters 128-bit counters under a 64-bit key, in place of the counters. Counters go
 // through the rounds together: the chain of one is long, and they share the rounds' keys.
 template <int kCounters>
@@ -35,7 +38,7 @@ GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounte
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif

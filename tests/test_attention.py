@@ -637,9 +637,9 @@ def test_as_exact_as_each_of_torchs_backends(backend, dtype, device):
 
 
 def philox(key, counter):
-    """Philox4x32-10 in whole numbers."""
+    """Philox4x32-7 in whole numbers."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
-    for _ in range(10):
+    for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
         k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
@@ -656,8 +656,8 @@ def dropout_bits(seed, offset, head, i, j):
 
 def test_philox_is_philox():
     """The known answers of Random123."""
-    assert philox(0, (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    assert philox(2**64 - 1, [2**32 - 1] * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+    assert philox(0, (0, 0, 0, 0)) == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+    assert philox(2**64 - 1, [2**32 - 1] * 4) == [0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662]
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 1.0])
@@ -714,8 +714,8 @@ def test_dropout_matches_its_mask(p, dtype, device):
     for sizes, options in [
         ((2, 4, 2, 70, 150, 16), {}),
         ((1, 2, 2, 200, 200, 64), {"causal": True}),
-        ((1, 2, 2, 65, 140, 33), {"begin": torch.tensor([37], dtype=torch.int32, device=device), "causal": True,
-                                  "offset": 75}),
+        ((4, 2, 2, 65, 140, 33), {"begin": torch.tensor([37, 0, 20, 5], dtype=torch.int32, device=device),
+                                  "causal": True, "offset": 75}),
         ((2, 4, 2, 150, 270, 64), {"causal": True, "offset": 120}),  # tiles of 128 and blocks of 64 that are not full
         ((1, 2, 1, 333, 130, 40), {}),
         ((1, 2, 1, 140, 200, 128), {"causal": True, "offset": 60}),

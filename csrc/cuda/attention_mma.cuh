@@ -163,8 +163,9 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 }
 
 // Float32 operands in full are two of TF32 each, and a product is three: hi hi + hi lo + lo hi, of which the latter two
-// have sums of their own. Tensor cores cut off what a sum of theirs does not hold, always towards 0, so that sums run
-// over this many steps, and are added up by additions that round.
+// have sums of their own. Tensor cores cut off what a sum of theirs does not hold, always towards 0: so the sums of hi
+// hi run over one step for scores, whose differences the backward takes, and over kExactSteps for outputs; they are
+// added up by additions that round.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -177,15 +178,15 @@ struct SplitOperand {
   }
 };
 
-// Two neighbouring tiles: large += hi hi, small += hi lo + lo hi.
+// Two neighbouring tiles: large += hi hi, small += hi lo + lo hi, two products that add to one sum far from each other.
 __device__ inline void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a,
                                       const SplitOperand& b) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    mma<float>(small[i], a.hi, b.lo[2 * i], b.lo[2 * i + 1]);
-    mma<float>(large[i], a.hi, b.hi[2 * i], b.hi[2 * i + 1]);
-    mma<float>(small[i], a.lo, b.hi[2 * i], b.hi[2 * i + 1]);
-  }
+  mma<float>(small[0], a.hi, b.lo[0], b.lo[1]);
+  mma<float>(small[1], a.hi, b.lo[2], b.lo[3]);
+  mma<float>(large[0], a.hi, b.hi[0], b.hi[1]);
+  mma<float>(large[1], a.hi, b.hi[2], b.hi[3]);
+  mma<float>(small[0], a.lo, b.hi[0], b.hi[1]);
+  mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
 template <int kM, int kN>
@@ -213,10 +214,10 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
   clear(small);
 #pragma unroll 1  // all at once would not have the registers
   for (int chunk = 0; chunk < steps; chunk += kExactSteps) {
-    float large[kM][kN][4];
-    clear(large);
 #pragma unroll
     for (int step = chunk; step < chunk + kExactSteps; ++step) {
+      float large[kM][kN][4];
+      clear(large);
       SplitOperand a[kM];
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -233,8 +234,8 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
 #pragma unroll
         for (int m = 0; m < kM; ++m) multiply_split(&large[m][n], &small[m][n], a[m], b);
       }
+      add(d, large);
     }
-    add(d, large);
   }
 #pragma unroll
   for (int m = 0; m < kM; ++m)
@@ -545,14 +546,18 @@ bool built_for_mma() {
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
+// Sums of fewer products are more exact by multiply-adds than by three products of TF32, and take no time.
+constexpr int64_t kFewestExact = 64;
+
 // Head sizes of whole chunks, and numbers of queries and keys that 32 bits index.
 template <typename T, typename Params>
 bool mma_serves(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
-  return s.head_size % 8 == 0 && s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest &&
-         s.queries < kLargest && s.keys < kLargest && suits_chunks(p.query) && suits_chunks(p.key) &&
-         suits_chunks(p.value) && suits_chunks(p.out);
+  return (sizeof(T) == 2 || p.tf32 || s.keys >= kFewestExact) && s.head_size % 8 == 0 &&
+         s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest &&
+         s.keys < kLargest && suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) &&
+         suits_chunks(p.out);
 }
 
 // Nothing but causality, and scores whose order is that of the products.

@@ -410,8 +410,9 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_backward_mma_serves(const AttentionBackward<T>& p) {
-  return mma_serves<T>(p) && suits_chunks(p.dout) && suits_chunks(p.dquery) && suits_chunks(p.dkey) &&
-         suits_chunks(p.dvalue) && built_for_mma<attention_backward_dkey_mma_kernel<T, 64, true, false>>();
+  return mma_serves<T>(p) && (sizeof(T) == 2 || p.tf32 || p.sizes.queries >= kFewestExact) && suits_chunks(p.dout) &&
+         suits_chunks(p.dquery) && suits_chunks(p.dkey) && suits_chunks(p.dvalue) &&
+         built_for_mma<attention_backward_dkey_mma_kernel<T, 64, true, false>>();
 }
 
 template <typename T>

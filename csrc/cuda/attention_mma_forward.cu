@@ -88,10 +88,17 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // of scores, to units of e
   const DropoutDraw dropout(p.dropout);
   float out[kM][kOut][4] = {}, maximum[kM][2], sum[kM][2] = {};
 #pragma unroll
   for (int m = 0; m < kM; ++m) maximum[m][0] = maximum[m][1] = -INFINITY;
+
+  // Exactly 1 for the largest score, where float32 is exact; else by one instruction, relative to origin as it is
+  // rounded.
+  const auto weight = [&](float score, float origin) {
+    return exp2_approximately(kExact ? (score - origin) * factor : fmaf(score, factor, -origin));
+  };
 
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
@@ -122,8 +129,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
 #pragma unroll
         for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         largest = quad_max(largest);
-        const float origin = largest == -INFINITY ? 0 : largest * factor;
-        rescale[m][r] = exp2_approximately(fmaf(maximum[m][r], factor, -origin));
+        const float origin = largest == -INFINITY ? 0 : largest * (kExact ? 1 : factor);
+        rescale[m][r] = weight(maximum[m][r], origin);
         rescales |= largest != maximum[m][r];
         maximum[m][r] = largest;
         float part = 0;
@@ -132,7 +139,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
             float& score = scores[m][n][2 * r + c];
-            score = exp2_approximately(fmaf(score, factor, -origin));
+            score = weight(score, origin);
             part += score;
           }
         sum[m][r] = sum[m][r] * rescale[m][r] + part;
@@ -158,7 +165,9 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
       const float total = warp_reduce<Sum, 4>(sum[m][r]);
       const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
       if (lane % 4 == 0 && at < queries)
-        p.logsumexp[head * queries + at] = total == 0 ? -INFINITY : fmaf(maximum[m][r] * factor, kLn2, logf(total));
+        p.logsumexp[head * queries + at] = total == 0 ? -INFINITY
+                                           : kExact   ? fmaf(maximum[m][r], natural, logf(total))
+                                                      : fmaf(maximum[m][r] * factor, kLn2, logf(total));
       sum[m][r] = total == 0 ? 0 : (kGeneral ? static_cast<float>(dropout.keep_scale) : 1) / total;
     }
   store_rows<T, HS>(shared_bytes, warp_row, out, sum, 0,

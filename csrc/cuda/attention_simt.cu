@@ -1,6 +1,6 @@
-// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 uses,
-// and whatever the tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has
-// 4 x 4 of a tile's scores, at rows 4 * ty + i and columns tx + 16 * j.
+// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 uses, and whatever the
+// tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has 4 x 4 of a tile's scores, at
+// rows 4 * ty + i and columns tx + 16 * j.
 #include <type_traits>
 
 #include "attention_kernels.h"

@@ -8,6 +8,7 @@ namespace gptkernels::cuda {
 
 // Dropout with its numbers read from the device.
 struct DropoutDraw {
+  bool any = false;  // dropout: also of so small a probability that nothing is dropped
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
@@ -15,12 +16,13 @@ struct DropoutDraw {
 
   __device__ explicit DropoutDraw(const AttentionDropout& dropout) {
     if (dropout.probability <= 0) return;
+    any = true;
     threshold = dropout_threshold(dropout.probability);
     seed = *dropout.seed;
     offset = *dropout.offset;
     keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
   }
-  __device__ bool drops() const { return threshold > 0; }
+  __device__ bool drops() const { return any; }
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
     const DropoutGroup group = dropout_group(i, j);
     return dropout_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
