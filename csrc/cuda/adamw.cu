@@ -56,13 +56,7 @@ struct Approximate : Exact {
   }
 };
 
-struct ToNearest {
-  template <typename V, typename A, int N>
-  __device__ void round(Packed<V, N>& to, const A (&values)[N], AdamwArray, int) const {
-#pragma unroll
-    for (int k = 0; k < N; ++k) to.v[k] = static_cast<V>(values[k]);
-  }
-};
+struct ToNearest {};
 
 // bfloat16 up or down at random; float32 stays float32.
 struct Stochastically {
@@ -82,7 +76,8 @@ struct Stochastically {
       for (int k = 0; k < N; ++k)
         to.v[k] = __ushort_as_bfloat16(round_stochastically(__float_as_uint(values[k]), random[k]));
     } else {
-      ToNearest().round(to, values, array, i);
+#pragma unroll
+      for (int k = 0; k < N; ++k) to.v[k] = values[k];
     }
   }
 };
@@ -139,22 +134,31 @@ struct AdamwPack {
 
   template <typename Rounding>
   __device__ void update(const AdamwFactors<A>& factors, const Tensor& t, int i, const Rounding& rounding) {
-    A p[N], m[N], v[N];
+    Packed<T, N> param;
+    [[maybe_unused]] A ps[N], ms[N], vs[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      p[k] = A(weight.v[k]);
-      m[k] = A(exp_avg.v[k]);
-      v[k] = A(exp_avg_sq.v[k]);
-      adamw_update<Arithmetic>(factors, A(grad.v[k]), p[k], m[k], v[k]);
+      A p = A(weight.v[k]);
+      A m = A(exp_avg.v[k]);
+      A v = A(exp_avg_sq.v[k]);
+      adamw_update<Arithmetic>(factors, A(grad.v[k]), p, m, v);
+      if constexpr (std::is_same_v<Rounding, ToNearest>) {
+        weight.v[k] = static_cast<Weight>(p);
+        param.v[k] = static_cast<T>(p);
+        exp_avg.v[k] = static_cast<State>(m);
+        exp_avg_sq.v[k] = static_cast<State>(v);
+      } else {
+        ps[k] = p;
+        ms[k] = m;
+        vs[k] = v;
+      }
     }
-    Packed<T, N> param;
-    rounding.round(param, p, kParamArray, i);
-    rounding.round(exp_avg, m, kExpAvgArray, i);
-    rounding.round(exp_avg_sq, v, kExpAvgSqArray, i);
-    if constexpr (!std::is_same_v<T, Weight>) {
-      ToNearest().round(weight, p, kParamArray, i);
-      store(t.weight + i, weight);
+    if constexpr (!std::is_same_v<Rounding, ToNearest>) {
+      rounding.round(param, ps, kParamArray, i);
+      rounding.round(exp_avg, ms, kExpAvgArray, i);
+      rounding.round(exp_avg_sq, vs, kExpAvgSqArray, i);
     }
+    if constexpr (!std::is_same_v<T, Weight>) store(t.weight + i, weight);
     store(t.param + i, param);
     store(t.exp_avg + i, exp_avg);
     store(t.exp_avg_sq + i, exp_avg_sq);
