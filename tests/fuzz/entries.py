@@ -14,6 +14,7 @@ from torch import Tensor
 
 import gptkernels.functional as G
 import test_causal_softmax
+import test_dropout
 import test_gelu
 import test_layernorm
 import test_mlp
@@ -173,22 +174,50 @@ def layernorm(draw):
     )
 
 
+def dropout_arguments(draw, chance=1.0):
+    """A probability, 0 in the other calls, and the numbers."""
+    if not draw.chance("dropout", chance):
+        return 0.0, None, None
+    p = draw.choose("dropout_p", (0.1, 0.5, 0.0, 0.9, 1e-6, 1.0))
+    words = draw.random("seed and offset")
+    return p, *(torch.tensor(words.getrandbits(64) - 2**63, device=draw.device) for _ in range(2))
+
+
+@entry
+def dropout(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    arguments = dropout_arguments(draw)
+    formula = partial(test_dropout.dropped, **dict(zip(("p", "seed", "offset"), arguments, strict=True)))
+    return Call(
+        f"dropout(x, {', '.join(map(str, arguments))})",
+        lambda x: ops.dropout(x, *arguments),
+        formula,
+        formula,
+        {"x": draw.tensor("x", (*rows, draw.width("width", rows, 0)), dtype, 2)},
+    )
+
+
 @entry
 def residual_layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     exact = flat(partial(test_residual_layernorm.exact, dtype=args["x"].dtype), len(shape))
+    p, seed, offset = dropout_arguments(draw, 0.4 if not functional else 0)
+
+    def drop(x):
+        return x if p == 0 else test_dropout.dropped(x, p, seed, offset)
 
     def torchs(x, residual, weight, bias):
-        total = x + residual
+        total = drop(x) + residual
         return F.layer_norm(total, shape, weight, bias, eps), total
 
     return Call(
-        f"residual_layernorm(x, residual, weight, bias, {eps})",
+        f"residual_layernorm(x, residual, weight, bias, {eps}, None, {p}, {seed}, {offset})",
         (lambda x, r, w, b: G.residual_layer_norm(x, r, shape, w, b, eps))
         if functional
-        else (lambda *args: ops.residual_layernorm(*args, eps)[:2]),
+        else (lambda *args: ops.residual_layernorm(*args, eps, None, p, seed, offset)[:2]),
         torchs,
-        lambda *args: exact(*args, eps),
+        lambda x, *rest: exact(drop(x), *rest, eps),
         args,
         tied=() if functional else ("x", "residual", "weight", "bias"),
         denormal_gradients=False,
