@@ -3,9 +3,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from benchmarks.dropout import Mask, P
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled, training
+from gptkernels import functional
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -54,4 +56,69 @@ def cases(device, dtype, rows, width):
             "torch": backward(norm, (total, weight, bias), (dout, dsum)),
             "compile": backward(compiled(norm), (total, weight, bias), (dout, dsum)),
         },
+    )
+    yield from dropout_cases(x, residual, weight, bias, dout, dsum)
+
+
+def dropout_cases(x, residual, weight, bias, dout, dsum):
+    """The same with dropout of x: everybody draws a mask of their own."""
+    rows, width = x.shape
+    shape = f"{rows}x{width} p={P}"
+
+    def torchs(x, residual, weight, bias):
+        return norm(F.dropout(x, P) + residual, weight, bias)
+
+    def ours(x, residual, weight, bias):  # with the kernel that draws the seed, as theirs draw it
+        return functional.residual_layer_norm(x, residual, (width,), weight, bias, dropout_p=P)
+
+    mask = Mask(x)
+
+    def look(result):
+        out, total = result
+        normed = torch.cat([F.layer_norm(part.double(), (width,)) for part in total.split(4096)])
+        return *mask.look(total, residual), out - (normed * weight + bias) + 1
+
+    def sums():
+        yield from mask.exact(added=residual)
+        yield 2, ..., torch.ones_like(x, dtype=torch.float64)
+
+    yield Case(
+        "residual_layernorm fwd",
+        shape,
+        training(ours, x, residual, weight, bias),
+        sums,
+        bytes=4 * nbytes(x),
+        flops=11 * x.numel(),
+        peers={
+            "torch": training(torchs, x, residual, weight, bias),
+            "compile": training(compiled(torchs), x, residual, weight, bias),
+        },
+        look=look,
+    )
+    # Of x = 0 the sum is the residual, whatever is dropped, so that all gradients but dx have one value.
+    inputs = torch.zeros_like(x), residual, weight, bias
+
+    def look_at_gradients(result):
+        dx, dresidual, dweight, dbias = result
+        return dresidual, dweight, dbias, *Mask(dresidual).look(dx)
+
+    def gradients():
+        dresiduals = []
+        for i, part, value in exact.gradients(norm, (dout, dsum), [residual], [weight, bias]):
+            yield i, part, value
+            dresiduals += [value] if i == 0 else []
+        yield from Mask(torch.cat(dresiduals)).exact(first=3)
+
+    yield Case(
+        "residual_layernorm bwd",
+        shape,
+        backward(ours, inputs, (dout, dsum)),
+        gradients,
+        bytes=5 * nbytes(x),
+        flops=19 * x.numel(),
+        peers={
+            "torch": backward(torchs, inputs, (dout, dsum)),
+            "compile": backward(compiled(torchs), inputs, (dout, dsum)),
+        },
+        look=look_at_gradients,
     )

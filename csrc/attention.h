@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device.h"
+#include "dropout.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
@@ -33,15 +34,6 @@ struct AttentionMask {
   int64_t key = 0;
 };
 
-// Dropout of the probabilities: element (b, h, i, j) is kept, and divided by 1 - probability, if its 16 random bits
-// (philox.h says which) are not below probability * 65536, rounded. seed and offset lie on the device, so that a CUDA
-// graph can replay with other numbers.
-struct AttentionDropout {
-  double probability = 0;
-  const int64_t* seed = nullptr;
-  const int64_t* offset = nullptr;
-};
-
 struct AttentionSizes {
   int64_t batches;    // B
   int64_t heads;      // NH
@@ -61,7 +53,7 @@ struct AttentionForward {
   AttentionSizes sizes;
   double scale;
   AttentionMask<T> mask;
-  AttentionDropout dropout;
+  DropoutArguments dropout;   // of the probabilities
   bool tf32 = false;          // float32 products may be rounded to TF32 (CUDA)
   void* workspace = nullptr;  // attention_forward_workspace bytes
 };
@@ -81,7 +73,7 @@ struct AttentionBackward {
   AttentionSizes sizes;
   double scale;
   AttentionMask<T> mask;
-  AttentionDropout dropout;
+  DropoutArguments dropout;
   bool tf32 = false;
   void* workspace = nullptr;  // attention_backward_workspace bytes
 };
@@ -98,6 +90,6 @@ template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream);
 
 // mask (B, NH, Tq, Tk), dense: true where dropout keeps the probability. For tests and for those who want to see it.
-Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const AttentionDropout& dropout, Stream stream);
+Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,10 +1,11 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps). With
-// a residual it normalises sum = x + x_bias + residual, rounded to T, and writes the sum too: the step between two
-// blocks of a transformer in one pass. x_bias is that of the linear layer which made x. Added here it costs nothing,
-// and neither does its gradient, the sums of dx over the rows.
+// a residual it normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum too: the step between
+// two blocks of a transformer in one pass. x_bias is that of the linear layer which made x. Added here it costs
+// nothing, and neither does its gradient, the sums of dx over the rows.
 #pragma once
 
 #include "device.h"
+#include "dropout.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
@@ -41,8 +42,19 @@ struct LayernormBackward {
   int64_t width;                // C
 };
 
+// What a dropout of x + x_bias adds to the backward. The gradient of the residual is then not dx, which is its dropout.
+template <typename T>
+struct LayernormDropoutBackward {
+  T* dresidual;  // (N, C) or null, as dx
+  DropoutArguments arguments;
+};
+
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
+
+// With dropout of x + x_bias: element (n, c) is element n * C + c of the dropout's data.
+template <typename T>
+Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream);
 
 // The size of the backward's workspace in bytes: partial sums of dweight, dbias and dx_bias over groups of rows.
 template <typename T>
@@ -50,5 +62,8 @@ int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 
 template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, Stream stream);
+
+template <typename T>
+Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,5 +1,6 @@
 // Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and which of its bits belong to
-// which element of attention's dropout mask. The mask depends on coordinates alone, never on tiles or threads.
+// which element of a dropout mask: of attention's probabilities, or of dense data. A mask depends on coordinates alone,
+// never on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -27,32 +28,40 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
+struct PhiloxKey {
+  uint32_t word[2];
+};
+
 // The authors' fewest rounds that pass BigCrush; attention on a GPU waits for these multiplications.
 constexpr int kPhiloxRounds = 7;
+
+GPTKERNELS_HOST_DEVICE PhiloxKey first_key(uint64_t key) {
+  return {{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)}};
+}
+GPTKERNELS_HOST_DEVICE PhiloxKey next_key(PhiloxKey key) {
+  return {{key.word[0] + 0x9E3779B9u, key.word[1] + 0xBB67AE85u}};
+}
+
+GPTKERNELS_HOST_DEVICE PhiloxWords philox_round(PhiloxKey key, PhiloxWords c) {
+  const uint64_t a = multiply_wide(c.word[0], 0xD2511F53u);
+  const uint64_t b = multiply_wide(c.word[2], 0xCD9E8D57u);
+  return {{static_cast<uint32_t>(b >> 32) ^ c.word[1] ^ key.word[0], static_cast<uint32_t>(b),
+           static_cast<uint32_t>(a >> 32) ^ c.word[3] ^ key.word[1], static_cast<uint32_t>(a)}};
+}
 
 // 128 random bits for each of kCounters 128-bit counters under a 64-bit key, in place of the counters. Counters go
 // through the rounds together: the chain of one is long, and they share the rounds' keys.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  PhiloxKey round_key = first_key(key);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-  for (int round = 0; round < kPhiloxRounds; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round, round_key = next_key(round_key)) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 0; i < kCounters; ++i) {
-      uint32_t (&c)[4] = counters[i].word;
-      const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
-      const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
-      c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0;
-      c[1] = static_cast<uint32_t>(b);
-      c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1;
-      c[3] = static_cast<uint32_t>(a);
-    }
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
+    for (int i = 0; i < kCounters; ++i) counters[i] = philox_round(round_key, counters[i]);
   }
 }
 
@@ -61,6 +70,13 @@ GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& count
   philox(key, words);
   return words[0];
 }
+
+// The offset takes a counter's top word; its upper half joins the key.
+GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
+  return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
+}
+
+// ---- attention's probabilities --------------------------------------------------------------------------------------
 
 // One call serves 8 elements of a head's (Tq, Tk) mask, 16 bits each: those that one thread holds of two neighbouring
 // 16x8 tiles of a tensor core's accumulator, rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16 < 8,
@@ -87,11 +103,9 @@ template <int kGroups>
 GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
                                           uint32_t group_column, uint32_t row_step, uint32_t column_step,
                                           PhiloxWords (&words)[kGroups]) {
-  // The offset takes the counter's top word; its upper half joins the key.
-  const uint64_t key = static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
   for (uint32_t i = 0; i < kGroups; ++i)
     words[i] = {{group_column + i * column_step, group_row + i * row_step, head, static_cast<uint32_t>(offset)}};
-  philox(key, words);
+  philox(dropout_key(seed, offset), words);
 }
 
 GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
@@ -100,6 +114,25 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, u
   dropout_words(seed, offset, head, group_row, group_column, 0, 0, words);
   return words[0];
 }
+
+// ---- dense data -----------------------------------------------------------------------------------------------------
+
+// One call serves 8 neighbouring elements: element i, counted through all dimensions, is of group i / 8 and has slot
+// i % 8. The word that attention gives to the head is one that no head has, so that the two masks of the same seed and
+// offset have no bits in common.
+constexpr int kDenseGroup = 8;
+constexpr uint32_t kDenseHead = 0xFFFFFFFFu;
+
+GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_counter(int64_t offset, uint64_t group) {
+  return {
+      {static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), kDenseHead, static_cast<uint32_t>(offset)}};
+}
+
+GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t offset, uint64_t group) {
+  return philox(dropout_key(seed, offset), dense_dropout_counter(offset, group));
+}
+
+// ---- both -----------------------------------------------------------------------------------------------------------
 
 GPTKERNELS_HOST_DEVICE uint32_t dropout_bits(const PhiloxWords& words, int slot) {
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;

@@ -65,20 +65,6 @@ struct Inputs {
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-void check_dropout(const char* op, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
-                   const char* like_name, const Tensor& like) {
-  if (!(dropout_p >= 0 && dropout_p <= 1)) fail(op, "dropout_p must be from 0 to 1, got ", dropout_p);
-  if (dropout_p == 0) return;
-  const auto check = [&](const char* name, const OptionalTensor& t) {
-    if (!t) fail(op, name, " must be given for dropout_p ", dropout_p, ": a 0-dim int64 tensor");
-    check_dtype(op, name, *t, ScalarType::Long);
-    check_shape(op, name, *t, {});
-    check_same_device(op, name, *t, like_name, like);
-  };
-  check("seed", seed);
-  check("offset", offset);
-}
-
 void check_head_size(const char* op, int64_t head_size) {
   if (head_size < 1 || head_size > kMaxHeadSize)
     fail(op, "the head size must be from 1 to ", kMaxHeadSize, ", got ", head_size);
@@ -155,7 +141,7 @@ void check_options(const char* op, const Options& options, const AttentionSizes&
   };
   check_bound("key_begin", options.key_begin);
   check_bound("key_end", options.key_end);
-  check_dropout(op, options.dropout_p, options.seed, options.offset, "query", query);
+  check_dropout(op, "dropout_p", options.dropout_p, options.seed, options.offset, "query", query);
 }
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
@@ -209,7 +195,7 @@ AttentionMask<T> mask_of(const Options& options) {
   return mask;
 }
 
-AttentionDropout dropout_of(const Options& options) {
+DropoutArguments dropout_of(const Options& options) {
   if (options.dropout_p == 0) return {};
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
@@ -301,7 +287,7 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, st
                                         double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset) {
   constexpr const char* op = "attention";
   const AttentionSizes s = packed_sizes(op, qkv, num_heads);
-  check_dropout(op, dropout_p, seed, offset, "qkv", qkv);
+  check_dropout(op, "dropout_p", dropout_p, seed, offset, "qkv", qkv);
 
   const Launcher launcher(op, qkv);
   const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
@@ -325,7 +311,7 @@ Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor
   check_shape(op, "dout", dout, out_shape);
   check_shape(op, "out", out, out_shape);
   check_shape(op, "logsumexp", logsumexp, logsumexp_shape(s));
-  check_dropout(op, dropout_p, seed, offset, "qkv", qkv);
+  check_dropout(op, "dropout_p", dropout_p, seed, offset, "qkv", qkv);
 
   const Launcher launcher(op, qkv);
   const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
@@ -400,9 +386,7 @@ Tensor attention_dropout_mask_op(int64_t batches, int64_t num_heads, int64_t que
       {"batches", batches}, {"heads", num_heads}, {"queries", queries}, {"keys", keys}};
   for (const auto& [name, size] : sizes)
     if (size < 0) fail(op, name, " must be at least 0, got ", size);
-  check_dtype(op, "seed", seed, ScalarType::Long);
-  check_shape(op, "seed", seed, {});
-  check_dropout(op, dropout_p, seed, offset, "seed", seed);
+  check_dropout(op, "dropout_p", dropout_p, seed, offset, "seed", seed);
 
   const Launcher launcher(op, seed);
   Tensor mask = allocate({batches, num_heads, queries, keys}, ScalarType::Bool, seed);

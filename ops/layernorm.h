@@ -13,10 +13,23 @@ struct LayernormOutputs {
   Tensor rstd;
 };
 
-// Layernorm of x, or of x + x_bias + residual.
+// What is dropped out of x + x_bias before it is added to the residual.
+struct LayernormDropout {
+  double p = 0;
+  OptionalTensor seed = {};
+  OptionalTensor offset = {};
+
+  void check(const char* op, const char* like_name, const Tensor& like) const {
+    check_dropout(op, "dropout_p", p, seed, offset, like_name, like);
+  }
+  DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
+};
+
+// Layernorm of x, or of dropout(x + x_bias) + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                      const OptionalTensor& x_bias = std::nullopt) {
+                                      const OptionalTensor& x_bias = std::nullopt,
+                                      const LayernormDropout& dropout = {}) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
   check_like(op, "residual", residual, "x", x);
@@ -27,6 +40,7 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
   check_shape(op, "weight", weight, {width_of(x)});
   check_shape(op, "bias", bias, {width_of(x)});
   check_shape(op, "x_bias", x_bias, {width_of(x)});
+  dropout.check(op, "x", x);
 
   const Launcher launcher(op, x);
   const Tensor x_dense = dense(x);
@@ -39,19 +53,20 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
                               .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
                               .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
   dispatch_floating(x, [&]<typename T>() {
-    launcher.check(layernorm_forward<T>({.out = pointer<T>(outputs.out),
-                                         .mean = pointer<accumulate_t<T>>(outputs.mean),
-                                         .rstd = pointer<accumulate_t<T>>(outputs.rstd),
-                                         .sum = pointer<T>(outputs.sum),
-                                         .x = pointer<T>(x_dense),
-                                         .residual = pointer<T>(residual_dense),
-                                         .x_bias = pointer<T>(x_bias_dense),
-                                         .weight = pointer<T>(weight_dense),
-                                         .bias = pointer<T>(bias_dense),
-                                         .rows = rows_of(x),
-                                         .width = width_of(x),
-                                         .eps = eps},
-                                        launcher.stream()));
+    const LayernormForward<T> p{.out = pointer<T>(outputs.out),
+                                .mean = pointer<accumulate_t<T>>(outputs.mean),
+                                .rstd = pointer<accumulate_t<T>>(outputs.rstd),
+                                .sum = pointer<T>(outputs.sum),
+                                .x = pointer<T>(x_dense),
+                                .residual = pointer<T>(residual_dense),
+                                .x_bias = pointer<T>(x_bias_dense),
+                                .weight = pointer<T>(weight_dense),
+                                .bias = pointer<T>(bias_dense),
+                                .rows = rows_of(x),
+                                .width = width_of(x),
+                                .eps = eps};
+    launcher.check(dropout.p > 0 ? layernorm_forward(p, dropout.arguments(), launcher.stream())
+                                 : layernorm_forward(p, launcher.stream()));
   });
   return outputs;
 }
@@ -61,14 +76,17 @@ struct LayernormGradients {
   Tensor dweight;
   Tensor dbias;
   Tensor dx_bias;
+  Tensor dresidual;
 };
 
 // `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by other paths than the
-// norm, is added to dx. The mask has three or, with dx_bias, four entries.
+// norm, is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual, of which
+// dx is the dropout.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
-                                                 const std::vector<bool>& output_mask) {
+                                                 const std::vector<bool>& output_mask,
+                                                 const LayernormDropout& dropout = {}) {
   check_dim_at_least(op, name, x, 1);
   check_floating(op, name, x);
   check_like(op, "dout", dout, name, x);
@@ -83,6 +101,7 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
   check_shape(op, "weight", weight, {width_of(x)});
   check_shape(op, "mean", mean, leading_shape(x));
   check_shape(op, "rstd", rstd, leading_shape(x));
+  dropout.check(op, name, x);
 
   const Launcher launcher(op, x);
   const bool x_bias_wanted = output_mask.size() > 3 && output_mask[3];
@@ -93,30 +112,36 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
   const OptionalTensor weight_dense = dense(weight);
   const Tensor mean_dense = dense(mean);
   const Tensor rstd_dense = dense(rstd);
-  Tensor dx = allocate_if(output_mask[0] || x_bias_wanted, shape_of(x), x);
+  const bool with_residual = output_mask.size() > 4;
+  const bool dx_made = output_mask[0] || x_bias_wanted || (with_residual && output_mask[4]);
+  Tensor dx = allocate_if(dx_made, shape_of(x), x);
+  Tensor dresidual = allocate_if(dx_made && with_residual, shape_of(x), x);
   Tensor dweight = allocate_if(output_mask[1], {width_of(x)}, x);
   Tensor dbias = allocate_if(output_mask[2], {width_of(x)}, x);
   Tensor dx_bias = allocate_if(x_bias_wanted, {width_of(x)}, x);
   dispatch_floating(x, [&]<typename T>() {
     const int64_t scratch = sums_wanted ? layernorm_backward_workspace<T>(rows_of(x), width_of(x)) : 0;
     const Tensor partials = workspace(scratch, x);
-    launcher.check(layernorm_backward<T>({.dx = pointer<T>(dx),
-                                          .dweight = pointer<T>(dweight),
-                                          .dbias = pointer<T>(dbias),
-                                          .dx_bias = pointer<T>(dx_bias),
-                                          .dout = pointer<T>(dout_dense),
-                                          .dsum = pointer<T>(dsum_dense),
-                                          .x = pointer<T>(x_dense),
-                                          .weight = pointer<T>(weight_dense),
-                                          .mean = pointer<accumulate_t<T>>(mean_dense),
-                                          .rstd = pointer<accumulate_t<T>>(rstd_dense),
-                                          .workspace = pointer<void>(partials),
-                                          .rows = rows_of(x),
-                                          .width = width_of(x)},
-                                         launcher.stream()));
+    const LayernormBackward<T> p{.dx = pointer<T>(dx),
+                                 .dweight = pointer<T>(dweight),
+                                 .dbias = pointer<T>(dbias),
+                                 .dx_bias = pointer<T>(dx_bias),
+                                 .dout = pointer<T>(dout_dense),
+                                 .dsum = pointer<T>(dsum_dense),
+                                 .x = pointer<T>(x_dense),
+                                 .weight = pointer<T>(weight_dense),
+                                 .mean = pointer<accumulate_t<T>>(mean_dense),
+                                 .rstd = pointer<accumulate_t<T>>(rstd_dense),
+                                 .workspace = pointer<void>(partials),
+                                 .rows = rows_of(x),
+                                 .width = width_of(x)};
+    launcher.check(with_residual && dx_made
+                       ? layernorm_backward(p, {pointer<T>(dresidual), dropout.arguments()}, launcher.stream())
+                       : layernorm_backward(p, launcher.stream()));
   });
-  if (!output_mask[0]) dx = allocate_if(false, shape_of(x), x);
-  return {dx, dweight, dbias, dx_bias};
+  if (!output_mask[0]) dx = absent(x);
+  if (with_residual && !output_mask[4]) dresidual = absent(x);
+  return {dx, dweight, dbias, dx_bias, dresidual};
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -24,9 +24,11 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
+  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. _bias_backward also gives the
+  // gradient of x_bias; without dropout dx is that of the residual too.
   m.def(
-      "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, Tensor? "
-      "x_bias=None) "
+      "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
+      "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
       "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "residual_layernorm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, "
@@ -34,6 +36,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def(
       "residual_layernorm_bias_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, "
       "Tensor rstd, bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
+  m.def(
+      "residual_layernorm_dropout_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, "
+      "Tensor rstd, float dropout_p, Tensor seed, Tensor offset, bool[5] output_mask) "
+      "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias, Tensor dresidual)");
 
   m.def("softmax(Tensor x) -> Tensor");
   m.def("softmax_backward(Tensor dout, Tensor out) -> Tensor");
@@ -71,6 +77,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
 
   m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");
+
+  // seed and offset are 0-dim int64 on x's device. The mask is that of `size` elements, counted through all dimensions.
+  m.def("dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor");
+  m.def("dropout_mask(SymInt size, float p, Tensor seed, Tensor offset) -> Tensor");
 
   m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
   m.def(

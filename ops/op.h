@@ -166,6 +166,22 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
+// A dropout's probability, and its seed and offset, 0-dim int64: given where something is dropped.
+inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
+                          const OptionalTensor& offset, const char* like_name, const Tensor& like) {
+  if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
+  const auto check = [&](const char* number, const OptionalTensor& t) {
+    if (!t && probability > 0)
+      fail(op, number, " must be given for ", name, " ", probability, ": a 0-dim int64 tensor");
+    if (!t) return;
+    check_dtype(op, number, *t, ScalarType::Long);
+    check_shape(op, number, *t, {});
+    check_same_device(op, number, *t, like_name, like);
+  };
+  check("seed", seed);
+  check("offset", offset);
+}
+
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
 // A tensor on the device of `like`; straight to the allocator, without the dispatcher.

@@ -182,3 +182,29 @@ def check(ours, torchs, *inputs):
     wanted = gradients(with_floating(torchs), floating, dout)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, **tolerance(b.dtype))
+
+
+# ---- random bits -----------------------------------------------------------------------------------------------------
+
+
+def philox(key, counter):
+    """Philox4x32-7 in whole numbers."""
+    c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(7):
+        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
+        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
+    return c
+
+
+def numbers(device, seed=12345, offset=6789):
+    """Seed and offset of a dropout."""
+    return [torch.tensor(n, device=device) for n in (seed, offset)]
+
+
+CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom, exceeded once in 10^4
+
+
+def chi_square(counts):
+    expected = counts.sum() / counts.numel()
+    return ((counts - expected) ** 2 / expected).sum().item()

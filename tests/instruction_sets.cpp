@@ -51,7 +51,7 @@ Outputs<T> run(Problem<T>& p, const Forward& forward, const Backward& backward) 
   AttentionMask<T> mask;
   mask.causal = p.c.causal;
   mask.query_offset = p.c.keys - p.c.queries;
-  const AttentionDropout dropout{p.c.dropout, &p.seed, &p.offset};
+  const DropoutArguments dropout{p.c.dropout, &p.seed, &p.offset};
   const auto query = p.template view<const T>(p.query.data(), p.c.queries);
   const auto key = p.template view<const T>(p.key.data(), p.c.keys);
   const auto value = p.template view<const T>(p.value.data(), p.c.keys);

@@ -33,13 +33,14 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.probabilities = nn.Identity()  # where dropout would be
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
         scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.num_heads)  # (B, NH, T, T)
         future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        out = scores.masked_fill(future, -math.inf).softmax(-1) @ v  # (B, NH, T, HS)
+        out = self.probabilities(scores.masked_fill(future, -math.inf).softmax(-1)) @ v  # (B, NH, T, HS)
         return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
 
 

@@ -11,14 +11,18 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from gptkernels import functional as G
 from helpers import (
+    CHI_SQUARE_15,
     all_dtypes,
     all_views,
     as_view,
     assert_as_exact_as_torch,
     assert_as_exact_with_gradients,
     assert_same_bits,
+    chi_square,
     double,
     gradients,
+    numbers,
+    philox,
     raises,
     randn,
     tolerance,
@@ -103,10 +107,6 @@ def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
     """query, key, value, dout."""
     shapes = [(b, heads, rows, size), (b, key_heads, columns, size), (b, key_heads, columns, size)]
     return [randn(*shape, dtype=dtype, device=device) for shape in (*shapes, shapes[0])]
-
-
-def numbers(device, seed=12345, offset=6789):
-    return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
 def check(q, k, v, dout, **options):
@@ -636,16 +636,6 @@ def test_as_exact_as_each_of_torchs_backends(backend, dtype, device):
 # ---- dropout ---------------------------------------------------------------------------------------------------------
 
 
-def philox(key, counter):
-    """Philox4x32-7 in whole numbers."""
-    c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
-    for _ in range(7):
-        a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [b >> 32 ^ c[1] ^ k[0], b & 0xFFFFFFFF, a >> 32 ^ c[3] ^ k[1], a & 0xFFFFFFFF]
-        k = [k[0] + 0x9E3779B9 & 0xFFFFFFFF, k[1] + 0xBB67AE85 & 0xFFFFFFFF]
-    return c
-
-
 def dropout_bits(seed, offset, head, i, j):
     """The 16 bits of row i, column j, as csrc/philox.h lays them out."""
     counter = (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, head, offset & 0xFFFFFFFF)
@@ -678,14 +668,6 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
         small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))
         assert torch.equal(small, large[:, :heads, :rows, :columns])
     assert torch.equal(ops.attention_dropout_mask(2, 2, 300, 400, 0.3, *numbers(device)).view(large.shape), large)
-
-
-CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom, exceeded once in 10^4
-
-
-def chi_square(counts):
-    expected = counts.sum() / counts.numel()
-    return ((counts - expected) ** 2 / expected).sum().item()
 
 
 def test_dropout_is_uniform_and_independent(device):

@@ -184,3 +184,26 @@ def test_tensors_may_be_saved_otherwise(device):
         expected = functional.linear(x, weight)
     grads = [torch.autograd.grad(result.float().square().sum(), weight)[0] for result in (out, expected)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_residual_layernorm_with_dropout_is_torchs_steps(x_dtype, residual_dtype, device):
+    """Dropout in x's dtype, the sum in its operands', the norm in float32."""
+    x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
+    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
+    dropout = 0.5, torch.tensor(3, device=device), torch.tensor(4, device=device)
+
+    def cast(t, dtype):
+        return t if t is None else t.to(dtype)
+
+    args = x, residual, weight, bias, 1e-5, None, *dropout
+    if device.type == "cuda":
+        with torch.autocast("cuda", torch.bfloat16):
+            out, total, _, _ = ops.residual_layernorm(*args)
+    else:
+        out, total, _, _ = residual_layernorm.as_torchs_steps(ops.residual_layernorm, cast, *args)
+    expected_total = 2 * x * ops.dropout_mask(24, *dropout).view(3, 8) + residual
+    assert total.dtype == expected_total.dtype
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(out, F.layer_norm(expected_total.float(), (8,), weight, bias))

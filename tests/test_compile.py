@@ -57,6 +57,27 @@ def test_inductor_trains(device):
         torch.testing.assert_close(a, b)
 
 
+def test_inductor_trains_with_dropout(device):
+    """No graph break; another mask each step, and in evaluation none. The backward is that of the forward's masks."""
+    torch._dynamo.reset()
+    config = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64, block_size=16, dropout=0.5)
+    model, tokens = GPT2(config, device=device), torch.randint(64, (2, 16), device=device)
+    compiled = torch.compile(model, fullgraph=True)
+    losses = [compiled(tokens, tokens)[1] for _ in range(2)]
+    assert losses[0] != losses[1]
+    torch._dynamo.reset()
+    eager = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for m in (eager, model):
+        torch.manual_seed(5)
+        _, loss = m(tokens, tokens)
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+    model.eval()
+    torch.testing.assert_close(compiled(tokens, tokens)[1], model(tokens, tokens)[1])
+
+
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_export_at_any_batch_and_length(strict, device):

@@ -8,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from gptkernels import nn
+from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
 
 ops = torch.ops.gptkernels
@@ -26,6 +26,13 @@ def cases(device):
     yield "layernorm", x, lambda: ops.layernorm(x, weight, bias)
     yield "layernorm_backward", dout, lambda: ops.layernorm_backward(dout, x, weight, mean, rstd, [True] * 3)
     yield "residual_layernorm", x, lambda: ops.residual_layernorm(x, dout, weight, bias)
+    seed = torch.tensor(5, device=device)
+    yield (
+        "residual_layernorm with dropout",
+        x,
+        lambda: ops.residual_layernorm(x, dout, weight, bias, 1e-5, None, 0.5, seed, seed),
+    )
+    yield "dropout", x, lambda: ops.dropout(x, 0.5, seed, seed)
     yield "gelu", x, lambda: ops.gelu(x)
     yield "softmax", x, lambda: ops.softmax(x)
     yield "softmax_backward", dout, lambda: ops.softmax_backward(dout, x)
@@ -91,3 +98,51 @@ def test_make_graphed_callables(device):
                 results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
             for a, b in zip(*results, strict=True):
                 assert torch.equal(a, b), name
+
+
+def dropout_modules(device):
+    config = GPT2Config(n_layer=2, n_embd=128, n_head=2, vocab_size=500, block_size=64, dropout=0.3)
+    model = GPT2(config).to(device, torch.bfloat16)
+    x = torch.randn(2, 64, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    yield "Dropout", nn.Dropout(0.3), x
+    yield "Block", model.transformer.h[0], x
+    yield "Transformer", model.transformer, torch.randint(500, (2, 64), device=device)
+
+
+def test_make_graphed_callables_with_dropout(device):
+    """Each replay draws anew, for both directions alike: from a seed it gives what eager gives from that seed."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    for name, module, x in dropout_modules(device):
+        graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x,))
+
+        def run(m, seed, x=x):
+            if seed is not None:
+                torch.manual_seed(seed)
+            out = m(x)
+            inputs = [*([x] if x.requires_grad else []), *m.parameters()]
+            return [t.clone() for t in (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))]
+
+        for seed in (1, 2):
+            for a, b in zip(run(graphed, seed), run(module, seed), strict=True):
+                assert torch.equal(a, b), name
+        first, second = (run(graphed, None)[0] for _ in range(2))
+        assert not torch.equal(first, second), name
+
+
+def test_replays_draw_other_masks(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    x = torch.ones(10_000, device=device)
+    functional.dropout(x, 0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = functional.dropout(x, 0.5)
+        total = functional.residual_layer_norm(x[None], x[None], (10_000,), dropout_p=0.5)[1]
+    masks = []
+    for _ in range(4):
+        graph.replay()
+        masks += [out != 0, total[0] != 1]
+    for i, a in enumerate(masks):
+        for b in masks[:i]:
+            assert abs((a == b).float().mean().item() - 0.5) < 0.03

@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import dataclasses
 import math
@@ -8,9 +9,12 @@ import sys
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from gptkernels import functional
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.nn import KeyValueCache
+from gptkernels.ops import ops
 from gptkernels.optim import AdamW
 from helpers import tolerance
 from reference_gpt2 import ReferenceGPT2
@@ -136,7 +140,8 @@ def test_presets(name, parameters):
     ("fields", "message"),
     [
         ({"n_embd": 10, "n_head": 3}, "n_embd must be a multiple of n_head, got 10 and 3"),
-        ({"dropout": 0.1}, "dropout must be 0, got 0.1"),
+        ({"dropout": 1.5}, r"dropout must be from 0 to 1, got 1\.5"),
+        ({"dropout": -0.1}, r"dropout must be from 0 to 1, got -0\.1"),
         ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
         ({"activation": "relu"}, "activation must be one of gelu_tanh, gelu, got 'relu'"),
         ({"vocab_size": -5}, "vocab_size must be at least 1, got -5"),
@@ -496,6 +501,155 @@ def test_the_tied_weights_gradient_is_the_sum_of_both(device):
     torch.testing.assert_close(separate, expected)
     create = torch.autograd.grad(ours(tokens, targets, return_logits=False)[1], weight, create_graph=True)[0]
     assert create.requires_grad
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+DROPOUT = dataclasses.replace(CONFIG, dropout=0.2)
+
+
+@contextlib.contextmanager
+def drawn_numbers(monkeypatch):
+    """Seed and offset of every dropout inside the context, in the order of the calls."""
+    drawn, draw = [], functional._dropout_numbers
+
+    def note(p, like):
+        drawn.append(draw(p, like))
+        return drawn[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_dropout_numbers", note)
+        yield drawn
+
+
+def drop_out(reference, drawn, p):
+    """Let the reference drop what our model has dropped: nanoGPT's places, with the masks that our ops show."""
+    drawn = iter(drawn)
+
+    def attention(module, args, out):
+        return out * ops.attention_dropout_mask(*out.shape, p, *next(drawn)) / (1 - p)
+
+    def dense(x):
+        return x * ops.dropout_mask(x.numel(), p, *next(drawn)).view(x.shape) / (1 - p)
+
+    blocks = reference.transformer["h"]
+    blocks[0].register_forward_pre_hook(lambda module, args: (dense(args[0]),))
+    for block in blocks:
+        block.attn.probabilities.register_forward_hook(attention)
+        for layer in (block.attn, block.mlp):
+            layer.register_forward_hook(lambda module, args, out: dense(out))
+    return drawn
+
+
+@DTYPES
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_dropout_is_the_references_with_our_masks(return_logits, dtype, device, monkeypatch):
+    ours, reference = pair(dtype, device, DROPOUT)
+    exact = copy.deepcopy(reference).double()
+    tokens, targets = batch(device=device)
+    with drawn_numbers(monkeypatch) as drawn:
+        logits, loss = ours(tokens, targets, return_logits=return_logits)
+    assert len(drawn) == 1 + 3 * DROPOUT.n_layer
+    rests = [drop_out(model, drawn, DROPOUT.dropout) for model in (reference, exact)]
+    (wanted, wanted_loss), (exact_logits, exact_loss) = reference(tokens, targets), exact(tokens, targets)
+    assert all(next(rest, None) is None for rest in rests)
+    if return_logits:
+        assert_same(logits, wanted, exact_logits, dtype, "logits")
+    assert_same(loss.to(dtype), wanted_loss, exact_loss, dtype, "loss")
+    for result in (loss, wanted_loss, exact_loss):
+        result.backward()
+    for (name, a), b, c in zip(ours.named_parameters(), reference.parameters(), exact.parameters(), strict=True):
+        assert_same(a.grad, b.grad, c.grad, dtype, f"gradient of {name}")
+
+
+def test_dropout_is_of_training_alone(device):
+    """In evaluation, generation too, the model is the one without; so is each module on its own."""
+    ours, _ = pair(torch.float32, device, DROPOUT)
+    plain = GPT2(CONFIG, device)
+    plain.load_state_dict(ours.state_dict())
+    tokens, targets = batch(device=device)
+    assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
+    ours.eval()
+    assert torch.equal(ours(tokens, targets)[1], plain(tokens, targets)[1])
+    assert torch.equal(ours.generate(tokens[:, :4], 6, 0), plain.generate(tokens[:, :4], 6, 0))
+    ours.transformer.drop.train()  # as Monte Carlo dropout does
+    assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
+    with pytest.raises(ValueError, match="dropout must be from 0 to 1"):
+        GPT2Config(dropout=float("nan"))
+
+
+def test_dropout_of_a_seed(device):
+    """The same from manual_seed, whether a block is called as a part of the model or by itself, hooked or fused."""
+    ours, _ = pair(torch.float64, device, DROPOUT)
+    tokens, targets = batch(device=device)
+
+    def step():
+        torch.manual_seed(8)
+        _, loss = ours(tokens, targets)
+        return [loss, *torch.autograd.grad(loss, list(ours.parameters()))]
+
+    expected = step()
+    for a, b in zip(step(), expected, strict=True):
+        assert torch.equal(a, b)
+    first = ours.transformer.h[0]
+    hooks = [m.register_forward_hook(lambda *_: None) for m in (first.resid_dropout, ours.transformer.drop)]
+    for a, b in zip(step(), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    for hook in hooks:
+        hook.remove()
+    first.register_forward_hook(lambda *_: None)
+    for a, b in zip(step(), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_dropout_under_activation_checkpointing(reentrant, device):
+    """Each block recomputed with the random state that it had: the same gradients as without."""
+    ours, _ = pair(torch.float64, device, DROPOUT)
+    tokens, targets = batch(device=device)
+
+    def gradients():
+        ours.zero_grad()
+        torch.manual_seed(8)
+        ours(tokens, targets)[1].backward()
+        return [p.grad.clone() for p in ours.parameters()]
+
+    expected = gradients()
+    for block in ours.transformer.h:
+        forward = block.forward
+        block.forward = lambda x, f=forward: checkpoint(f, x, use_reentrant=reentrant)
+    for a, b in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_dropout_keeps_no_mask(device):
+    """A step with dropout saves for its backward what one without saves, and two numbers for each dropout."""
+
+    def saved_by(config):
+        model = GPT2(config, device)
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            model(*batch(device=device))
+        return sorted(t.numel() for t in saved if t.numel() > 1), sum(t.numel() == 1 for t in saved)
+
+    (plain, plain_numbers), (dropped, numbers) = saved_by(CONFIG), saved_by(DROPOUT)
+    assert dropped == plain
+    assert numbers - plain_numbers == 2 * (1 + 3 * CONFIG.n_layer)
+
+
+def test_dropout_runs_on_our_kernels(device):
+    """One more kernel than without: the embeddings' dropout. All others are parts of kernels that there are anyway."""
+    ours, _ = pair(torch.float32, device, DROPOUT)
+    tokens, targets = batch(device=device)
+    ours(tokens, targets)[1].backward()
+    with Calls() as calls:
+        ours(tokens, targets)[1].backward()
+    head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
+    found = calls.kernels()
+    assert found.pop("dropout") == 2  # its gradient is the op itself
+    found["residual_layernorm_bias_backward"] = found.pop("residual_layernorm_dropout_backward")
+    assert found == {name: count for name, count in (BLOCKS | head).items() if name != "adamw_"}
+    assert calls.counts["aten::randint"] == 1 + 3 * DROPOUT.n_layer
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------

@@ -195,6 +195,22 @@ def test_key_value_cache_takes_chunks(chunks, device):
         torch.testing.assert_close(out, layer(x))
 
 
+def test_dropout(device):
+    """Torch's layer but for the numbers it draws."""
+    ours, torchs = (module.Dropout(0.3).to(device) for module in (nn, torch.nn))
+    assert repr(ours) == repr(torchs)
+    assert inspect.signature(nn.Dropout) == inspect.signature(torch.nn.Dropout)
+    x = torch.ones(10_000, device=device)
+    out = ours(x)
+    assert set(out.unique().tolist()) == set(torchs(x).unique().tolist())
+    assert not torch.equal(out, ours(x))
+    for layer in (ours.eval(), nn.Dropout(0.0)):
+        assert layer(x) is x
+    for bad in ({"p": 1.5}, {"inplace": True}):
+        with pytest.raises(ValueError, match=r"1\.5|the option inplace is not supported"):
+            nn.Dropout(**bad)
+
+
 def test_causal_self_attention_dropout(device):
     """In training only, and another mask each time."""
     layer = nn.CausalSelfAttention(16, 2, device=device, dropout=0.5)

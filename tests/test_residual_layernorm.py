@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
-import gptkernels
+from gptkernels import functional as G
 from helpers import (
     all_dtypes,
     all_rows,
@@ -16,6 +17,7 @@ from helpers import (
     assert_as_exact_as_torch,
     assert_same_bits,
     double,
+    numbers,
     raises,
     randn,
     tolerance,
@@ -389,7 +391,7 @@ def test_a_bad_bias_of_x(device):
     with raises("residual_layernorm", "x_bias must have the dtype of x"):
         ops.residual_layernorm(x, residual, weight, bias, 1e-5, bias.double())
     with pytest.raises(ValueError, match="x_bias must have shape"):
-        gptkernels.functional.residual_layer_norm(x, residual, (8,), weight, bias, x_bias=bias[:7])
+        G.residual_layer_norm(x, residual, (8,), weight, bias, x_bias=bias[:7])
 
 
 @settings(max_examples=40, deadline=None)
@@ -434,6 +436,264 @@ def test_tensors_on_different_devices(device):
     x, residual, weight, bias = inputs(5, 8, torch.float32, device)
     with raises("residual_layernorm", "residual is on cpu", "x is on cuda"):
         ops.residual_layernorm(x, residual.cpu(), weight, bias)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropped(x, x_bias, p, seed, offset):
+    """What the residual is added to, with the mask that the op shows."""
+    x = x if x_bias is None else x + x_bias
+    kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape)
+    return x * kept / (1 - p) if p < 1 else x * 0
+
+
+def with_dropout(p, seed, offset):
+    """Ours, torch's and the formula as functions of x, residual, weight, bias and x_bias."""
+    dropout = p, seed, offset
+    return (
+        lambda x, r, w, b, x_bias=None: ops.residual_layernorm(x, r, w, b, 1e-5, x_bias, *dropout)[:2],
+        lambda x, r, w, b, x_bias=None: torchs(dropped(x, x_bias, *dropout), r, w, b),
+        lambda x, r, w, b, x_bias=None: exact(dropped(x, x_bias, *dropout), r, w, b),
+    )
+
+
+def biased_inputs(rows, width, dtype, device, **options):
+    return *inputs(rows, width, dtype, device, **options), randn(width, dtype=dtype, device=device)
+
+
+def check_dropout(args, douts, p, seed, offset):
+    """Both outputs and all gradients against float64 and beside torch, with the mask that the op shows."""
+    functions = with_dropout(p, seed, offset)
+    doubles = [double(t) for t in args]
+    outs = (f(*a) for f, a in zip(functions, (args, args, doubles), strict=True))
+    for name, a, b, c in zip(("out", "sum"), *outs, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+    douts = douts, douts, [double(t) for t in douts]
+    found = (gradients(f, a, d) for f, a, d in zip(functions, (args, args, doubles), douts, strict=True))
+    for name, a, b, c in zip(("dx", "dresidual", "dweight", "dbias", "dx_bias"), *found, strict=False):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_as_exact_as_torch(a, b, c, name)
+
+
+@pytest.mark.parametrize("make", [inputs, biased_inputs], ids=["x", "biased x"])
+@pytest.mark.parametrize("width", [1, 7, 33, 127, 768, 1600, 4097, 50257])
+@all_dtypes
+@all_rows
+def test_dropout_matches_its_mask(rows, width, dtype, make, device):
+    douts = [randn(rows, width, dtype=dtype, device=device) for _ in range(2)]
+    check_dropout(make(rows, width, dtype, device), douts, 0.1, *numbers(device))
+
+
+@pytest.mark.parametrize("p", [1e-6, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("used", ["both", "out", "sum"])
+@all_dtypes
+def test_dropout_probabilities_and_unused_outputs(used, p, dtype, device):
+    dout, dsum = (randn(300, 96, dtype=dtype, device=device) for _ in range(2))
+    douts = (None if used == "sum" else dout, None if used == "out" else dsum)
+    check_dropout(biased_inputs(300, 96, dtype, device), douts, p, *numbers(device))
+
+
+@pytest.mark.parametrize("width", [96, 512, 768, 1000, 1024, 1600, 2048, 3072, 8192])
+@all_dtypes
+def test_dropout_of_many_rows(width, dtype, device):
+    rows = 400_000 // width
+    douts = [randn(rows, width, dtype=dtype, device=device) for _ in range(2)]
+    for make in (inputs, biased_inputs):
+        check_dropout(make(rows, width, dtype, device), douts, 0.2, *numbers(device))
+        check_dropout(make(rows, width, dtype, device, weight=False), (douts[0], None), 0.2, *numbers(device))
+
+
+@all_views
+@all_dtypes
+def test_dropout_of_views(view, dtype, device):
+    x, residual, weight, bias = inputs(6, 40, dtype, device)
+    douts = [as_view(randn(6, 40, dtype=dtype, device=device), view) for _ in range(2)]
+    check_dropout((as_view(x, view), as_view(residual, view), weight, bias), douts, 0.3, *numbers(device))
+
+
+@all_dtypes
+def test_dropout_is_the_plain_ops(dtype, device):
+    """The same numbers give the same mask; what is dropped leaves the residual's bits."""
+    x, residual, weight, bias = inputs(50, 768, dtype, device)
+    out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias, 1e-5, None, 0.4, *numbers(device))
+    kept = ops.dropout(torch.ones_like(x), 0.4, *numbers(device)) != 0
+    assert torch.equal(total[~kept], residual[~kept])
+    for a, b in zip((out, mean, rstd), ops.layernorm(total, weight, bias), strict=True):
+        assert torch.equal(a, b)
+    # The same formulas in other kernels on CUDA, where the compiler may fuse other products and sums.
+    close = partial(torch.testing.assert_close, **tolerance(dtype) if device.type == "cuda" else {"rtol": 0, "atol": 0})
+    args = x, residual, total, weight, mean, rstd
+    found = ops.residual_layernorm_dropout_backward(*args, 0.4, *numbers(device), [True] * 5)
+    plain = ops.residual_layernorm_backward(*args, [True] * 3)
+    dx, dresidual = found[0], found[4]
+    for a, b in zip((dresidual, *found[1:3]), plain, strict=True):
+        close(a, b)
+    assert (dx[~kept] == 0).all()
+    torch.testing.assert_close(dx[kept], (dresidual[kept].double() / 0.6).to(dtype), **tolerance(dtype))
+    nothing = ops.residual_layernorm_dropout_backward(*args, 0.0, *numbers(device), [True] * 5)
+    assert torch.equal(nothing[0], nothing[4])
+    close(nothing[0], plain[0])
+
+
+@pytest.mark.parametrize("mask", range(32))
+def test_dropout_backward_gives_what_the_mask_asks_for(mask, device):
+    x, residual, weight, bias = inputs(50, 40, torch.float32, device)
+    out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias, 1e-5, None, 0.4, *numbers(device))
+    args = out, x, total, weight, mean, rstd, 0.4, *numbers(device)
+    wanted = [bool(mask >> i & 1) for i in range(5)]
+    every = ops.residual_layernorm_dropout_backward(*args, [True] * 5)
+    for a, b, w in zip(ops.residual_layernorm_dropout_backward(*args, wanted), every, wanted, strict=True):
+        assert torch.equal(a, b) if w else a.numel() == 0
+
+
+@all_dtypes
+def test_dropout_is_deterministic(dtype, device):
+    x, residual, weight, bias, x_bias = biased_inputs(1000, 96, dtype, device)
+    dropout = 0.1, *numbers(device)
+    out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias, 1e-5, x_bias, *dropout)
+    assert_same_bits(lambda: ops.residual_layernorm(x, residual, weight, bias, 1e-5, x_bias, *dropout))
+    args = out, x, total, weight, mean, rstd, *dropout, [True] * 5
+    assert_same_bits(lambda: ops.residual_layernorm_dropout_backward(*args))
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_dropout_of_only_the_gradients_that_are_wanted(wanted, device):
+    args = biased_inputs(5, 33, torch.float32, device)
+    ours, torchs, _ = with_dropout(0.3, *numbers(device))
+    leaves = [t.requires_grad_(i == wanted) for i, t in enumerate(args)]
+    out, total = ours(*leaves)
+    (out.sum() + total.square().sum()).backward()
+    expected = gradients(torchs, args, (torch.ones_like(out), 2 * total.detach()))
+    for i, (leaf, grad) in enumerate(zip(leaves, expected, strict=True)):
+        assert (leaf.grad is not None) == (i == wanted)
+        if i == wanted:
+            torch.testing.assert_close(leaf.grad, grad)
+
+
+@pytest.mark.parametrize("make", [inputs, biased_inputs], ids=["x", "biased x"])
+def test_dropout_gradcheck(make, device):
+    for p in (0.3, 1.0):
+        ours, _, _ = with_dropout(p, *numbers(device))
+        args = [t.requires_grad_() for t in make(3, 7, torch.float64, device)]
+        assert torch.autograd.gradcheck(ours, args)
+        assert torch.autograd.gradgradcheck(ours, args)
+        x, residual = args[:2]
+        assert torch.autograd.gradgradcheck(lambda *args, f=ours: f(*args, None, None)[0], (x, residual))
+        assert torch.autograd.gradgradcheck(lambda *args, f=ours: f(*args, None, None)[1] ** 2, (x, residual))
+
+
+@all_dtypes
+def test_dropout_opcheck(dtype, device):
+    x, residual, weight, bias, x_bias = args = [t.requires_grad_() for t in biased_inputs(4, 7, dtype, device)]
+    dropout = 0.3, *numbers(device)
+    torch.library.opcheck(ops.residual_layernorm, (x, residual, weight, bias, 1e-5, x_bias, *dropout))
+    torch.library.opcheck(ops.residual_layernorm, (x, residual, weight, bias, 1e-5, None, *dropout))
+    _, total, mean, rstd = ops.residual_layernorm(*(t.detach() for t in args[:4]), 1e-5, None, *dropout)
+    total.requires_grad_()
+    dout, dsum = (randn(4, 7, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+    for mask in ([True] * 5, [True] + [False] * 4, [False, True, True, True, False], [False] * 4 + [True]):
+        args = (dout, dsum, total, weight, mean, rstd, *dropout, mask)
+        torch.library.opcheck(ops.residual_layernorm_dropout_backward, args)
+    torch.library.opcheck(ops.residual_layernorm_dropout_backward, (dout, None, *args[2:]))
+
+
+def test_dropout_compile(device):
+    args = [t.requires_grad_() for t in biased_inputs(5, 33, torch.float32, device)]
+    douts = [randn(5, 33, dtype=torch.float32, device=device) for _ in range(2)]
+
+    def function(x, residual, weight, bias, x_bias):
+        return G.residual_layer_norm(x, residual, (33,), weight, bias, 1e-5, x_bias, 0.5)
+
+    results = []
+    for f in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch.manual_seed(1)
+        out = f(*args)
+        results.append([*out, *torch.autograd.grad(out, args, douts)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_functional(device):
+    x, residual, weight, bias = inputs(5, 33, torch.float32, device)
+
+    def run(seed, **options):
+        torch.manual_seed(seed)
+        return torch.cat(G.residual_layer_norm(x, residual, (33,), weight, bias, **options))
+
+    plain = run(0)
+    assert torch.equal(run(0, dropout_p=0.5, training=False), plain)
+    assert not torch.equal(run(0, dropout_p=0.5), plain)
+    assert torch.equal(run(0, dropout_p=0.5), run(0, dropout_p=0.5))
+    assert not torch.equal(run(0, dropout_p=0.5), run(1, dropout_p=0.5))
+    assert torch.equal(run(0, dropout_p=1.0)[5:], residual)
+    # Two normalised dimensions draw what one of their product draws.
+    torch.manual_seed(0)
+    flat = G.residual_layer_norm(x.view(1, -1), residual.view(1, -1), (165,), dropout_p=0.5)[1]
+    torch.manual_seed(0)
+    assert torch.equal(G.residual_layer_norm(x, residual, (5, 33), dropout_p=0.5)[1].view(1, -1), flat)
+    with pytest.raises(ValueError, match=r"residual_layer_norm: dropout_p must be from 0 to 1, got -1\.0"):
+        run(0, dropout_p=-1.0)
+
+
+def test_dropout_under_activation_checkpointing(device):
+    args = [t.requires_grad_() for t in inputs(5, 33, torch.float32, device)]
+
+    def function(*args):
+        return sum(t.square().sum() for t in G.residual_layer_norm(*args[:2], (33,), *args[2:], dropout_p=0.5))
+
+    torch.manual_seed(1)
+    expected = torch.autograd.grad(function(*args), args)
+    torch.manual_seed(1)
+    loss = checkpoint(function, *args, use_reentrant=False)
+    torch.rand(5, device=device)  # what is drawn in between does not matter
+    for a, b in zip(torch.autograd.grad(loss, args), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dropout_stores_no_mask(device):
+    args = [t.requires_grad_() for t in inputs(50, 33, torch.float32, device)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        G.residual_layer_norm(*args[:2], (33,), *args[2:], dropout_p=0.5)
+    assert sorted(t.numel() for t in saved) == [1, 1, 33, 50, 50, 50 * 33]  # the last is the sum
+
+
+def test_dropout_under_vmap(device):
+    """As torch's: refused without a choice, one mask for all with "same", one for each with "different"."""
+    x = torch.ones(3, 5, 33, device=device)
+
+    def function(x):
+        return G.residual_layer_norm(x, x * 0, (33,), dropout_p=0.5)[1]
+
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(function)(x)
+    same = torch.vmap(function, randomness="same")(x)
+    assert torch.equal(same[0], same[1])
+    different = torch.vmap(function, randomness="different")(x)
+    assert not torch.equal(different[0], different[1])
+    for dims in ((0, 0), (0, None)):
+        gradient = torch.vmap(torch.func.grad(lambda x, y: function(x * y).sum()), dims, randomness="same")
+        found = gradient(x, x if dims[1] == 0 else x[0])
+        assert torch.equal(found[0], found[1])
+        assert set(found.unique().tolist()) == {0.0, 2.0}
+
+
+def test_dropout_bad_input(device):
+    args, (seed, offset) = inputs(5, 8, torch.float32, device), numbers(device)
+    with raises("residual_layernorm", r"dropout_p must be from 0 to 1, got 1\.5"):
+        ops.residual_layernorm(*args, 1e-5, None, 1.5, seed, offset)
+    with raises("residual_layernorm", r"seed must be given for dropout_p 0\.5"):
+        ops.residual_layernorm(*args, 1e-5, None, 0.5)
+    with raises("residual_layernorm", r"offset must be given for dropout_p 0\.5"):
+        ops.residual_layernorm(*args, 1e-5, None, 0.5, seed)
+    with raises("residual_layernorm", "seed must be int64, got float32"):
+        ops.residual_layernorm(*args, 1e-5, None, 0.5, seed.float(), offset)
+    out, total, mean, rstd = ops.residual_layernorm(*args, 1e-5, None, 0.5, seed, offset)
+    with raises("residual_layernorm_dropout_backward", r"offset must have shape \(\), got \(1\)"):
+        dropout = 0.5, seed, offset[None]
+        ops.residual_layernorm_dropout_backward(out, out, total, args[2], mean, rstd, *dropout, [True] * 5)
 
 
 @pytest.mark.large

@@ -37,11 +37,11 @@ def in_float32(tensors):
 
 
 def philox(key, counters):
-    """Philox4x32-10 of (n, 4) counters, as in the paper of Salmon et al."""
+    """Philox4x32-7 of (n, 4) counters, as in the paper of Salmon et al."""
     c = counters.astype(np.uint64)
     k0, k1 = np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)
     low = np.uint64(0xFFFFFFFF)
-    for _ in range(10):
+    for _ in range(7):
         a, b = np.uint64(0xD2511F53) * c[:, 0], np.uint64(0xCD9E8D57) * c[:, 2]
         c = np.stack([(b >> np.uint64(32)) ^ c[:, 1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[:, 3] ^ k1, a & low], 1)
         k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low

@@ -37,6 +37,16 @@ def residual_backward(dout, dsum, total, weight):
     return ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, MASK3)
 
 
+def numbers(like):
+    return (torch.tensor(n, device=like.device) for n in (5, 7))
+
+
+def residual_backward_of_dropout(dout, dsum, total, weight):
+    _, mean, rstd = ops.layernorm(total, weight, None)
+    args = dout, dsum, total, weight, mean, rstd
+    return ops.residual_layernorm_dropout_backward(*args, 0.4, *numbers(total), [True] * 5)
+
+
 def residual_bias_backward(dout, dsum, total, weight):
     _, mean, rstd = ops.layernorm(total, weight, None)
     return ops.residual_layernorm_bias_backward(dout, dsum, total, weight, mean, rstd, [True] * 4)
@@ -93,6 +103,15 @@ CASES = {
     ),
     "residual_layernorm_bias_backward": (residual_bias_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
     "residual_layernorm_backward": (residual_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
+    "residual_layernorm with dropout": (
+        lambda x, r, w, b, x_bias: ops.residual_layernorm(x, r, w, b, 1e-5, x_bias, 0.4, *numbers(x))[:2],
+        [(2, 4), (2, 4), (4,), (4,), (4,)],
+    ),
+    "residual_layernorm_dropout_backward": (
+        residual_backward_of_dropout,
+        [(2, 4), (2, 4), (2, 4), (4,)],
+    ),
+    "dropout": (lambda x: ops.dropout(x, 0.4, *numbers(x)), [(2, 3)]),
     "linear": (lambda *args: ops.linear(*args), [(2, 3), (4, 3), (4,)]),
     "linear without a bias": (lambda *args: ops.linear(*args), [(2, 2, 3), (4, 3)]),
     "linear_backward": (lambda *args: ops.linear_backward(*args, MASK3), [(2, 4), (2, 3), (4, 3)]),

@@ -5,7 +5,7 @@
 #include <limits>
 #include <utility>
 
-#include "../philox.h"
+#include "dropout.h"
 #include "simd.h"
 
 #ifdef GPTKERNELS_X86
@@ -16,21 +16,6 @@ namespace gptkernels::cpu {
 namespace {
 
 constexpr int64_t kTile = 64;
-
-// AttentionDropout, read.
-struct Dropout {
-  bool on = false;
-  int64_t seed = 0;
-  int64_t offset = 0;
-  uint32_t threshold = 0;
-  double factor = 0;  // of what is kept
-};
-
-Dropout read(const AttentionDropout& dropout) {
-  if (dropout.probability == 0) return {};
-  const double kept = 1 - dropout.probability;
-  return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
-}
 
 }  // namespace
 }  // namespace gptkernels::cpu
@@ -173,7 +158,7 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
   return {};
 }
 
-Status attention_dropout_mask(bool* mask, const AttentionSizes& s, const AttentionDropout& given, Stream stream) {
+Status attention_dropout_mask(bool* mask, const AttentionSizes& s, const DropoutArguments& given, Stream stream) {
   const Dropout dropout = read(given);
   parallel_for(stream, s.batches * s.heads * s.queries, s.keys, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)

@@ -3,26 +3,33 @@
 #include <algorithm>
 #include <cmath>
 
+#include "dropout.h"
 #include "simd.h"
 
 namespace gptkernels::cpu {
 namespace {
 
-// The row to normalise: x, or x + x_bias + residual, which is written to p.sum first.
+// The row to normalise: x, or dropout(x + x_bias) + residual, which is written to p.sum first.
 template <typename T>
-const T* input_row(const LayernormForward<T>& p, int64_t row) {
+const T* input_row(const LayernormForward<T>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
   if (p.residual == nullptr) return x;
   const T* residual = p.residual + row * p.width;
   T* sum = p.sum + row * p.width;
-  if (const T* bias = p.x_bias) {
+  const auto add = [&](const auto& value) {
+    if (dropout.on) {
+      for_each_dropout_factor<A>(dropout, row * p.width, p.width,
+                                 [&](int64_t i, A factor) { store(sum[i], value(i) * factor + A(residual[i])); });
+    } else {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(bias[i]) + A(residual[i]));
-  } else {
-#pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(sum[i], A(x[i]) + A(residual[i]));
-  }
+      for (int64_t i = 0; i < p.width; ++i) store(sum[i], value(i) + A(residual[i]));
+    }
+  };
+  if (const T* bias = p.x_bias)
+    add([&](int64_t i) { return A(x[i]) + A(bias[i]); });
+  else
+    add([&](int64_t i) { return A(x[i]); });
   return sum;
 }
 
@@ -30,9 +37,9 @@ const T* input_row(const LayernormForward<T>& p, int64_t row) {
 // variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean of
 // x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
 template <typename T>
-void forward_row(const LayernormForward<T>& p, int64_t row) {
+void forward_row(const LayernormForward<T>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
-  const T* x = input_row(p, row);
+  const T* x = input_row(p, dropout, row);
   T* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
@@ -82,11 +89,19 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T>& p, int64_t group) {
   return {base, base + p.width, base + 2 * p.width};
 }
 
+// What a dropout of x adds to the backward.
+template <typename T>
+struct Dropped {
+  T* dresidual = nullptr;  // null: there is no dropout; dx is the residual's gradient too
+  Dropout dropout = {};
+};
+
 // With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first pass over the
 // row computes the sums of g and g * n. It also adds the row's terms to dweight and dbias, since it has read x and
 // dout.
 template <bool kSums, typename T, typename Weight>
-void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate_t<T>> sums, const Weight& weight) {
+void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int64_t row, Partial<accumulate_t<T>> sums,
+                  const Weight& weight) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
   const T* dout = p.dout + row * p.width;
@@ -111,7 +126,15 @@ void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate
     return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
   };
   const auto write = [&](const auto& value) {
-    if (p.dx_bias) {
+    if (dropped.dresidual) {
+      T* dresidual = dropped.dresidual + row * p.width;
+      for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, [&](int64_t i, A factor) {
+        const A found = value(i);
+        store(dresidual[i], found);
+        store(dx[i], found * factor);
+        if constexpr (kSums) sums.dx_bias[i] += found * factor;
+      });
+    } else if (p.dx_bias) {
 #pragma omp simd
       for (int64_t i = 0; i < p.width; ++i) {
         const A found = value(i);
@@ -130,7 +153,7 @@ void backward_row(const LayernormBackward<T>& p, int64_t row, Partial<accumulate
 }
 
 template <typename T>
-void backward_group(const LayernormBackward<T>& p, int64_t group, int64_t groups) {
+void backward_group(const LayernormBackward<T>& p, const Dropped<T>& dropped, int64_t group, int64_t groups) {
   const int64_t begin = p.rows * group / groups;
   const int64_t end = p.rows * (group + 1) / groups;
   const bool sums_wanted = p.dweight || p.dbias || p.dx_bias;
@@ -139,9 +162,9 @@ void backward_group(const LayernormBackward<T>& p, int64_t group, int64_t groups
   const auto rows = [&](const auto& weight) {
     for (int64_t row = begin; row < end; ++row) {
       if (sums_wanted)
-        backward_row<true>(p, row, sums, weight);
+        backward_row<true>(p, dropped, row, sums, weight);
       else
-        backward_row<false>(p, row, sums, weight);
+        backward_row<false>(p, dropped, row, sums, weight);
     }
   };
   if (p.weight)
@@ -168,15 +191,39 @@ void add_groups(const LayernormBackward<T>& p, int64_t groups, int64_t begin, in
   }
 }
 
+template <typename T>
+void forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+  parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t row = begin; row < end; ++row) forward_row(p, dropout, row);
+    });
+  });
+}
+
+template <typename T>
+void backward(const LayernormBackward<T>& p, const Dropped<T>& dropped, Stream stream) {
+  const int64_t groups = row_groups(p.rows);
+  parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t group = begin; group < end; ++group) backward_group(p, dropped, group, groups);
+    });
+  });
+  if (p.dweight || p.dbias || p.dx_bias)
+    parallel_for(stream, p.width, groups,
+                 [&](int64_t begin, int64_t end) { vectorised([&] { add_groups(p, groups, begin, end); }); });
+}
+
 }  // namespace
 
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
-  parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
-    vectorised([&] {
-      for (int64_t row = begin; row < end; ++row) forward_row(p, row);
-    });
-  });
+  forward(p, {}, stream);
+  return {};
+}
+
+template <typename T>
+Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream) {
+  forward(p, read(dropout), stream);
   return {};
 }
 
@@ -187,22 +234,22 @@ int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
 
 template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
-  const int64_t groups = row_groups(p.rows);
-  parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {
-    vectorised([&] {
-      for (int64_t group = begin; group < end; ++group) backward_group(p, group, groups);
-    });
-  });
-  if (p.dweight || p.dbias || p.dx_bias)
-    parallel_for(stream, p.width, groups,
-                 [&](int64_t begin, int64_t end) { vectorised([&] { add_groups(p, groups, begin, end); }); });
+  backward(p, {}, stream);
   return {};
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                           \
-  template Status layernorm_forward<T>(const LayernormForward<T>&, Stream); \
-  template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);       \
-  template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);
+template <typename T>
+Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream) {
+  backward(p, {dropout.dresidual, read(dropout.arguments)}, stream);
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                                    \
+  template Status layernorm_forward<T>(const LayernormForward<T>&, Stream);                          \
+  template Status layernorm_forward<T>(const LayernormForward<T>&, const DropoutArguments&, Stream); \
+  template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);                                \
+  template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);                        \
+  template Status layernorm_backward<T>(const LayernormBackward<T>&, const LayernormDropoutBackward<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

@@ -48,7 +48,7 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
 
 namespace {
 
-__global__ void attention_dropout_mask_kernel(bool* mask, AttentionSizes s, AttentionDropout dropout) {
+__global__ void attention_dropout_mask_kernel(bool* mask, AttentionSizes s, DropoutArguments dropout) {
   const DropoutDraw draw(dropout);
   const int64_t count = s.batches * s.heads * s.queries * s.keys;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
@@ -60,7 +60,7 @@ __global__ void attention_dropout_mask_kernel(bool* mask, AttentionSizes s, Atte
 
 }  // namespace
 
-Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const AttentionDropout& dropout, Stream stream) {
+Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream) {
   constexpr int kThreads = 256;
   const int64_t count = sizes.batches * sizes.heads * sizes.queries * sizes.keys;
   const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(count, kThreads), 1, 8 * multiprocessors()));

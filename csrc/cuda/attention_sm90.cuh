@@ -51,12 +51,12 @@ struct Sm90Problem {
   float scale;
   float scale_log2;  // scale * log2(e)
   AttentionMask<T> mask;
-  AttentionDropout dropout;
+  DropoutArguments dropout;
 };
 
 template <typename T>
 Sm90Problem<T> sm90_problem(const AttentionSizes& sizes, double scale, const AttentionMask<T>& mask,
-                            const AttentionDropout& dropout) {
+                            const DropoutArguments& dropout) {
   return {.queries = static_cast<int>(sizes.queries),
           .keys = static_cast<int>(sizes.keys),
           .heads = static_cast<int>(sizes.heads),

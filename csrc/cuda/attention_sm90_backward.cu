@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
-  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
 
   float scores_a[32], scores_b[32], dp[32], dquery[32];
   uint32_t q[16], g[16], ds[16];
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
-  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
 
   float scores_a[32], scores_b[32], dp[32], dkey[32], dvalue[32];
   uint32_t k[16], weights[16], ds[16];

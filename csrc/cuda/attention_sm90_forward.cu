@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warpgroup * 64 + warp * 16 + lane / 4;  // in a tile, and own_row + 8
   const float factor = p.problem.scale_log2;
-  const DropoutDraw dropout(kDropout ? p.problem.dropout : AttentionDropout{});
+  const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
   const uint32_t out_shared = shared + Shape::kOutAt + warpgroup * kPanels * Shape::kOutPanel;
 
   float scores_a[kScores], scores_b[kScores], out[kOut];

@@ -1,12 +1,12 @@
-// Attention's dropout on the device.
+// Dropout on the device: of attention's probabilities, and of dense data.
 #pragma once
 
-#include "../attention.h"
+#include "../dropout.h"
 #include "../philox.h"
 
 namespace gptkernels::cuda {
 
-// Dropout with its numbers read from the device.
+// Attention's, with its numbers read from the device.
 struct DropoutDraw {
   bool any = false;  // dropout: also of so small a probability that nothing is dropped
   uint32_t threshold = 0;
@@ -14,7 +14,7 @@ struct DropoutDraw {
   int64_t offset = 0;
   double keep_scale = 1;  // 1 / (1 - probability); 0 where everything is dropped
 
-  __device__ explicit DropoutDraw(const AttentionDropout& dropout) {
+  __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
     if (dropout.probability <= 0) return;
     any = true;
     threshold = dropout_threshold(dropout.probability);
@@ -31,6 +31,70 @@ struct DropoutDraw {
   // Of a word's two elements: those of its lower and its upper 16 bits.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
+};
+
+template <typename A>
+class DenseDropoutDraw;
+
+// Dense data's, as a kernel's argument: what the host can compute is computed. A kernel calls draw() before it waits
+// for its data.
+template <typename A>
+struct DenseDropout {
+  static constexpr bool kOn = true;
+  const int64_t* seed;
+  const int64_t* offset;
+  uint32_t threshold;
+  A keep_scale;
+
+  explicit DenseDropout(const DropoutArguments& dropout)
+      : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
+    // A threshold beyond 16 bits keeps nothing; the kernels compare with 16.
+    keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
+  }
+  __device__ DenseDropoutDraw<A> draw() const { return DenseDropoutDraw<A>(*this); }
+};
+
+// The same, with its numbers read.
+template <typename A>
+class DenseDropoutDraw {
+ public:
+  __device__ explicit DenseDropoutDraw(const DenseDropout<A>& dropout)
+      : seed_(*dropout.seed),
+        offset_(*dropout.offset),
+        threshold_(dropout.threshold << 16),
+        keep_scale_(dropout.keep_scale) {}
+
+  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the first one's number, a
+  // multiple of N; N is 1, 2, 4 or 8.
+  template <int N>
+  __device__ void apply(A (&x)[N], int64_t element) const {
+    static_assert(kDenseGroup % N == 0);
+    PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
+    uint32_t (&word)[4] = words.word;
+    // Moves the N elements' bits to the beginning.
+    if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
+    if (N < 4 && (element & 2)) word[0] = word[1];
+    if (N < 2 && (element & 1)) word[0] >>= 16;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // in the upper half
+      x[k] *= bits >= threshold_ ? keep_scale_ : A(0);
+    }
+  }
+
+ private:
+  int64_t seed_;
+  int64_t offset_;
+  uint32_t threshold_;  // in the upper half
+  A keep_scale_;
+};
+
+// In place of both, in kernels that also run without dropout.
+struct NoDropout {
+  static constexpr bool kOn = false;
+  __device__ NoDropout draw() const { return {}; }
+  template <typename A, int N>
+  __device__ void apply(A (&)[N], int64_t) const {}
 };
 
 }  // namespace gptkernels::cuda

@@ -2,7 +2,8 @@
 // g = dout * weight and n = (x - mean) * rstd,
 //   dx = rstd * (g - avg(g) - n * avg(g * n)),   dweight = sum over rows of dout * n,   dbias = sum over rows of dout.
 // `dsum`, the gradient that reaches x by the residual path, is read once and added to dx; dx_bias = sum over rows of
-// dx.
+// dx. With a dropout of x (DroppedGradient in place of NoDropout) that sum is dresidual, one more array to write, and
+// dx its dropout.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +12,22 @@
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/simple_row.cuh"
+#include "dropout.cuh"
 #include "layernorm_ring.cuh"
 #include "layernorm_shape.cuh"
 
 namespace gptkernels::cuda {
+
+// What a dropout of x adds to the backward, as a kernel's argument; NoDropout where there is none.
+template <typename T>
+struct DroppedGradient {
+  static constexpr bool kOn = true;
+  T* dresidual;  // (N, C)
+  DenseDropout<accumulate_t<T>> dropout;
+
+  explicit DroppedGradient(const LayernormDropoutBackward<T>& p) : dresidual(p.dresidual), dropout(p.arguments) {}
+  __device__ auto draw() const { return dropout.draw(); }
+};
 
 // A product with a rounding of its own. Fused into the subtraction of its average, it would leave a difference where
 // there is none.
@@ -27,9 +40,11 @@ __device__ inline double product(double a, double b) {
 
 // ---- any row: one block, which reads x and dout again in the second pass ----
 
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kSimpleThreads) layernorm_backward_simple_kernel(const LayernormBackward<T> p) {
+template <typename T, int kVec, typename Dropped>
+__global__ void __launch_bounds__(kSimpleThreads)
+    layernorm_backward_simple_kernel(const LayernormBackward<T> p, const Dropped dropped) {
   using A = accumulate_t<T>;
+  const auto draw = dropped.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const A mean = p.mean[row], rstd = p.rstd[row];
     A n[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gn = 0;
@@ -53,6 +68,8 @@ __global__ void __launch_bounds__(kSimpleThreads) layernorm_backward_simple_kern
       load_pack(column);
       if (p.dsum) load_wide<kVec>(dsum, p.dsum + row * p.width + column);
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * p.width + column, g);
+      draw.apply(g, row * p.width + column);
       store_narrow<kVec>(p.dx + row * p.width + column, g);
     });
   }
@@ -137,13 +154,14 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
 }
 
 // kArrays of sums over the rows: those of dweight and dbias, and with three those of dx.
-template <typename R, bool kResidual, int kArrays>
-__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual, kArrays>(R::kItems))
-    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T> p, int stages) {
+template <typename R, bool kResidual, int kArrays, typename Dropped>
+__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual || Dropped::kOn, kArrays>(R::kItems))
+    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T> p, int stages, const Dropped dropped) {
   using Ring = RowRing<R, kResidual ? 3 : 2>;
   constexpr int kVec = R::kVec;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
+  const auto draw = dropped.draw();
   Ring ring(shared, {p.x, p.dout, p.dsum}, p.rows, width, stages);
   R weight;
   weight.fill(1);
@@ -205,6 +223,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual,
       weigh(i, n, g);
       if constexpr (kResidual) load_wide<kVec>(dsum, dout_row + width + R::column(i));
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * width + R::column(i), g);
+      draw.apply(g, row * width + R::column(i));
       if constexpr (kArrays == 3)
         for (int k = 0; k < kVec; ++k) found[2][i][k] += g[k];
       store_narrow<kVec>(dx + R::column(i), g);

@@ -1,6 +1,6 @@
 // Layernorm forward over the rows of a matrix. Reads x and writes out: 2 * N * C * sizeof(T) bytes, and 8 bytes of
 // statistics per row. With a residual, it also reads that and writes the sum: twice as many bytes, no more than a
-// separate addition would move.
+// separate addition would move. Dropout of x + x_bias (DenseDropout in place of NoDropout) moves no more.
 //
 // The float32 mean m of a row is rounded, so it may be off by |m| * 2^-24. The kernels also take the average of x - m
 // (`rest`) and correct by it, so a large offset in x costs no accuracy.
@@ -14,6 +14,7 @@
 #include "common/reduce.cuh"
 #include "common/row.cuh"
 #include "common/simple_row.cuh"
+#include "dropout.cuh"
 #include "layernorm_shape.cuh"
 
 namespace gptkernels::cuda {
@@ -55,9 +56,11 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
 
 // ---- any row: one block, which reads the row again in each pass ----
 
-template <typename T, int kVec>
-__global__ void __launch_bounds__(kSimpleThreads) layernorm_forward_simple_kernel(const LayernormForward<T> p) {
+template <typename T, int kVec, typename Dropout>
+__global__ void __launch_bounds__(kSimpleThreads)
+    layernorm_forward_simple_kernel(const LayernormForward<T> p, const Dropout dropout) {
   using A = accumulate_t<T>;
+  const auto draw = dropout.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const T* x_row = (p.residual ? p.sum : p.x) + row * p.width;
     A x[kVec], sum = 0, rests = 0, squares = 0;
@@ -65,6 +68,7 @@ __global__ void __launch_bounds__(kSimpleThreads) layernorm_forward_simple_kerne
       load_wide<kVec>(x, p.x + row * p.width + column);
       if (p.residual) {  // the later passes read the sum; a thread reads only what it wrote itself
         if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + column));
+        draw.apply(x, row * p.width + column);
         add_pack(x, load<kVec>(p.residual + row * p.width + column));
         const auto rounded = narrow<T>(x);
         store(p.sum + row * p.width + column, rounded);
@@ -131,13 +135,14 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
 // evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache; kept in
 // registers they would leave room for fewer rows per SM.
-template <typename R, bool kResidual>
+template <typename R, bool kResidual, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
-    layernorm_forward_registers_kernel(const LayernormForward<typename R::T> p, float inverse) {
+    layernorm_forward_registers_kernel(const LayernormForward<typename R::T> p, float inverse, const Dropout dropout) {
   constexpr int kVec = R::kVec;
   const int width = static_cast<int>(p.width);
   const int64_t row = R::Team::row();
   if (row >= p.rows) return;
+  const auto draw = dropout.draw();
   R packs, residual;
   packs.load(p.x + row * width, width);
   if constexpr (kResidual) {
@@ -145,6 +150,7 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     auto* sum = p.sum + row * p.width;
     packs.update(width, [&](int i, float (&x)[kVec]) {
       if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + R::column(i)));
+      draw.apply(x, row * width + R::column(i));
       add_pack(x, residual.packs[i]);
       store_narrow<kVec>(sum + R::column(i), x);
     });

@@ -21,6 +21,7 @@ __all__ = [
     "causal_attention",
     "causal_softmax",
     "cross_entropy",
+    "dropout",
     "embedding",
     "gelu",
     "layer_norm",
@@ -76,6 +77,8 @@ def residual_layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     x_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    training: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The residual stream's addition and the norm that follows it, in one pass over memory.
 
@@ -89,20 +92,26 @@ def residual_layer_norm(
         bias: of normalized_shape, or None.
         eps: added to the variance.
         x_bias: of normalized_shape, added to x; or None.
+        dropout_p: the probability with which an element of x + x_bias is dropped before it is added to the residual,
+            as in :func:`dropout`.
+        training: False drops nothing.
 
     Returns:
-        ``layer_norm(x + x_bias + residual, ...)`` and ``x + x_bias + residual``.
+        ``layer_norm(sum, ...)`` and ``sum = dropout(x + x_bias, dropout_p, training) + residual``.
 
     Raises:
-        ValueError: as :func:`layer_norm`, and when x and residual differ in shape.
+        ValueError: as :func:`layer_norm`, when x and residual differ in shape, and when ``dropout_p`` is not from 0
+            to 1.
     """
+    _check_dropout("residual_layer_norm", "dropout_p", dropout_p)
     if x.shape != residual.shape:
         raise ValueError(
             f"residual_layer_norm: residual must have the shape of x, {tuple(x.shape)}, got {tuple(residual.shape)}"
         )
     dims = _check_norm("residual_layer_norm", x, normalized_shape, weight, bias, x_bias)
     *norm, x_bias = _as_one(dims, x, residual, weight, bias, x_bias)
-    out, total, _, _ = ops.residual_layernorm.default(*norm, eps, x_bias)
+    dropout = (dropout_p, *_dropout_numbers(dropout_p, x)) if training and dropout_p > 0 else ()
+    out, total, _, _ = ops.residual_layernorm.default(*norm, eps, x_bias, *dropout)
     return (out, total) if dims == 1 else (out.view(x.shape), total.view(x.shape))
 
 
@@ -229,7 +238,7 @@ def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None, dr
     Raises:
         ValueError: ``dropout_p`` is not from 0 to 1.
     """
-    _check_dropout("causal_attention", dropout_p)
+    _check_dropout("causal_attention", "dropout_p", dropout_p)
     if num_heads > 0 and qkv.dim() == 3 and qkv.shape[2] > 3 * MAX_HEAD_SIZE * num_heads and qkv.is_floating_point():
         query, key, value = unpack(qkv, num_heads)
         out = F.scaled_dot_product_attention(query, key, value, None, dropout_p, True, scale=scale)
@@ -289,7 +298,7 @@ def scaled_dot_product_attention(
         ValueError: ``dropout_p`` is not from 0 to 1, or one of ``query_offset``, ``key_begin``, ``key_end`` and
             ``return_logsumexp``, which torch's function does not have, is given to a call that would be torch's.
     """
-    _check_dropout("scaled_dot_product_attention", dropout_p)
+    _check_dropout("scaled_dot_product_attention", "dropout_p", dropout_p)
     if (reason := _not_ours(query, key, value, attn_mask, enable_gqa)) is not None:
         own = {"query_offset": query_offset, "key_begin": key_begin, "key_end": key_end}
         for name, given in {**own, "return_logsumexp": return_logsumexp}.items():
@@ -348,9 +357,34 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
     return None
 
 
-def _check_dropout(function: str, dropout_p: float) -> None:
-    if not 0 <= dropout_p <= 1:
-        raise ValueError(f"{function}: dropout_p must be from 0 to 1, got {dropout_p}")
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """:func:`torch.nn.functional.dropout`. No mask is stored: the backward draws it again.
+
+    The random numbers are torch's generator's of the device, but are not the ones that torch's function would draw. An
+    element is dropped with a probability of ``p`` rounded to a multiple of 2^-16.
+
+    Args:
+        input: any shape.
+        p: the probability with which an element is dropped; the others are divided by 1 - p.
+        training: False returns ``input``.
+        inplace: not supported.
+
+    Raises:
+        ValueError: ``p`` is not from 0 to 1; for ``inplace``.
+    """
+    _check_dropout("dropout", "p", p)
+    refuse("dropout", inplace=inplace)
+    if not training or p == 0:
+        return input
+    return ops.dropout.default(input, p, *_dropout_numbers(p, input))
+
+
+def _check_dropout(function: str, name: str, p: float) -> None:
+    if not 0 <= p <= 1:
+        raise ValueError(f"{function}: {name} must be from 0 to 1, got {p}")
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:

@@ -19,6 +19,7 @@ __all__ = [
     "MLP",
     "CausalSelfAttention",
     "CrossEntropyLoss",
+    "Dropout",
     "Embedding",
     "KeyValueCache",
     "LayerNorm",
@@ -49,6 +50,19 @@ class Softmax(torch.nn.Softmax):
     def forward(self, input: Tensor) -> Tensor:
         """Any shape -> the same."""
         return functional.softmax(input, self.dim, _stacklevel=5)
+
+
+class Dropout(torch.nn.Dropout):
+    """:class:`torch.nn.Dropout`, without inplace."""
+
+    @functools.wraps(torch.nn.Dropout.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        functional.refuse("Dropout", inplace=self.inplace)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same."""
+        return functional.dropout(input, self.p, self.training, self.inplace)
 
 
 class Linear(torch.nn.Linear):

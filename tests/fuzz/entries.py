@@ -14,6 +14,7 @@ from torch import Tensor
 
 import gptkernels.functional as G
 import test_causal_softmax
+import test_dropout
 import test_gelu
 import test_layernorm
 import test_mlp
@@ -173,30 +174,56 @@ def layernorm(draw):
     )
 
 
+def dropout_arguments(draw, chance=1.0):
+    """A probability, 0 in the other calls, and the numbers."""
+    if not draw.chance("dropout", chance):
+        return 0.0, None, None
+    p = draw.choose("dropout_p", (0.1, 0.5, 0.0, 0.9, 1e-6, 1.0))
+    words = draw.random("seed and offset")
+    return p, *(torch.tensor(words.getrandbits(64) - 2**63, device=draw.device) for _ in range(2))
+
+
+@entry
+def dropout(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    arguments = dropout_arguments(draw)
+    formula = partial(test_dropout.dropped, **dict(zip(("p", "seed", "offset"), arguments, strict=True)))
+    return Call(
+        f"dropout(x, {', '.join(map(str, arguments))})",
+        lambda x: ops.dropout(x, *arguments),
+        formula,
+        formula,
+        {"x": draw.tensor("x", (*rows, draw.width("width", rows, 0)), dtype, 2)},
+    )
+
+
 @entry
 def residual_layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     dtype = args["x"].dtype
     args["x_bias"] = draw.tensor("x_bias", shape, dtype, special="nan") if draw.chance("has x_bias", 0.4) else None
     exact = flat(partial(test_residual_layernorm.exact, dtype=dtype), len(shape))
+    p, seed, offset = dropout_arguments(draw, 0.4 if not functional else 0)
 
     def ours(x, residual, weight, bias, x_bias):
         if functional:
             return G.residual_layer_norm(x, residual, shape, weight, bias, eps, x_bias)
-        return ops.residual_layernorm(x, residual, weight, bias, eps, x_bias)[:2]
+        return ops.residual_layernorm(x, residual, weight, bias, eps, x_bias, p, seed, offset)[:2]
 
-    def biased(x, x_bias):
-        return x if x_bias is None else x + x_bias
+    def drop(x, x_bias):
+        x = x if x_bias is None else x + x_bias
+        return x if p == 0 else test_dropout.dropped(x, p, seed, offset)
 
     def torchs(x, residual, weight, bias, x_bias):
-        total = biased(x, x_bias) + residual
+        total = drop(x, x_bias) + residual
         return F.layer_norm(total, shape, weight, bias, eps), total
 
     return Call(
-        f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias)",
+        f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias, {p}, {seed}, {offset})",
         ours,
         torchs,
-        lambda x, residual, weight, bias, x_bias: exact(biased(x, x_bias), residual, weight, bias, eps),
+        lambda x, residual, weight, bias, x_bias: exact(drop(x, x_bias), residual, weight, bias, eps),
         args,
         tied=() if functional else ("x", "residual", "weight", "bias", "x_bias"),
         denormal_gradients=False,

@@ -43,13 +43,14 @@ class GPT2Config:
         n_head: NH, which divides n_embd.
         n_embd: C.
         bias: whether linear layers and norms have one.
-        dropout: 0; there is no dropout kernel.
-
+        dropout: the probability with which, in training, elements are dropped in nanoGPT's places: attention's
+            probabilities, what a layer adds to the residual stream, the embeddings' sum.
         activation: the GELU of the feed-forward layers: "gelu_tanh", GPT-2's and llm.c's, or "gelu", the exact one of
             nanoGPT.
 
     Raises:
-        ValueError: a size below 1, one that does not fit another, dropout, or an unknown activation.
+        ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
+            activation.
     """
 
     block_size: int = 1024
@@ -75,9 +76,8 @@ class GPT2Config:
             )
         if self.n_embd % self.n_head:
             raise ValueError(f"GPT2Config: n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
-        if self.dropout:
-            raise ValueError(f"GPT2Config: dropout must be 0, got {self.dropout}: gptkernels has no kernel for it")
-
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"GPT2Config: dropout must be from 0 to 1, got {self.dropout}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
 
@@ -98,14 +98,15 @@ class GPT2Config:
 
 
 class Pending(NamedTuple):
-    """What is yet to be added to the residual stream: (B, T, C), and a bias (C) or None."""
+    """What is yet to be added to the residual stream: (B, T, C), and a bias (C) or None; dropout is of their sum."""
 
     values: Tensor
     bias: Tensor | None
+    dropout: torch.nn.Module
 
 
 class Block(torch.nn.Module):
-    """A layer: ``x + attn(ln_1(x))``, then ``x + mlp(ln_2(x))``."""
+    """A layer: ``x + dropout(attn(ln_1(x)))``, then ``x + dropout(mlp(ln_2(x)))``."""
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -114,6 +115,7 @@ class Block(torch.nn.Module):
         self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout)
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
         self.mlp = nn.MLP(C, bias, device, dtype, config.activation)
+        self.resid_dropout = nn.Dropout(config.dropout)  # of both additions
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
@@ -138,30 +140,40 @@ class Block(torch.nn.Module):
         normed, stream = _add_and_norm(stream, pending, self.ln_1)
         caches = () if cache is None else (cache,)
         if is_unmodified(self.attn, nn.CausalSelfAttention):
-            attended = Pending(*self.attn.without_bias(normed, *caches))
+            values, bias = self.attn.without_bias(normed, *caches)
         else:
-            attended = Pending(self.attn(normed, *caches), None)
-        normed, stream = _add_and_norm(stream, attended, self.ln_2)
+            values, bias = self.attn(normed, *caches), None
+        normed, stream = _add_and_norm(stream, Pending(values, bias, self.resid_dropout), self.ln_2)
         if is_unmodified(self.mlp, nn.MLP):
-            return stream, Pending(*self.mlp.without_bias(normed))
-        return stream, Pending(self.mlp(normed), None)
+            values, bias = self.mlp.without_bias(normed)
+        else:
+            values, bias = self.mlp(normed), None
+        return stream, Pending(values, bias, self.resid_dropout)
 
 
 def _add(stream: Tensor, pending: Pending | None) -> Tensor:
     if pending is None:
         return stream
-    values = pending.values if pending.bias is None else pending.values + pending.bias.to(pending.values.dtype)
-    return stream + values
+    return stream + pending.dropout(_biased(pending))
+
+
+def _biased(pending: Pending) -> Tensor:
+    return pending.values if pending.bias is None else pending.values + pending.bias.to(pending.values.dtype)
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """``norm`` of the stream with what is pending, and that stream, in one kernel unless the norm must be called."""
+    """``norm`` of the stream with what is pending, and that stream, in one kernel unless a module must be called."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm):
         stream = _add(stream, pending)
         return norm(stream), stream
-    return functional.residual_layer_norm(
-        pending.values, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps, pending.bias
-    )
+    values, bias, dropout = pending
+    p, training = 0.0, False
+    if is_unmodified(dropout, nn.Dropout):
+        p, training = cast(nn.Dropout, dropout).p, dropout.training
+    else:
+        values, bias = dropout(_biased(pending)), None
+    shape = norm.normalized_shape
+    return functional.residual_layer_norm(values, stream, shape, norm.weight, norm.bias, norm.eps, bias, p, training)
 
 
 def _run(
@@ -192,6 +204,7 @@ class Transformer(torch.nn.Module):
         self.wte = nn.Embedding(config.padded_vocab_size, C, device=device, dtype=dtype)
         self.wte.vocab_size = self.vocab_size = config.vocab_size
         self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
+        self.drop = nn.Dropout(config.dropout)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
         self._has_dropout = config.dropout > 0
@@ -205,6 +218,7 @@ class Transformer(torch.nn.Module):
 
     def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
         """What :meth:`forward` does with the sum of both embeddings, (B, T, C)."""
+        stream = self.drop(stream)
         pending: Pending | None = None
         recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):

@@ -1,0 +1,82 @@
+// Dropout on the CPU: its arguments, read, and the random bits of dense data, several Philox calls side by side.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "../dropout.h"
+#include "../philox.h"
+
+namespace gptkernels::cpu {
+
+// DropoutArguments, read.
+struct Dropout {
+  bool on = false;
+  int64_t seed = 0;
+  int64_t offset = 0;
+  uint32_t threshold = 0;
+  double factor = 1;  // of what is kept
+};
+
+inline Dropout read(const DropoutArguments& dropout) {
+  if (dropout.probability == 0) return {};
+  const double kept = 1 - dropout.probability;
+  return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
+}
+
+// Philox calls side by side: `words` holds their counters, and then their results. Round after round over all of them:
+// a loop that compilers vectorize.
+template <int kCalls>
+inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
+  PhiloxKey round_key = first_key(key);
+  for (int round = 0; round < kPhiloxRounds; ++round, round_key = next_key(round_key)) {
+#pragma omp simd
+    for (int i = 0; i < kCalls; ++i) {
+      const PhiloxWords to = philox_round(round_key, {{words[0][i], words[1][i], words[2][i], words[3][i]}});
+      words[0][i] = to.word[0];
+      words[1][i] = to.word[1];
+      words[2][i] = to.word[2];
+      words[3][i] = to.word[3];
+    }
+  }
+}
+
+// Calls fn(from, to, bits) for runs of the elements [begin, end) of dense data: bits[i - from] are element i's. Inside
+// vectorised().
+template <typename Fn>
+void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
+  constexpr int kGroups = 32;  // of a run
+  const uint64_t key = dropout_key(dropout.seed, dropout.offset);
+  for (int64_t group = begin / kDenseGroup; group * kDenseGroup < end; group += kGroups) {
+    uint32_t words[4][kGroups];
+    for (int i = 0; i < kGroups; ++i) {
+      const PhiloxWords counter = dense_dropout_counter(dropout.offset, static_cast<uint64_t>(group + i));
+      for (int w = 0; w < 4; ++w) words[w][i] = counter.word[w];
+    }
+    philox_side_by_side(key, words);
+    uint32_t ordered[kGroups * 4];
+    for (int i = 0; i < kGroups; ++i)
+      for (int w = 0; w < 4; ++w) ordered[i * 4 + w] = words[w][i];
+    uint16_t bits[kGroups * kDenseGroup];
+    static_assert(std::endian::native == std::endian::little, "slot 0 is the lower half of its word");
+    std::memcpy(bits, ordered, sizeof(bits));
+    const int64_t first = group * kDenseGroup;
+    const int64_t from = std::max(begin, first);
+    fn(from, std::min(end, first + kGroups * kDenseGroup), bits + (from - first));
+  }
+}
+
+// Calls fn(i, factor) for i in [0, size): what dropout multiplies element begin + i of dense data by. Inside
+// vectorised().
+template <typename A, typename Fn>
+void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
+  const A kept = A(dropout.factor);
+  for_each_dropout_run(dropout, begin, begin + size, [&](int64_t from, int64_t to, const uint16_t* bits) {
+    const int64_t first = from - begin;
+#pragma omp simd
+    for (int64_t k = 0; k < to - from; ++k) fn(first + k, bits[k] >= dropout.threshold ? kept : A(0));
+  });
+}
+
+}  // namespace gptkernels::cpu

@@ -1,0 +1,21 @@
+// Layernorm of dropout(x + x_bias) + residual, in a file of its own to be compiled beside layernorm.cu.
+#include "layernorm_launch.cuh"
+
+namespace gptkernels::cuda {
+
+template <typename T>
+Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream) {
+  return run_layernorm_forward(p, DenseDropout<accumulate_t<T>>(dropout), stream);
+}
+
+template <typename T>
+Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream) {
+  return run_layernorm_backward<T>(p, DroppedGradient<T>(dropout), dropout.dresidual, stream);
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                                    \
+  template Status layernorm_forward<T>(const LayernormForward<T>&, const DropoutArguments&, Stream); \
+  template Status layernorm_backward<T>(const LayernormBackward<T>&, const LayernormDropoutBackward<T>&, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,146 @@
+// Which kernel a layernorm takes, and its launch shape.
+//
+//              rows of whole packs, in registers         any other row, and float64
+//   forward    layernorm_forward_registers_kernel        layernorm_forward_simple_kernel
+//   backward   layernorm_backward_ring_kernel            layernorm_backward_simple_kernel, *_columns_kernel
+//              then, for dweight and dbias, partial_sums_kernel
+//
+// Dropout of x before the addition of the residual changes no shape. Its kernels are instances of the same templates:
+// layernorm_dropout.cu compiles them, layernorm.cu those without.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+
+#include "../layernorm.h"
+#include "common/launch.cuh"
+#include "common/partial_sums.cuh"
+#include "common/simple_row.cuh"
+#include "layernorm_backward.cuh"
+#include "layernorm_forward.cuh"
+#include "layernorm_shape.cuh"
+
+namespace gptkernels::cuda {
+
+// ---- forward ----
+
+// Whether the SMs hold all rows at once.
+inline bool few_rows(int64_t rows) {
+  return rows < 64 * int64_t(multiprocessors());
+}
+
+// Rows of one warp per block. With blocks of about 3 KB reads and writes are mixed best. Few rows take the time to
+// launch their blocks, so these have more rows.
+inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
+  if (threads > kWarp) return 1;
+  return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
+}
+
+// Returns whether the rows fit into registers. A residual does not change the shape: layernorm(x + residual) has the
+// same bits with and without fusion.
+template <bool kResidual, typename T, typename Dropout>
+bool launch_forward_registers(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+  // Two warps finish a row of 768 float32 sooner than one, if more rows follow.
+  const int most_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMostWarpItems;
+  const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
+  const RowShape row = row_shape<T, Block>(packs, most_warp_items, forward_max_threads<T>);
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // a grid has no more blocks
+  const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
+  const unsigned grid = grid_size(ceil_div(p.rows, block.y));
+  with_row<T, Block, kMostWarpItems>(row, [&](auto type) {
+    layernorm_forward_registers_kernel<typename decltype(type)::type, kResidual>
+        <<<grid, block, 0, stream>>>(p, 1 / float(p.width), dropout);
+  });
+  return true;
+}
+
+template <int kVec, typename T, typename Dropout>
+void launch_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+  if constexpr (kVec > 1 && sizeof(T) < 8) {
+    if (p.residual && launch_forward_registers<true>(p, dropout, stream)) return;
+    if constexpr (!Dropout::kOn)  // what is dropped out is added to a residual
+      if (!p.residual && launch_forward_registers<false>(p, dropout, stream)) return;
+  }
+  layernorm_forward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p, dropout);
+}
+
+template <typename T, typename Dropout>
+Status run_layernorm_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+  if (p.rows == 0) return cudaSuccess;
+  if (can_vectorize<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
+    launch_forward<kPack<T>>(p, dropout, stream);
+  else
+    launch_forward<1>(p, dropout, stream);
+  return cudaGetLastError();
+}
+
+// ---- backward ----
+
+// Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
+template <bool kResidual, int kArrays, typename T, typename Dropped>
+int64_t launch_backward_ring(const LayernormBackward<T>& p, const Dropped& dropped, Stream stream) {
+  // With a third array to wait for, more warps per SM are worth their barriers.
+  constexpr int kWarpItems = sizeof(T) == 2 && kResidual ? 5 : kMostWarpItems;
+  const auto max_threads = backward_max_threads < T, kResidual || Dropped::kOn, kArrays > ;
+  const RowShape row = row_shape<T, BlockPart>(std::max<int64_t>(p.width / kPack<T>, 1), kWarpItems, max_threads);
+  int64_t blocks = 0;
+  if (row.items > 0)
+    with_row<T, BlockPart, kWarpItems>(row, [&](auto type) {
+      using R = typename decltype(type)::type;
+      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual, kArrays, Dropped>;
+      const int64_t row_bytes = (kResidual ? 3 : 2) * p.width * int64_t(sizeof(T));
+      const RingShape shape =
+          ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
+      if (shape.stages == 0) return;
+      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * kArrays * R::kItems * R::kVec * sizeof(float);
+      kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages, dropped);
+      blocks = shape.grid;
+    });
+  return blocks;
+}
+
+// Rows of partial sums that the simple kernels make.
+inline int64_t simple_partials(int64_t rows) {
+  return std::clamp<int64_t>(rows / 16, 1, 64);
+}
+
+// Returns the rows of partial sums.
+template <int kVec, typename T, typename Dropped>
+int64_t launch_backward(const LayernormBackward<T>& p, const Dropped& dropped, Stream stream) {
+  if constexpr (kVec > 1 && sizeof(T) < 8)
+    if (const int64_t blocks = p.rows == 0           ? 0
+                               : p.dsum && p.dx_bias ? launch_backward_ring<true, 3>(p, dropped, stream)
+                               : p.dx_bias           ? launch_backward_ring<false, 3>(p, dropped, stream)
+                               : p.dsum              ? launch_backward_ring<true, 2>(p, dropped, stream)
+                                                     : launch_backward_ring<false, 2>(p, dropped, stream))
+      return blocks;
+  if (p.dx && p.rows)
+    layernorm_backward_simple_kernel<T, kVec>
+        <<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p, dropped);
+  constexpr int kThreads = 128;
+  const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(simple_partials(p.rows)));
+  if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+  return grid.y;
+}
+
+// `dresidual` is what `dropped` writes to, null for NoDropout.
+template <typename T, typename Dropped>
+Status run_layernorm_backward(const LayernormBackward<T>& p, const Dropped& dropped, const T* dresidual,
+                              Stream stream) {
+  if (p.width == 0) return cudaSuccess;
+  const bool vectorize = can_vectorize<T>(p.width, p.dx, dresidual, p.dout, p.dsum, p.x, p.weight);
+  const int64_t partials =
+      vectorize ? launch_backward<kPack<T>>(p, dropped, stream) : launch_backward<1>(p, dropped, stream);
+  if (p.workspace)
+    launch_partial_sums<T>({.first = p.dweight,
+                            .second = p.dbias,
+                            .partials = static_cast<const accumulate_t<T>*>(p.workspace),
+                            .count = partials,
+                            .width = column_sums(p) * p.width,
+                            .split = p.width,
+                            .third = p.dx_bias},
+                           stream);
+  return cudaGetLastError();
+}
+
+}  // namespace gptkernels::cuda
