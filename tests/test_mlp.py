@@ -108,8 +108,8 @@ def test_views(view, dtype, device):
     check(args, as_view(randn(24, 40, dtype=dtype, device=device), view))
 
 
-# (rows, C, F, C'): less than a tile of the kernels for sm_90a (256 x 256, of sums of at least 449 terms), parts of tiles
-# at the end of each dimension, a number of terms that no step of 64 divides, several tiles for each block.
+# (rows, C, F, C') for the kernels for sm_90a, whose tiles are 256 x 256 and whose sums have at least 449 terms: less
+# than a tile, parts of tiles at the end of each dimension, terms that no step of 64 divides, several tiles a block.
 OWN_SIZES = [
     (1, 456, 8, 456),
     (130, 520, 200, 512),
