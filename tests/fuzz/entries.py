@@ -263,7 +263,7 @@ class Linear(torch.autograd.Function):
 
 
 def torchs_linear(x, weight, bias=None, chunk=None):
-    rows = Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias, chunk)
+    rows = Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, chunk)
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -332,7 +332,7 @@ def causal_scores(q, k):
 
 
 def backwards(a, b):
-    """a @ b, summed from the last term to the first.
+    """a @ b for heads of queries, keys and values, summed from the last term to the first.
 
     So its roundings are not those of the formula, which has roundings too in float64, nor those of a sum that cancels
     against this one.
@@ -357,7 +357,7 @@ class FlashAttention(torch.autograd.Function):
         largest = scores.amax(-1, keepdim=True) * ctx.units
         p = multiply_subtract(scores, ctx.units, largest).exp2()
         total = p.sum(-1, keepdim=True)
-        out = (backwards(p.to(q.dtype).to(wide), v.to(wide)) * (1 / total)).to(q.dtype)
+        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
         logsumexp = largest * math.log(2) + total.log()
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
@@ -371,8 +371,8 @@ class FlashAttention(torch.autograd.Function):
         p = multiply_subtract(scores, ctx.units, logsumexp / math.log(2)).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
         ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
-        dv = backwards(p.to(dtype).to(wide).mT, dout)
-        return *((t.to(dtype)) for t in (backwards(ds, k), backwards(ds.mT, q), dv)), None
+        dv = p.to(dtype).to(wide).mT @ dout
+        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
 
 
 def multiply_subtract(a, b, c):
