@@ -246,19 +246,20 @@ def embedding(draw):
 class Linear(torch.autograd.Function):
     """x @ weight.T + bias of matrices, and its gradients, by the calls of torch's BLAS that our operators make.
 
-    Other calls round in other ways: F.linear takes one row for a vector.
+    Other calls round in other ways: F.linear takes one row for a vector. ``chunk`` is how many rows go together.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, chunk):
         ctx.save_for_backward(x, weight, bias)
-        ctx.chunk = chunk
-        return x.mm(weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+        ctx.chunk = chunk or max(len(x), 1)
+        parts = x.split(ctx.chunk)
+        return torch.cat([p.mm(weight.T) if bias is None else torch.addmm(bias, p, weight.T) for p in parts])
 
     @staticmethod
     def backward(ctx, dout):
         x, weight, bias = ctx.saved_tensors
-        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk or max(len(dout), 1))])
+        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk)])
         return dx, dout.T.mm(x), None if bias is None else dout.sum(0), None
 
 
