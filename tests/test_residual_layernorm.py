@@ -278,13 +278,14 @@ def exact_biased(x, residual, weight, bias, x_bias, dtype=torch.float64):
 def check_biased(args, douts):
     """As ``check``."""
     doubles = [double(t) for t in args]
-    outputs = ours_biased(*args), torchs_biased(*args), exact_biased(*doubles)
+    formula = partial(exact_biased, dtype=args[0].dtype)
+    outputs = ours_biased(*args), torchs_biased(*args), formula(*doubles)
     for name, a, b, c in zip(("out", "sum"), *outputs, strict=True):
         assert_as_exact_as_torch(a, b, c, name)
     found = (
         gradients(ours_biased, args, douts),
         gradients(torchs_biased, args, douts),
-        gradients(exact_biased, doubles, [double(t) for t in douts]),
+        gradients(formula, doubles, [double(t) for t in douts]),
     )
     for name, a, b, c in zip(("dx", "dresidual", "dweight", "dbias", "dx_bias"), *found, strict=True):
         assert (a is None) == (b is None)

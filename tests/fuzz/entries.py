@@ -273,24 +273,25 @@ def embedding(draw):
 class Linear(torch.autograd.Function):
     """x @ weight.T + bias of matrices, and its gradients, by the calls of torch's BLAS that our operators make.
 
-    Other calls round in other ways: F.linear takes one row for a vector.
+    Other calls round in other ways: F.linear takes one row for a vector. ``chunk`` is how many rows go together.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias, chunk):
         ctx.save_for_backward(x, weight, bias)
-        ctx.chunk = chunk
-        return x.mm(weight.T) if bias is None else torch.addmm(bias, x, weight.T)
+        ctx.chunk = chunk or max(len(x), 1)
+        parts = x.split(ctx.chunk)
+        return torch.cat([p.mm(weight.T) if bias is None else torch.addmm(bias, p, weight.T) for p in parts])
 
     @staticmethod
     def backward(ctx, dout):
         x, weight, bias = ctx.saved_tensors
-        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk or max(len(dout), 1))])
+        dx = torch.cat([part.mm(weight) for part in dout.split(ctx.chunk)])
         return dx, dout.T.mm(x), None if bias is None else dout.sum(0), None
 
 
 def torchs_linear(x, weight, bias=None, chunk=None):
-    rows = Linear.apply(x.reshape(-1, x.shape[-1]).contiguous(), weight.contiguous(), bias, chunk)
+    rows = Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, chunk)
     return rows.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -359,7 +360,7 @@ def causal_scores(q, k):
 
 
 def backwards(a, b):
-    """a @ b, summed from the last term to the first.
+    """a @ b for heads of queries, keys and values, summed from the last term to the first.
 
     So its roundings are not those of the formula, which has roundings too in float64, nor those of a sum that cancels
     against this one.
@@ -384,7 +385,7 @@ class FlashAttention(torch.autograd.Function):
         largest = scores.amax(-1, keepdim=True) * ctx.units
         p = multiply_subtract(scores, ctx.units, largest).exp2()
         total = p.sum(-1, keepdim=True)
-        out = (backwards(p.to(q.dtype).to(wide), v.to(wide)) * (1 / total)).to(q.dtype)
+        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
         logsumexp = largest * math.log(2) + total.log()
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
@@ -398,8 +399,8 @@ class FlashAttention(torch.autograd.Function):
         p = multiply_subtract(scores, ctx.units, logsumexp / math.log(2)).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
         ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
-        dv = backwards(p.to(dtype).to(wide).mT, dout)
-        return *((t.to(dtype)) for t in (backwards(ds, k), backwards(ds.mT, q), dv)), None
+        dv = p.to(dtype).to(wide).mT @ dout
+        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
 
 
 def multiply_subtract(a, b, c):

@@ -172,7 +172,7 @@ def trial(draw, first, i):
     """The same call with other numbers: each floating argument has its rows and columns in another order, and is
     multiplied by a factor of its own.
 
-    The factors are between 7/8 and 1. So zeros, constants, equal rows, infinities and magnitudes stay what they are.
+    The factors are between 7/8 and 1. So zeros, constants, equal rows, infinities, magnitudes and strides stay.
     """
 
     def changed(t, name):
@@ -180,9 +180,13 @@ def trial(draw, first, i):
             return t
         generator = draw.generator(f"trial {i}, {name}")
         factor = 1 - torch.rand((), dtype=torch.float64, generator=generator).item() / 8
+        values = t
         for dim, size in enumerate(t.shape):
-            t = t.index_select(dim, torch.randperm(size, generator=generator).to(t.device))
-        return (t.double() * factor).to(t.dtype)
+            values = values.index_select(dim, torch.randperm(size, generator=generator).to(t.device))
+        values = (values.double() * factor).to(t.dtype)
+        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+            return values
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)
 
     call, wanted = first.call, first.wanted
     args = [changed(t, name) for name, t in zip(call.args, first.args, strict=True)]
