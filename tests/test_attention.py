@@ -32,7 +32,7 @@ ops = torch.ops.gptkernels
 
 # (B, T, NH, HS)
 SIZES = [
-    (2, 1, 3, 64), (1, 2, 2, 8), (3, 17, 2, 7), (1, 40, 2, 1), (1, 63, 2, 64), (2, 64, 3, 64), (1, 65, 2, 33),
+    (2, 1, 3, 64), (2, 1, 3, 128), (1, 2, 2, 8), (3, 17, 2, 7), (1, 40, 2, 1), (1, 63, 2, 64), (2, 64, 3, 64), (1, 65, 2, 33),
     (1, 127, 3, 80), (2, 129, 2, 128), (1, 200, 1, 256), (1, 1000, 1, 64), (1, 1024, 2, 64), (1, 300, 1, 96),
 ]  # fmt: skip
 all_sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "x".join(map(str, s)))
@@ -257,9 +257,10 @@ def test_matches_float64(shape, dtype, device):
 
 
 # (NH, KH, Tq, Tk, HS, causal, offset): tiles of 128 rows and blocks of 64, one more and one less, for head sizes of two
-# panels of 64 channels.
+# panels of 64 channels. (A single key is among SIZES, where all gradients are one tensor: by the formula those of query
+# and key are 0, in the kernels a rounding of dout times value.)
 WIDE = [
-    *((2, 1, rows, rows, 128, causal, 0) for rows in (1, 63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
+    *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
     (4, 2, 1000, 1000, 128, False, 0),
     *((2, 2, 130, 130, size, True, 0) for size in (72, 88, 104, 112, 120)),
@@ -581,8 +582,10 @@ def test_tf32_follows_torch(size, device):
                 dout,
                 ("dquery", "dkey", "dvalue"),
             )
+            # torch's product of few rows may be exact where that of all rows is rounded to TF32.
+            in_torch = formula(q, k, v)[0][:, :, : few.shape[2]]
             assert_as_exact_as_torch(
-                ours(few, k, v)[0], formula(few, k, v)[0], formula(*map(double, (few, k, v)))[0], "out of few queries"
+                ours(few, k, v)[0], in_torch, formula(*map(double, (few, k, v)))[0], "out of few queries"
             )
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before

@@ -316,9 +316,9 @@ class GPT2(torch.nn.Module):
         """
         transformer, weight = self.transformer, self.lm_head.weight
         if (
-            weight is not transformer.wte.weight
+            not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())
+            or weight is not transformer.wte.weight
             or not (torch.is_grad_enabled() and weight.requires_grad)
-            or not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())
             or torch.compiler.is_compiling()
             or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
