@@ -28,40 +28,39 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
-struct PhiloxKey {
-  uint32_t word[2];
-};
-
 // The authors' fewest rounds that pass BigCrush; attention on a GPU waits for these multiplications.
 constexpr int kPhiloxRounds = 7;
 
-GPTKERNELS_HOST_DEVICE PhiloxKey first_key(uint64_t key) {
-  return {{static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)}};
-}
-GPTKERNELS_HOST_DEVICE PhiloxKey next_key(PhiloxKey key) {
-  return {{key.word[0] + 0x9E3779B9u, key.word[1] + 0xBB67AE85u}};
+// One of a counter's rounds.
+GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
+  const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
+  const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
+  c[0] = static_cast<uint32_t>(b >> 32) ^ c[1] ^ k0;
+  c[1] = static_cast<uint32_t>(b);
+  c[2] = static_cast<uint32_t>(a >> 32) ^ c[3] ^ k1;
+  c[3] = static_cast<uint32_t>(a);
 }
 
-GPTKERNELS_HOST_DEVICE PhiloxWords philox_round(PhiloxKey key, PhiloxWords c) {
-  const uint64_t a = multiply_wide(c.word[0], 0xD2511F53u);
-  const uint64_t b = multiply_wide(c.word[2], 0xCD9E8D57u);
-  return {{static_cast<uint32_t>(b >> 32) ^ c.word[1] ^ key.word[0], static_cast<uint32_t>(b),
-           static_cast<uint32_t>(a >> 32) ^ c.word[3] ^ key.word[1], static_cast<uint32_t>(a)}};
+// The next round's key.
+GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
+  k0 += 0x9E3779B9u;
+  k1 += 0xBB67AE85u;
 }
 
 // 128 random bits for each of kCounters 128-bit counters under a 64-bit key, in place of the counters. Counters go
 // through the rounds together: the chain of one is long, and they share the rounds' keys.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
-  PhiloxKey round_key = first_key(key);
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-  for (int round = 0; round < kPhiloxRounds; ++round, round_key = next_key(round_key)) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
 #ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
-    for (int i = 0; i < kCounters; ++i) counters[i] = philox_round(round_key, counters[i]);
+    for (int i = 0; i < kCounters; ++i) philox_round(counters[i].word, k0, k1);
+    philox_key_step(k0, k1);
   }
 }
 

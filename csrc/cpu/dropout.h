@@ -29,16 +29,15 @@ inline Dropout read(const DropoutArguments& dropout) {
 // a loop that compilers vectorize.
 template <int kCalls>
 inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
-  PhiloxKey round_key = first_key(key);
-  for (int round = 0; round < kPhiloxRounds; ++round, round_key = next_key(round_key)) {
+  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
 #pragma omp simd
     for (int i = 0; i < kCalls; ++i) {
-      const PhiloxWords to = philox_round(round_key, {{words[0][i], words[1][i], words[2][i], words[3][i]}});
-      words[0][i] = to.word[0];
-      words[1][i] = to.word[1];
-      words[2][i] = to.word[2];
-      words[3][i] = to.word[3];
+      uint32_t c[4] = {words[0][i], words[1][i], words[2][i], words[3][i]};
+      philox_round(c, k0, k1);
+      for (int w = 0; w < 4; ++w) words[w][i] = c[w];
     }
+    philox_key_step(k0, k1);
   }
 }
 

@@ -79,8 +79,9 @@ Status run_layernorm_forward(const LayernormForward<T>& p, const Dropout& dropou
 // Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
 template <bool kResidual, int kArrays, typename T, typename Dropped>
 int64_t launch_backward_ring(const LayernormBackward<T>& p, const Dropped& dropped, Stream stream) {
-  // With a third array to wait for, more warps per SM are worth their barriers.
-  constexpr int kWarpItems = sizeof(T) == 2 && kResidual ? 5 : kMostWarpItems;
+  // With a third array to wait for, more warps per SM are worth their barriers. With dropout six packs are too many for
+  // the registers.
+  constexpr int kWarpItems = sizeof(T) == 2 && (kResidual || Dropped::kOn) ? 5 : kMostWarpItems;
   const auto max_threads = backward_max_threads < T, kResidual || Dropped::kOn, kArrays > ;
   const RowShape row = row_shape<T, BlockPart>(std::max<int64_t>(p.width / kPack<T>, 1), kWarpItems, max_threads);
   int64_t blocks = 0;

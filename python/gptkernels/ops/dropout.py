@@ -29,15 +29,15 @@ class Dropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         """The same function of the gradient."""
-        return ops.dropout(dout, ctx.p, *ctx.saved_tensors), None, None, None
+        return ops.dropout.default(dout, ctx.p, *ctx.saved_tensors), None, None, None
 
 
 def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Tensor:
     """Dropout as a step of another op's formula; x itself where nothing is dropped."""
-    return x if p == 0 else ops.dropout(x, p, seed, offset)
+    return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 
 fake("dropout", _fake)
 fake("dropout_mask", _fake_mask)
-autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout))
+autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout.default))
 vmap("dropout", loop)  # an element's place decides whether it is kept: each index has the mask of a call of its own
