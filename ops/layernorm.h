@@ -1,4 +1,4 @@
-// layernorm and residual_layernorm, which is the same with a residual: checks, allocation, launch.
+// Checks, allocation and launch of layernorm and residual_layernorm.
 #pragma once
 
 #include "../csrc/layernorm.h"
@@ -63,8 +63,8 @@ struct LayernormGradients {
   Tensor dx_bias;
 };
 
-// `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by other paths than the
-// norm, is added to dx. The mask has three or, with dx_bias, four entries.
+// `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
+// norm; it is added to dx. The mask has three entries, or four with dx_bias.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
