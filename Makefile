@@ -58,10 +58,10 @@ build/torches/%/ready: requirements/run.txt requirements/test.txt
 # The same calls for the same SEED; each kind of failure prints the command that repeats it.
 CALLS ?= 100000
 SEED ?= 1
-JOBS ?= $(if $(filter cuda,$(DEVICE)),8,2)
+JOBS ?= $(if $(filter cuda,$(DEVICE)),$(shell nproc),2)
 fuzz: $(BUILT) $(STAMPS)/test-tools
-	cd tests && $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE)
-	test ! -e tests/fuzz/files.py || (cd tests && $(PY_FROM_TESTS) -m fuzz.files --calls $(CALLS) --seed $(SEED))
+	cd tests && $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE) $(ARGS)
+	cd tests && $(PY_FROM_TESTS) -m fuzz.files --calls $(CALLS) --seed $(SEED)
 
 bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)

@@ -15,8 +15,8 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// What the checks ask of a tensor. Every question is a call into LibTorch and the lists are long, so each is asked
-// once, and words are looked for only when an answer is wrong.
+// The properties of a tensor that the checks need. Each is a call into LibTorch and the lists are long, so each is
+// asked for once, and a message is written only when a check fails.
 struct Facts {
   int32_t dtype;  // by LibTorch's numbers
   int32_t device_type;
@@ -47,7 +47,7 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // Of tensors of one shape: whether elements at the same index are at the same place in memory.
+  // For tensors of one shape: whether elements at the same index have the same offset in memory.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -80,7 +80,7 @@ void check_length(const char* name, const Tensors& list, const Tensors& params) 
     fail(op, name, " must have as many tensors as params (", params.size(), "), got ", list.size());
 }
 
-// A tensor of one of the lists beside its parameter.
+// A tensor of one of the lists, and its parameter.
 void check_beside(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.is_beside(wanted))
@@ -97,7 +97,7 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// A tensor that is written together with its parameter, element by element in the order of their memory.
+// A tensor that is written together with its parameter: both are walked through in the order of their memory.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -184,8 +184,7 @@ Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   return copy;
 }
 
-// Checks the tensors and sorts them into groups. A gradient of another layout than its parameter's is replaced by a
-// copy.
+// Checks the tensors and sorts them into groups. A gradient whose layout differs from its parameter's is copied.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];
@@ -251,7 +250,7 @@ void launch(const Launcher& launcher, const Lists& lists, const Group& group, co
                                            launcher.stream()));
 }
 
-// fn with T, or with float where the tensor is wider than its parameter.
+// fn.template operator()<T>(), or <float> where the tensor is wider than its parameter.
 template <typename T, typename Fn>
 void dispatch_or_float(const Tensor& t, const Fn& fn) {
   if constexpr (!std::is_same_v<T, float>)
@@ -259,7 +258,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// What an lr on the CPU says; one on the device is read by the kernel.
+// The value of an lr on the CPU; one on the device is read by the kernel.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

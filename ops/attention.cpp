@@ -43,7 +43,7 @@ Heads unpacked(const Tensor& t, int64_t head_size) {
   return {t, 0, t.size(1) * t.size(2), head_size, t.size(2)};
 }
 
-// What an op is called with beside the tensors that are differentiated.
+// The arguments of an op other than the tensors that are differentiated.
 struct Options {
   std::optional<double> scale = {};
   bool causal = false;
@@ -151,7 +151,7 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// A (B, heads, T, HS) tensor whose dimensions lie in memory in this order, HS innermost.
+// A contiguous (B, heads, T, HS) tensor.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -162,12 +162,12 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// (B, T, heads, HS) in memory: a model's reshape to (B, T, C) is then free.
+// A (B, heads, T, HS) tensor that is (B, T, heads, HS) in memory: a model's reshape to (B, T, C) then copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// A gradient, its dimensions in the order that those of its tensor have in memory: where that is dense, its layout.
+// A gradient, whose dimensions are in memory in the order of its tensor's; if that is dense, it has the same layout.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });
@@ -200,7 +200,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// The bounds dense, as the kernels read them.
+// The bounds as the kernels read them: dense.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);

@@ -70,9 +70,9 @@ Heads squares(const Tensor& probabilities, const Sizes& s) {
           s.tokens * s.tokens};
 }
 
-// out = alpha * a @ b for every batch and head. One call of BLAS takes matrices that are one step apart; batches and
-// heads are two, so the fewer of them are a loop and the others go together. q, k, v and out are thus read and written
-// where they lie, and nothing is permuted.
+// out = alpha * a @ b for every batch and head. One call of BLAS takes matrices at one constant step, but batches and
+// heads have two: the fewer of them become a loop, and each call takes all of the others. So q, k, v and out are read
+// and written where they lie, and nothing is permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;

@@ -91,7 +91,7 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
   check_tokens(op, tokens, "dout", dout);
 }
 
-// V, given the rows Vp of the table. Those from V on are padding, which no token may name.
+// V, for a table of Vp rows. The rows from V on are padding: a token must be below V.
 int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
   const int64_t rows = table.size(0);
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// The same, added to a gradient of wte that is there already: that of a head which is tied to it.
+// The same, but added to a gradient of wte that exists already, from an output head that is tied to it.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Checks what both variants take and answers with V.
+// Checks the arguments of both variants and returns V.
 int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
               const OptionalTensor& dlosses) {
   check_dim_at_least(op, "logits", logits, 1);
@@ -59,7 +59,7 @@ std::tuple<Tensor, Tensor> fused_classifier_op(const Tensor& logits, const Tenso
   return {losses, dlogits};
 }
 
-// Logits that do not lie dense in memory make the way through a dense copy.
+// Logits that are not dense are copied, and the gradient is copied back.
 Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
                                    const OptionalTensor& dlosses) {
   constexpr const char* op = "fused_classifier_";

@@ -1,4 +1,4 @@
-// layernorm and residual_layernorm, which is the same with a residual: checks, allocation, launch.
+// Checks, allocation and launch of layernorm and residual_layernorm.
 #pragma once
 
 #include "../csrc/layernorm.h"
@@ -79,8 +79,8 @@ struct LayernormGradients {
   Tensor dresidual;
 };
 
-// `name` is the op's name for x in error messages. dsum, the gradient that reaches the sum by other paths than the
-// norm, is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual, of which
+// `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
+// norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual, of which
 // dx is the dropout.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,

@@ -1,5 +1,5 @@
-// Every operator's schema, on one page. The kernels are registered by the op's own file, once for each device; what
-// torch takes in Python (fake, autograd, autocast, flops) by python/gptkernels/ops/<op>.py.
+// The schemas of all operators. ops/<op>.cpp registers an operator's kernels, once for each device;
+// python/gptkernels/ops/<op>.py registers what torch takes in Python (fake, autograd, autocast, flops).
 //
 // Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. A backward's output that
 // its mask does not ask for has no elements.
@@ -7,7 +7,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gptkernels, m) {
-  // wte (Vp, C): tokens from vocab_size (V) to Vp are refused. -1: all rows are the vocabulary.
+  // wte (Vp, C): a token must be below vocab_size (V); -1 means Vp.
   m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1) -> Tensor");
   m.def(
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "

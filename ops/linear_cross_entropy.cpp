@@ -1,5 +1,5 @@
-// cross_entropy(x @ weight^T, targets) without all the logits: the rows are worked on in chunks, whose logits become
-// their own gradient in place. Nothing here depends on the values in a tensor, so that a CUDA graph can replay it.
+// cross_entropy(x @ weight^T, targets) without holding all the logits: the rows are processed in chunks, and a chunk's
+// logits are replaced by their gradient. No step depends on the values in a tensor, so a CUDA graph can replay it.
 
 #include "../csrc/linear_cross_entropy.h"
 
@@ -118,7 +118,7 @@ void classify(const Launcher& launcher, const Problem& p, const Tensor& losses, 
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// Where the gradients go; each is absent unless it is asked for.
+// Where the gradients go. One that is not wanted is absent.
 struct Gradients {
   bool want_x;
   bool want_weight;
@@ -132,8 +132,8 @@ struct Gradients {
         dweight(allocate_if(want_weight, shape_of(weight), weight)) {}
 };
 
-// Fills losses (N) and the gradients. The product of each chunk is added to dweight by the product itself, in float32
-// (float64); a 16-bit dweight of several chunks is rounded once, at the end.
+// Fills losses (N) and the gradients. dweight is the sum of the chunks' products, each added by the product's own call,
+// in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end.
 void run(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -217,7 +217,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// The logits once more, now that dloss is known.
+// Computes the logits a second time, now that dloss is known.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
                                                             int64_t ignore_index, const std::string& reduction_name,

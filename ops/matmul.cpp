@@ -16,9 +16,8 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// torch's handle for the current device and stream. torch gives it a workspace and, from torch.backends.cuda.matmul,
-// the math mode that says whether float32 products may use TF32: no other way to ask for that flag is in the stable
-// ABI.
+// torch's handle for the current device and stream. It has a workspace, and the math mode set by
+// torch.backends.cuda.matmul: whether float32 products may use TF32. The stable ABI has no other way to read that flag.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
@@ -32,8 +31,8 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// A BLAS knows rows that lie `ld` apart, or columns that do. Where there is one row (or column) only, its stride says
-// nothing, and BLAS still wants an ld that a second one would need.
+// A BLAS takes rows that are `ld` apart, or columns. The stride of a single row (or column) can be any number, but BLAS
+// still demands the ld that a second one would need.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -42,7 +41,7 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// The fastest plan of a product that comes for the first time. One that accumulates is timed into other memory.
+// The fastest plan for a product that has not been seen before. One that accumulates is timed on other memory.
 template <typename T>
 MatmulPlan timed_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
                       cublasHandle_t handle) {
@@ -53,7 +52,7 @@ MatmulPlan timed_plan(const Launcher& launcher, const Matrix& out, const Matmul<
 
 #else
 
-// The matrix, or batch of them, as a tensor of its own over the same memory.
+// The matrix, or the batch of matrices, as a tensor over the same memory.
 Tensor strided(const Matrix& m) {
   const int64_t sizes[] = {m.batches, m.rows, m.columns};
   const int64_t strides[] = {m.batch_stride, m.row_stride, m.column_stride};
@@ -63,9 +62,9 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
-// torch's own BLAS, called below the dispatcher, so that no autocast or autograd of the caller's thread has a say.
-// Where beta is 0, what is in out is not read. An alpha of 0 makes out zero, as every BLAS does; oneDNN, which torch
-// calls for 16-bit matrices, would leave it unwritten.
+// torch's own BLAS, called below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
+// beta is 0, out is not read. If alpha is 0, out becomes zero, as in every BLAS; oneDNN, which torch calls for 16-bit
+// matrices, would leave it unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = strided(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());

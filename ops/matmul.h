@@ -1,5 +1,5 @@
-// Matrix products for both devices: torch's BLAS on the CPU, cuBLAS on CUDA, and what is fused to a product or else
-// done by our own kernels right after it: a bias, GELU, their gradients.
+// Matrix products, by torch's BLAS on the CPU and by cuBLAS on CUDA, and what follows a product: a bias, GELU, their
+// gradients. These are fused to the product, or done by our own kernels after it.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,9 @@ struct Matrix {
   }
 };
 
-// A tensor's last dimension as columns, all others as rows. A BLAS takes rows or columns that lie apart, so such
-// 2-dimensional views (a slice of columns, a transpose) are not copied; other layouts are.
+// A tensor as a matrix: the last dimension is its columns, the others together are its rows. 2-dimensional views whose
+// rows or columns are contiguous (a slice of columns, a transpose) are not copied, because a BLAS takes the distance
+// between them; other layouts are copied.
 inline Matrix matrix(const Tensor& t) {
   if (t.dim() == 2) {
     const auto rows = t.size(0), columns = t.size(1), down = t.stride(0), right = t.stride(1);
@@ -36,8 +37,8 @@ inline Matrix matrix(const Tensor& t) {
   return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
 }
 
-// A gradient of a 2-dimensional weight: rows or columns lie together as the weight's do. Of a transposed view, as
-// Hugging Face's Conv1D is served by, autograd then hands the gradient on to the parameter without a copy.
+// A gradient of a 2-dimensional weight: its rows are contiguous or its columns are, as the weight's. If the weight is a
+// transposed view, as for Hugging Face's Conv1D, autograd then passes the gradient to the parameter without a copy.
 inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   if (!wanted) return absent(weight);
   const bool transposed = matrix(weight).column_stride != 1 && weight.stride(0) == 1;
@@ -45,8 +46,7 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   return allocate_strided(shape_of(weight), {1, std::max<int64_t>(weight.size(0), 1)}, weight.scalar_type(), weight);
 }
 
-// What is done with a product besides storing it. dgelu_at goes without the two above; the vector and the matrices are
-// dense.
+// What is done with a product besides storing it. dgelu_at excludes bias and pre_gelu. All tensors are dense.
 struct Epilogue {
   double alpha = 1;                 // the product is multiplied by it; 1 where anything below is given
   OptionalTensor bias = {};         // (columns): added to every row
@@ -59,13 +59,13 @@ struct Epilogue {
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
-// out = alpha * a @ b, and the epilogue, for which out's rows lie together. A float32 out of bfloat16 or float16
-// operands, which has no bias or GELU and is dense, takes the sums as they are: on CUDA unrounded, on the CPU rounded
-// to the operands' dtype once a call, since torch's BLAS has no such product there.
+// out = alpha * a @ b, then the epilogue, for which out's rows must be contiguous. For bfloat16 and float16 operands a
+// dense out without bias and GELU may be float32. On CUDA the sums are then not rounded to 16 bits. On the CPU they
+// are, once a call, because torch's BLAS has no such product.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 
-// out (M) = the sums over the rows of x (N, M), which is dense: the gradient of a bias that was added to every row.
+// out (M) = the sums of x (N, M) over its rows; x is dense. This is the gradient of a bias added to every row.
 void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

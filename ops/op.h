@@ -39,8 +39,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- what an error says ---------------------------------------------------------------------------------------------
 
-// The parts of a message, put together without streams: these take a locale from the process, and a libstdc++ that was
-// linked into this library has not got the process's.
+// The parts of a message, joined without streams: a stream takes its locale from the process, and a libstdc++ that is
+// linked into this library does not have the process's.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -100,7 +100,7 @@ template <typename... Parts>
   throw std::runtime_error(text);
 }
 
-// What a C shim of LibTorch answers. (torch's own macro for this has had two names since 2.10.)
+// Throws if a C shim of LibTorch reports an error. (torch's own macro for this has had two names since 2.10.)
 inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }
@@ -145,7 +145,8 @@ inline void check_like(const char* op, const char* name, const OptionalTensor& t
   if (t) check_like(op, name, *t, other_name, other);
 }
 
-// In-place writes to elements that share memory would overtake each other.
+// Refuses a tensor that is written in place and whose elements share memory: which write would be the last is not
+// defined.
 inline void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i)
     if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
@@ -184,7 +185,7 @@ inline void check_dropout(const char* op, const char* name, double probability, 
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// A tensor on the device of `like`; straight to the allocator, without the dispatcher.
+// A tensor on the device of `like`, from torch's allocator, without the dispatcher.
 inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarType dtype, const Tensor& like) {
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;
@@ -210,7 +211,8 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
-// How an absent output of a backward is said: a tensor of no elements, which the Python rules turn into None.
+// What a backward returns for an output that is not wanted: a tensor of no elements, which the Python rules turn into
+// None.
 inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
@@ -219,7 +221,7 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// Scratch memory from torch's allocator; alive until the launches queued before its release have run.
+// Scratch memory from torch's allocator, which reuses it only for launches queued after its release.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
@@ -247,7 +249,7 @@ inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// The last dimension is worked on, all others are rows.
+// Operators work along the last dimension; all others together are the rows.
 inline int64_t width_of(const Tensor& t) {
   return t.size(t.dim() - 1);
 }

@@ -61,11 +61,7 @@ def assert_as_exact_as_torch(ours, torchs, exact, name="out", torch_error=0.0):
         return
 
     torch_error = max(torch_error, error_of(torchs, exact))
-    info = torch.finfo(ours.dtype)
-    # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
-    scale = exact[finite].abs().max().clamp(max=info.max).item()
-    rounding = 1e-13 * max(scale, 1) if info.dtype == "float64" else info.eps * scale
-    allowed = 2 * torch_error + rounding + info.smallest_normal * info.eps
+    allowed = 2 * torch_error + last_rounding(exact, ours.dtype)
     error = (ours.double() - exact).abs()
     # Infinite where the formula, moved outwards by the allowed error, overflows the dtype: the value of an overflow.
     overflow = ours.isinf() & (ours == (exact + allowed * exact.sign()).to(ours.dtype))
@@ -74,6 +70,21 @@ def assert_as_exact_as_torch(ours, torchs, exact, name="out", torch_error=0.0):
         f"{name}: {_first(wrong, ours, exact)}; error {error[wrong].max():.3e}, allowed {allowed:.3e} "
         f"(torch's worst is {torch_error:.3e})"
     )
+
+
+def largest(exact):
+    """The largest magnitude among the finite values; 0 if there are none."""
+    finite = exact[exact.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def last_rounding(exact, dtype):
+    """What the rounding of a result to its dtype adds to the allowed error."""
+    info = torch.finfo(dtype)
+    scale = min(largest(exact), info.max)
+    # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
+    rounding = 1e-13 * max(scale, 1) if dtype == torch.float64 else info.eps * scale
+    return rounding + info.smallest_normal * info.eps
 
 
 def error_of(torchs, exact):

@@ -75,10 +75,12 @@ KEPT = sorted((ROOT / "benchmarks" / "results").glob("h200*.json"))
 def test_the_pages_have_the_kept_runs_figures():
     """README.md and docs/ show what `python -m benchmarks --from benchmarks/results/h200*.json --pages` puts there."""
     found = pages.filled(ROOT, load(*KEPT))
-    assert {ROOT / "README.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)} <= set(found)
     for path, text in found.items():
-        assert pages.BEGIN in text, path
         assert path.read_text() == text, path
+    for path in {ROOT / "README.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)}:
+        _, begin, figures = path.read_text().partition(pages.BEGIN)
+        assert begin, path
+        assert path in found or figures.strip().startswith("Not measured yet."), path
 
 
 def test_a_page_without_a_place_stays_as_it_is(kept, tmp_path):

@@ -118,17 +118,26 @@ def test_a_gradient_off_by_a_few_units_in_the_last_place_is_found(op, device):
     assert calls_until_found(lambda out: DoutOffBy.apply(out, 6), op, device) <= 20
 
 
-def test_torchs_errors_of_several_trials():
+def test_errors_of_several_trials():
     one = torch.tensor([1.0])
-    errors = fuzzer.TorchErrors()
-    errors.add(one, one.double())
-    assert errors.beside(one.double()) == 0
-    errors.add(one * 4, one.double() * 4 + 1e-6)  # of a result four times as large
-    assert errors.beside(one.double()) == pytest.approx(0.25e-6, rel=1e-5)
-    assert errors.beside(one.double() * 1e9) == pytest.approx(1e-6)  # never scaled up
-    assert errors.beside(one.double() * 0) == 0
-    errors.add(one * 1e-7, one.double() * 1e-17)  # of the formula only roundings are left
-    assert errors.beside(one.double() * 0) == pytest.approx(1e-7)
+    errors = fuzzer.Errors()
+    errors.add(one, one, one.double())
+    assert errors.worst_of_torchs() == 0
+    errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # of a result four times as large
+    assert errors.worst_of_torchs() == pytest.approx(0.25e-6, rel=1e-5)
+    errors.add(one, one, one.double() - 1e-6)
+    assert errors.worst_of_torchs() == pytest.approx(1e-6, rel=1e-5)
+    errors.hold_on_the_whole("out")
+    for _ in range(3):
+        errors.add(one + 3e-6, one, one.double())  # ours alone
+    with pytest.raises(AssertionError, match="in 6 trials"):
+        errors.hold_on_the_whole("out")
+
+    errors = fuzzer.Errors()
+    errors.add(one * 0, one * 0, one.double() * 0)
+    errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # of the formula only roundings are left
+    errors.add(one, one * 1.1, one.double())  # of any other result nothing counts beside 0
+    assert errors.worst_of_torchs() == pytest.approx(1e-7)
 
 
 def test_a_trial_keeps_what_the_arguments_are(device):

@@ -1,4 +1,4 @@
-"""Loads the native libraries, and knows why the CUDA one is not in use when it isn't."""
+"""Loads the native libraries; if the CUDA one is not used, says why."""
 
 import ctypes
 import functools

@@ -3,8 +3,8 @@
 Beside what the caller gives, the metadata holds the file's kind and version, the CRC-32 of every tensor ("checksums":
 of its dtype, shape and bytes), and the CRC-32 of all the other entries ("checksum"). They find damage, not forgery.
 
-The writer is our own: the library's makes its file in a temporary one that only its owner may read, under a name that
-nobody can tell from others after a kill, and reports a full disk as no OSError. The reader is the library's.
+The writer is our own: the library's writes a temporary file that only its owner may read and whose name cannot be
+recognised after a kill, and it does not report a full disk as an OSError. The reader is the library's.
 """
 
 from __future__ import annotations

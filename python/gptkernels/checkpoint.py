@@ -209,7 +209,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries that say a GPT-2's shape, once they are known to be sound."""
+    """The entries that describe a GPT-2's shape, after they have been checked."""
     for name in _SIZES:
         value = config.get(name)
         if type(value) is not int or not 1 <= value < 2**31:

@@ -95,10 +95,10 @@ def _may_keep(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _new_casts() -> _Casts:
-    """A dictionary that lives as long as what is in torch's own cache now.
+    """A dictionary that lives until torch clears its own cache.
 
-    Torch says to nobody that its cache is cleared. So a small parameter of ours is put there, by a product of no rows,
-    and its cast, which torch alone then holds, holds the dictionary.
+    Torch has no callback for that. So a small parameter of ours is put into torch's cache, by a product of no rows. Its
+    cast, to which only torch has a reference, holds the dictionary.
     """
     global _casts
     casts = _Casts()
@@ -114,7 +114,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Within, a tensor that is saved is that tensor: activation checkpointing, among others, replaces what is saved."""
+    """Within, saved tensors are kept as they are. (The hooks of activation checkpointing would replace them.)"""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

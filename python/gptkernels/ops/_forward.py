@@ -19,7 +19,7 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
     """The function with the rule as its ``jvp``.
 
     Torch then gives the outputs their tangents before they are saved for the backward, so that forward over reverse
-    finds them there. A class of its own, so that calls without tangents have nothing to keep.
+    finds them there. It is a separate class, so that calls without tangents save nothing more.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]

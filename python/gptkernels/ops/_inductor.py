@@ -1,7 +1,7 @@
 """Tells Inductor that the ops are calls into this package.
 
-An op that Inductor has no rule for it takes so too; but up to torch 2.12 it first formats the op's arguments for its
-log, each with all that it was computed from: time exponential in the depth of a model.
+Inductor also calls ops that it has no rule for. But up to torch 2.12 it first formats the arguments of such an op for
+its log, each with everything that it was computed from, which takes time exponential in the depth of a model.
 """
 
 import sys

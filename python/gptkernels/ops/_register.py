@@ -87,8 +87,8 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _forwar
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` for an autograd kernel.
 
-    ``Function.apply`` in Python settles for each call what the dispatcher has settled before it comes to the kernel;
-    only its C++ part is called here.
+    ``Function.apply`` is written in Python and handles transforms and default arguments at each call. The dispatcher
+    has done that before it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
@@ -98,7 +98,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         before = _outer.modes
         _outer.modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         try:
-            with enable_single_level_autograd_function():  # of the transform that has called the kernel
+            with enable_single_level_autograd_function():  # for the transform that called the kernel
                 return apply(*args)
         finally:
             _outer.modes = before
@@ -107,9 +107,10 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 class _Outer(threading.local):
-    """The modes of reverse and forward AD where an op was called under a transform: those of the transforms around it.
+    """Whether reverse and forward AD were on where an op was called under a transform of torch.func.
 
-    ``apply`` turns both off in ``forward``; a transform further out would then miss the op.
+    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the transforms further out,
+    which would miss the op otherwise.
     """
 
     modes = True, True
@@ -119,14 +120,17 @@ _outer = _Outer()
 
 
 def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """``function``, which is called as the op is, called with all arguments by position."""
+    """A function that takes all of the op's arguments by position and calls ``function`` with the op's signature."""
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     split = len(op._schema.arguments) - len(keywords)
     return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
 
 
 def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
-    """What makes all of the op's arguments positional: the dispatcher drops trailing ones at their defaults."""
+    """A function that returns all of the op's arguments by position.
+
+    The dispatcher leaves out trailing arguments that have their defaults.
+    """
     defaults = [argument.default_value for argument in op._schema.arguments]
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     positional = len(defaults) - len(keywords)
@@ -142,7 +146,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op's kernel from its own autograd rule, or the next transform of torch.func."""
+    """Call the op from its own autograd rule: this calls the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -157,7 +161,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """A backward's outputs with None where the mask asked for none."""
+    """A backward's outputs, with None in place of those that the mask leaves out."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
 
@@ -263,7 +267,8 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
 def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
     """Run ``rule(op, cast, *arguments)`` inside autocast: for an op whose arguments are not all cast alike.
 
-    ``cast(value, dtype)`` leaves alone what autocast does. Inside the rule autocast is off.
+    ``cast(value, dtype)`` casts what autocast would cast and returns anything else unchanged. Inside the rule autocast
+    is off.
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
@@ -271,10 +276,9 @@ def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
 
 # ---- ops that write into their arguments -----------------------------------------------------------------------------
 def mutates(name: str) -> None:
-    """Count up the versions of the tensors that the op writes into, as torch's own in-place ops do.
+    """Increment the versions of the tensors that the op writes into, as torch's own in-place ops do.
 
-    By them autograd finds out that a tensor it has saved is no longer what it was. Which arguments are written into is
-    the schema's to say.
+    By its version autograd detects that a saved tensor was modified. The schema says which arguments are written into.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -288,10 +292,10 @@ def mutates(name: str) -> None:
 
 
 def without_derivative(name: str) -> None:
-    """Refuse the op where autograd would have to differentiate it: where gradients are recorded of its arguments.
+    """Make the op raise an error where autograd would have to differentiate it.
 
-    Elsewhere this also does what ``mutates`` does: long lists of tensors cost as much to hand through Python once more
-    as the op itself.
+    Elsewhere the same rule does what ``mutates`` does: a second rule would pass lists of hundreds of tensors through
+    Python once more, which takes as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -317,7 +321,7 @@ def without_derivative(name: str) -> None:
 
 
 def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict[str, Any]], None]:
-    """What counts up the versions of the arguments that the op writes into."""
+    """A function that increments the versions of the arguments that the op writes into."""
     written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def count_versions(args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -16,10 +16,10 @@ Rule = Callable[[Callable[..., Any], int, Sequence[Any], Sequence[Any]], tuple[A
 
 
 def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """A call for each index: for any op, as fast as the loop it stands for.
+    """One call for each index. This serves any op, and is as slow as a loop.
 
     Raises:
-        RuntimeError: the dimension has size 0, of which no call could tell the outputs' shapes.
+        RuntimeError: the dimension has size 0: without a call the outputs' shapes are unknown.
     """
     if size == 0:
         raise RuntimeError(f"{getattr(op, '__name__', 'vmap')}: vmap over a dimension of size 0 is not supported")
@@ -51,7 +51,8 @@ def rows(*positions: int, least: int = 1) -> Rule:
 
     Args:
         positions: of those arguments.
-        least: how many dimensions the first of them must have besides; with fewer the op itself is to refuse it.
+        least: how many other dimensions the first of them must have. With fewer, the op is called for each index, and
+            raises its own error.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:

@@ -29,8 +29,8 @@ _count_versions = _version_counter(ops.adamw_.default)
 def step(*lists: Any, **options: Any) -> None:
     """``adamw_`` for callers that record no gradients.
 
-    The rules above are Python, and would each be handed the lists, of hundreds of tensors, once more. What they do is
-    done here.
+    The rules above are written in Python, and each would be passed lists of hundreds of tensors once more. So their
+    work is done here.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

@@ -48,8 +48,8 @@ class Encoder(torch.autograd.Function):
 class TiedEncoder(torch.autograd.Function):
     """As Encoder, with a second output: wte, for the head that is tied to it.
 
-    The head's gradient of wte thus comes to this backward, which adds that of the tokens: no second one is written,
-    and no pass of its own adds the two.
+    So this backward receives the head's gradient of wte and adds that of the tokens to it: no second gradient is
+    written, and no separate pass adds the two.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """As Encoder's, and the head's gradient, which nobody else has: it comes from one product."""
+        """As Encoder's, added to the head's gradient in place: that comes from one product and nobody else has it."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None

@@ -59,7 +59,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise what a call with dlosses has instead of a derivative."""
+    """Raise an error: a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -88,7 +88,7 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Scale dlogits; of dlogits itself, by formula."""
+        """Scale dlogits by the losses' gradient; for the gradient of the output dlogits, use the formula."""
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors

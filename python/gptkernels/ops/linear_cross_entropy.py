@@ -75,7 +75,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def _is_last_backward(saved) -> bool:
-    """Whether nobody will see what was saved again, and so may be given it: the engine keeps no graph."""
+    """Whether the saved tensors are not needed again and may be overwritten: the engine keeps no graph."""
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
         and not torch._C._are_functorch_transforms_active()
@@ -84,7 +84,7 @@ def _is_last_backward(saved) -> bool:
 
 
 def _scale_in_place(dloss, gradient) -> Tensor:
-    """``gradient * dloss``, in no time where dloss is 1, as it is under ``loss.backward()``."""
+    """``gradient * dloss`` in place of ``gradient``. A dloss of 1, as in ``loss.backward()``, costs next to nothing."""
     ops.fused_classifier_backward_.default(dloss, gradient)
     return gradient
 
