@@ -80,8 +80,8 @@ struct LayernormGradients {
 };
 
 // `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
-// norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual, of which
-// dx is the dropout.
+// norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual: dx is then
+// dresidual with the dropout applied.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
