@@ -29,7 +29,7 @@ _count_versions = _version_counter(ops.adamw_.default)
 def step(*lists: Any, **options: Any) -> None:
     """``adamw_`` for callers that record no gradients.
 
-    The rules above are written in Python, and each would be passed lists of hundreds of tensors once more. So their work
+    The rules above are written in Python, and each would be passed long lists of tensors once more. So their work
     is done here.
     """
     if torch.compiler.is_compiling():
