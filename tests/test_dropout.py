@@ -32,8 +32,8 @@ ops = torch.ops.gptkernels
 
 
 def dropped(x, p, seed, offset):
-    """The formula, with the mask that the op shows."""
-    kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape)
+    """The formula, with the mask that the op shows, drawn where the seed is."""
+    kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape).to(x.device)
     return x * kept / (1 - p) if p < 1 else x * 0
 
 
