@@ -14,6 +14,7 @@ void layernorm(const Layernorm& p) {
                                                                   .sum = nullptr,
                                                                   .x = p.x,
                                                                   .residual = nullptr,
+                                                                  .x_bias = nullptr,
                                                                   .weight = p.weight,
                                                                   .bias = p.bias,
                                                                   .rows = p.rows,
@@ -21,5 +22,5 @@ void layernorm(const Layernorm& p) {
                                                                   .eps = p.eps};
   const dim3 block(32, 2);
   gptkernels::cuda::layernorm_forward_registers_kernel<Row, false>
-      <<<(p.rows + 1) / 2, block>>>(arguments, 1 / float(p.width));
+      <<<(p.rows + 1) / 2, block>>>(arguments, 1 / float(p.width), gptkernels::cuda::NoDropout());
 }
