@@ -70,6 +70,11 @@ GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& count
   return words[0];
 }
 
+// A call's bits, 16 at a time: slot s has those from 16 * (s % 2) on of word s / 2.
+GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot) {
+  return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
+}
+
 // The offset takes a counter's top word; its upper half joins the key.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
@@ -84,7 +89,6 @@ GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2
 //                                       slot         (row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2
-//   slot s has bits 16 * (s % 2) and up of word s / 2.
 struct DropoutGroup {
   uint32_t row;
   uint32_t column;
@@ -132,10 +136,6 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
 }
 
 // ---- both -----------------------------------------------------------------------------------------------------------
-
-GPTKERNELS_HOST_DEVICE uint32_t dropout_bits(const PhiloxWords& words, int slot) {
-  return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
-}
 
 // An element is kept if its bits are at least this.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {

@@ -12,9 +12,7 @@ constexpr int kRoundingGroup = 8;
 struct RoundingBits {
   PhiloxWords words;
 
-  GPTKERNELS_HOST_DEVICE uint32_t operator[](int element) const {
-    return words.word[element / 2] >> (16 * (element % 2)) & 0xFFFFu;
-  }
+  GPTKERNELS_HOST_DEVICE uint32_t operator[](int element) const { return sixteen_bits(words, element); }
 
   // Element n becomes element 0, and if n is 4 the next ones follow it.
   GPTKERNELS_HOST_DEVICE void drop(int n) {

@@ -29,3 +29,12 @@ def device(request):
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(1234)
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that a second thread would only be waited for."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

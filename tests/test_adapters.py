@@ -24,16 +24,11 @@ MODULES = [f"transformer.{name}" for name in PLACES] + ["lm_head"]
 MATRICES = [name for name in MODULES if name.endswith(("wte", "wpe", "c_attn", "c_proj", "c_fc"))]
 all_modules = pytest.mark.parametrize("name", MODULES)
 # torch says of an embedding's full backward hook that its input, whole numbers, has no gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed"),
+]
 both_losses = pytest.mark.parametrize("return_logits", [True, False])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def models(device):

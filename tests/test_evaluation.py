@@ -18,6 +18,8 @@ from gptkernels.training.evaluation import answer
 from gptkernels.training.processes import Processes
 from small_runs import SMALL, TEXT, run_flags, write_text
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
 
 
@@ -45,14 +47,6 @@ def path(tmp_path):
     return write_questions(
         tmp_path / "questions.bin", [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
     )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The file.

@@ -19,18 +19,11 @@ from gptkernels.optim import AdamW
 from helpers import tolerance
 from reference_gpt2 import ReferenceGPT2
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CONFIG = GPT2Config(block_size=16, vocab_size=65, n_layer=3, n_head=2, n_embd=32)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The matrices are tiny: a second thread would only be waited for."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def pair(dtype=torch.float64, device="cpu", config=CONFIG):

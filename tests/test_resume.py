@@ -17,6 +17,8 @@ from gptkernels.train import Trainer, resume, train
 from gptkernels.training.config import TrainConfig
 from gptkernels.training.fingerprint import BLOCK_BYTES, MAX_BLOCKS, fingerprint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
 FIELDS = ("config", "model", "optimizer", "trainer", "rng")
 VALUES = [
@@ -25,14 +27,6 @@ VALUES = [
     *({"$tensor": "rng/cpu"}, {"$tensor": "absent"}, {"$tensor": []}, {"$tuple": 1}, {"$tuple": [1, 2]}),
     *({"$dict": [[1, 2]]}, {"$dict": [[[], 1]]}, {"$dict": 1}),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

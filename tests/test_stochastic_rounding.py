@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gptkernels.optim import AdamW
-from helpers import raises, randn
+from helpers import philox, raises, randn
 
 ops = torch.ops.gptkernels
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -36,25 +36,13 @@ def in_float32(tensors):
     return lists
 
 
-def philox(key, counters):
-    """Philox4x32-7 of (n, 4) counters, as in the paper of Salmon et al."""
-    c = counters.astype(np.uint64)
-    k0, k1 = np.uint64(key & 0xFFFFFFFF), np.uint64(key >> 32)
-    low = np.uint64(0xFFFFFFFF)
-    for _ in range(7):
-        a, b = np.uint64(0xD2511F53) * c[:, 0], np.uint64(0xCD9E8D57) * c[:, 2]
-        c = np.stack([(b >> np.uint64(32)) ^ c[:, 1] ^ k0, b & low, (a >> np.uint64(32)) ^ c[:, 3] ^ k1, a & low], 1)
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return c.astype(np.uint32)
-
-
 def expected_bits(exact, seed, number, tensor, array):
     """bfloat16 values, as bits: the 16 bits that are cut off are the chance of the neighbour farther from 0."""
     values = exact.flatten().cpu().numpy().view(np.uint32)
     groups = -(-len(values) // 8)
     counters = np.zeros((groups, 4), np.uint64)
     counters[:, 0], counters[:, 1], counters[:, 2], counters[:, 3] = np.arange(groups), array << 30, tensor, number
-    words = philox(seed, counters)
+    words = np.stack(philox(seed, counters.T), 1).astype(np.uint32)
     random = np.stack([words & 0xFFFF, words >> 16], 2).reshape(-1)[: len(values)]
     return ((values + random) >> 16).astype(np.uint16)
 

@@ -22,14 +22,7 @@ from gptkernels.training.progress import show_progress
 from gptkernels.training.retention import kept_steps, numbered, retain
 from small_runs import SMALL, TEXT, assert_same_run, at_step, read_losses, run_flags, write_text
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """These models are too small for more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -166,7 +166,7 @@ Status attention_dropout_mask(bool* mask, const AttentionSizes& s, const Dropout
         const DropoutGroup group = dropout_group(i % s.queries, j);
         const PhiloxWords words =
             dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(i / s.queries), group.row, group.column);
-        mask[i * s.keys + j] = dropout_bits(words, group.slot) >= dropout.threshold;
+        mask[i * s.keys + j] = sixteen_bits(words, group.slot) >= dropout.threshold;
       }
   });
   return {};

@@ -495,7 +495,7 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
                                               (query + 16 * m) / 2 + lane / 4, (key + 8 * n) / 4 + lane % 4);
 #pragma unroll
       for (int slot = 0; slot < 8; ++slot)
-        if (dropout_bits(words, slot) < dropout.threshold) drop(m, n + slot / 2 % 2, slot / 4 * 2 + slot % 2);
+        if (sixteen_bits(words, slot) < dropout.threshold) drop(m, n + slot / 2 % 2, slot / 4 * 2 + slot % 2);
     }
 }
 

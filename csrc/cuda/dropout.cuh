@@ -25,7 +25,7 @@ struct DropoutDraw {
   __device__ bool drops() const { return any; }
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
     const DropoutGroup group = dropout_group(i, j);
-    return dropout_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
+    return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
   // Of a word's two elements: those of its lower and its upper 16 bits.

@@ -17,11 +17,23 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
         module: the submodule.
         kind: the class that the parent gave it.
     """
+    return type(module) is kind and runs_only_its_forward(module)
+
+
+def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
+    """Whether calling ``module`` would run its class's forward and nothing else.
+
+    Args:
+        module: any module.
+        passive: the Python module whose hooks only look on, and do not count.
+    """
     attributes = module.__dict__
+    for hooks in _HOOKS:
+        for hook in attributes[hooks].values():
+            if passive is None or getattr(hook, "__module__", "") != passive:
+                return False
     return (
-        type(module) is kind
-        and not any(attributes[hooks] for hooks in _HOOKS)
-        and "forward" not in attributes
+        "forward" not in attributes
         and attributes.get("_compiled_call_impl") is None
         and not _has_any_global_hook()
-    )
+    )  # fmt: skip

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.module import _has_any_global_hook
 
-from gptkernels._modules import _HOOKS
+from gptkernels._modules import runs_only_its_forward
 from gptkernels.swapping.classes import KIND
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -46,16 +45,7 @@ def bare(module: torch.nn.Module) -> bool:
 
     Transformers leaves hooks behind that record outputs when it is asked for them; those do not count.
     """
-    attributes = module.__dict__
-    for hooks in _HOOKS:
-        for hook in attributes[hooks].values():
-            if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
-                return False
-    return (
-        "forward" not in attributes
-        and attributes.get("_compiled_call_impl") is None
-        and not _has_any_global_hook()
-    )  # fmt: skip
+    return runs_only_its_forward(module, passive="transformers.utils.output_capturing")
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:

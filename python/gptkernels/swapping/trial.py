@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptkernels.swapping.checks import _HOOKS
+from gptkernels._modules import _HOOKS
 
 Trial = Callable[[Any], Any]
 
