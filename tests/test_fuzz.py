@@ -170,6 +170,19 @@ def test_a_trial_keeps_what_the_arguments_are(device):
     assert other["absent"] is None
 
 
+def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
+    def lose(seed, indices, *_):
+        raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    monkeypatch.setattr(fuzzer, "failures_of", lose)
+    threads = torch.get_num_threads()
+    try:
+        assert fuzzer.main(["--calls", "1000", "--op", "gelu"]) == 1
+    finally:
+        torch.set_num_threads(threads)
+    assert "a CUDA error in calls 0 to 0; not when they are made one by one" in capfd.readouterr().out
+
+
 def test_no_more_calls_after_the_time(capfd):
     threads = torch.get_num_threads()
     try:

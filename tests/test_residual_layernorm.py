@@ -328,6 +328,15 @@ def test_a_bias_of_x_over_many_rows(rows, dtype, device):
     check_biased(args, [randn(rows, 96, dtype=dtype, device=device) for _ in range(2)])
 
 
+@pytest.mark.parametrize("which", range(5), ids=["x", "residual", "weight", "bias", "x_bias"])
+@pytest.mark.parametrize("width", [332, 768])
+@all_dtypes
+def test_one_misaligned_argument(width, which, dtype, device):
+    args = [*inputs(6, width, dtype, device), randn(width, dtype=dtype, device=device)]
+    args[which] = as_view(args[which], "misaligned")
+    check_biased(args, [randn(6, width, dtype=dtype, device=device) for _ in range(2)])
+
+
 def test_without_weight_and_bias_of_the_norm(device):
     x, residual, _, x_bias = inputs(9, 40, torch.float32, device)
     douts = [randn(9, 40, dtype=torch.float32, device=device) for _ in range(2)]

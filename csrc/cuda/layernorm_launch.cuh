@@ -67,7 +67,7 @@ void launch_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream
 template <typename T, typename Dropout>
 Status run_layernorm_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (can_vectorize<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias))
+  if (can_vectorize<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias, p.x_bias))
     launch_forward<kPack<T>>(p, dropout, stream);
   else
     launch_forward<1>(p, dropout, stream);

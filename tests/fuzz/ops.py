@@ -415,6 +415,10 @@ def prepare_process():
     faulthandler.enable()
 
 
+class DeviceLost(Exception):
+    """A CUDA error, which ends all work of a process on the device, in one of the calls ``args[0]`` to ``args[1]``."""
+
+
 def chunk(arguments, start, stop, end):
     """Calls start..stop, or those before the time is over: how many of each operator, and a report of each failure."""
     seed, device, op = arguments.seed, arguments.device, arguments.op
@@ -425,7 +429,12 @@ def chunk(arguments, start, stop, end):
             break
         if _at:
             _at[0][_at[1]] = first
-        for index, draw, error in failures_of(seed, range(first, min(first + together, stop)), device, op, counts):
+        indices = range(first, min(first + together, stop))
+        try:
+            failures = failures_of(seed, indices, device, op, counts)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(first, indices.stop) from error
+        for index, draw, error in failures:
             simple = simplified(draw, error, seed, index, device, op, arguments.simplify)
             reports.append(report(*simple, seed, index, device, op))
     return counts, reports
@@ -453,6 +462,21 @@ def failures_of(seed, indices, device, op, counts):
     return failed
 
 
+def first_device_error(arguments, start, stop):
+    """The report of the call that loses the device: each is made alone, in a new process."""
+    calls = (arguments.seed, range(start, stop), arguments.device, arguments.op)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare_process) as pool:
+        found = pool.submit(first_failure_in_order, *calls).result()
+    return found or f"a CUDA error in calls {start} to {stop - 1}; not when they are made one by one\n"
+
+
+def first_failure_in_order(seed, indices, device, op):
+    for index in indices:
+        if (found := failure_of(seed, index, device, op)) and "CUDA error" in str(found[1]):
+            return report(*found, seed, index, device, op)
+    return None
+
+
 def chunks(arguments):
     """(counts, reports) of every chunk, as they are ready."""
     ranges = [(i, min(i + CHUNK, arguments.calls)) for i in range(0, arguments.calls, CHUNK)]
@@ -460,7 +484,11 @@ def chunks(arguments):
     if arguments.jobs == 1:
         prepare_process()
         for start, stop in ranges:
-            yield chunk(arguments, start, stop, end)
+            try:
+                yield chunk(arguments, start, stop, end)
+            except DeviceLost as lost:
+                yield Counter(), [first_device_error(arguments, *lost.args)]
+                return
         return
     context = multiprocessing.get_context("spawn")
     places, free = context.Array("q", [-1] * arguments.jobs), context.Value("i", 0)
@@ -469,6 +497,9 @@ def chunks(arguments):
         try:
             for done in as_completed(waiting):
                 yield done.result()
+        except DeviceLost as lost:
+            pool.shutdown(wait=False, cancel_futures=True)
+            yield Counter(), [first_device_error(arguments, *lost.args)]
         except BrokenProcessPool:
             yield Counter(), [f"a process died; the calls at work began at --index {', '.join(map(str, places))}\n"]
         finally:
