@@ -96,8 +96,9 @@ struct Dropped {
   Dropout dropout = {};
 };
 
-// With g = dout * weight and n = (x - mean) * rstd:  dx = rstd * (g - avg(g) - n * avg(g * n)). The first pass over the
-// row computes the sums of g and g * n. It also adds the row's terms to dweight and dbias, since it has read x and
+// With g = dout * weight and c = x - mean:  dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)). The first pass over the
+// row computes the sums of g and g * c. Those of c rather than of c * rstd, whose roundings do not cancel: the gradient
+// of a constant dout would not be 0. The pass also adds the row's terms to dweight and dbias, since it has read x and
 // dout.
 template <bool kSums, typename T, typename Weight>
 void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int64_t row, Partial<accumulate_t<T>> sums,
@@ -107,23 +108,23 @@ void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int6
   const T* dout = p.dout + row * p.width;
   const A mean = p.mean[row];
   const A rstd = p.rstd[row];
-  const auto [sum_g, sum_gn] = sum_two<A>(p.width, [&](int64_t i, A& sum_g, A& sum_gn) {
+  const auto [sum_g, sum_gc] = sum_two<A>(p.width, [&](int64_t i, A& sum_g, A& sum_gc) {
     const A d = A(dout[i]);
-    const A n = (A(x[i]) - mean) * rstd;
+    const A c = A(x[i]) - mean;
     const A g = d * weight(i);
     sum_g += g;
-    sum_gn += g * n;
+    sum_gc += g * c;
     if constexpr (kSums) {
-      sums.dweight[i] += d * n;
+      sums.dweight[i] += d * (c * rstd);
       sums.dbias[i] += d;
     }
   });
   if (!p.dx) return;
   T* dx = p.dx + row * p.width;
   const A avg_g = sum_g / A(p.width);
-  const A avg_gn = sum_gn / A(p.width);
+  const A slope = sum_gc / A(p.width) * rstd * rstd;
   const auto gradient = [&](int64_t i) {
-    return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * rstd * avg_gn) * rstd;
+    return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * slope) * rstd;
   };
   const auto write = [&](const auto& value) {
     if (dropped.dresidual) {
