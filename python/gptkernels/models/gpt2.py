@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
+from gptkernels.models.recompute import may_draw
 from gptkernels.ops import ops
 from gptkernels.ops.encoder import TiedEncoder
 
@@ -207,7 +208,6 @@ class Transformer(torch.nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
-        self._has_dropout = config.dropout > 0
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
         """Tokens (B, T) -> the final norm's output (B, T, C).
@@ -223,8 +223,9 @@ class Transformer(torch.nn.Module):
         recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):
             if recompute:
+                draws = may_draw(layer, Block, *(() if pending is None else (pending.dropout,)))
                 stream, pending = checkpoint(
-                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=self._has_dropout
+                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=draws
                 )
             else:
                 stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
