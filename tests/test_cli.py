@@ -197,6 +197,17 @@ def test_prepare_of_text_with_nul_bytes_says_so(tmp_path, capsys):
         ("generate", ["x", "--start=hello"], "It is --prompt here"),
         ("prepare", ["x", "--val_fraction=0.1"], "did you mean --val-fraction instead"),
         ("train", ["--nonsense"], "unrecognized arguments: --nonsense"),
+        ("train", ["--warmup_iters=5"], "did you mean nanoGPT and llm.c's --warmup_iters? It is --warmup-steps here"),
+        ("train", ["--compile=False"], "--compile takes no value here: --compile/--no-compile"),
+        ("train", ["--eval_only=True"], "did you mean --eval-only instead of --eval_only?"),
+        ("train", ["config/train_gpt2.py", "--batch_size=3"], "nanoGPT's configurations are Python"),
+        ("train", ["--init_from=resume"], "did you mean nanoGPT's --init_from resume? It is --resume here"),
+        ("train", ["--init-from", "scratch"], "It is what happens without --init-from here"),
+        ("train", ["--init_from=gpt2-xl"], "It is --init-from FOLDER with --model gpt2-xl, for a folder of that model"),
+        ("train", ["--model", "d12"], "did you mean llm.c's --model d12? It is --model gpt2 here"),
+        ("train", ["-e", "d48"], "did you mean llm.c's -e d48? It is --model gpt2-xl here"),
+        ("train", ["-e", "gpt2_124M.bin"], "did you mean llm.c's -e? It is --init-from here"),
+        ("generate", ["x", "--dtype=bfloat16"], "did you mean nanoGPT's --dtype? There is none here"),
     ],
 )
 def test_flags_of_other_programs_are_answered(command, flags, answer, capsys):
@@ -217,6 +228,27 @@ def test_no_flag_of_ours_is_taken_for_another_programs(capsys):
     for command in commands:
         given = [part for name in flags[command] if name != "-h" for part in (name, "1")]
         assert foreign_flags.explain_flag(command, given, flags[command]) is None
+
+
+# What train.py of nanoGPT, and train_gpt2.py and train_gpt2.cu of llm.c take.
+THEIRS = """
+    --out_dir --eval_interval --log_interval --eval_iters --eval_only --always_save_checkpoint --init_from --wandb_log
+    --wandb_project --wandb_run_name --dataset --gradient_accumulation_steps --batch_size --block_size --n_layer
+    --n_head --n_embd --dropout --bias --learning_rate --max_iters --weight_decay --beta1 --beta2 --grad_clip --decay_lr
+    --warmup_iters --lr_decay_iters --min_lr --backend --device --dtype --compile
+    --input_bin --input_val_bin --output_dir --model --sequence_length --total_batch_size --num_iterations
+    --inference_only --learning_rate_decay_frac --val_loss_every --val_max_steps --sample_every --overfit_single_batch
+    --tensorcores --flash --zero_stage --write_tensors -ps -pp
+    -pp -i -j -e -o -lg -n -nk -nm -y -b -t -d -x -k -l -u -q -c -sl -sg -v -m -s -g -a -f -w -ge -z -r -pn -pr -pg -pm
+"""
+
+
+@pytest.mark.parametrize("name", THEIRS.split())
+def test_every_flag_of_theirs_is_ours_or_answered(name):
+    known = cli._parser()[1]["train"]._option_string_actions
+    answer = foreign_flags.explain_flag("train", [name, "5"], known)
+    assert (name in known) == (answer is None)
+    assert answer is None or answer.startswith("did you mean ")
 
 
 @pytest.mark.parametrize(

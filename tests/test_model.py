@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.models.gpt2 import Block
+from gptkernels.models.recompute import may_draw
 from gptkernels.nn import KeyValueCache
 from gptkernels.ops import ops
 from gptkernels.optim import AdamW
@@ -96,6 +98,8 @@ def test_padding_is_not_part_of_the_vocabulary_on_cuda(call, device):
     script = f"""
 import torch
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.models.gpt2 import Block
+from gptkernels.models.recompute import may_draw
 model = GPT2(GPT2Config(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32), "cuda")
 good = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
 bad = good.clone()
@@ -775,3 +779,46 @@ def test_bad_generation(device):
         ours.generate(tokens[:, :0], 3)
     with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\), got \(16,\)"):
         ours.generate(tokens[0], 3)
+
+
+class NoisyAdapter(torch.nn.Module):
+    """A linear layer with a dropout of its own, which the configuration knows nothing of."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return self.linear(torch.nn.functional.dropout(x, 0.5, self.training))
+
+
+@pytest.mark.parametrize("change", ["adapter", "probability", "attention", "hook"])
+def test_recomputed_blocks_draw_the_same_masks_whatever_became_of_them(change, device):
+    """The configuration has no dropout; the modules have got one since."""
+    ours, _ = pair(torch.float64, device)
+    tokens, targets = batch(device=device)
+    block = ours.transformer.h[0]
+    if change == "adapter":
+        block.attn.c_proj = NoisyAdapter(block.attn.c_proj)
+    elif change == "probability":
+        ours.transformer.h[-2].resid_dropout.p = 0.5  # what the next block adds is dropped there
+    elif change == "attention":
+        block.attn.dropout = 0.5
+    else:
+        block.mlp.register_forward_hook(lambda module, x, out: out * torch.rand_like(out))
+    gradients = []
+    for recompute in (False, True):
+        ours.transformer.recompute_blocks = recompute
+        torch.manual_seed(8)
+        gradients.append(torch.autograd.grad(ours(tokens, targets)[1], list(ours.parameters())))
+    for (name, _), plain, recomputed in zip(ours.named_parameters(), *gradients, strict=True):
+        assert torch.equal(plain, recomputed), name
+
+
+def test_only_what_may_draw_has_its_random_state_kept(device):
+    """The state is a copy from the device to the host."""
+    kept = []
+    for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
+        block = GPT2(config, device).train(training).transformer.h[0]
+        kept.append(may_draw(block, Block, block.resid_dropout))
+    assert kept == [False, True, False]

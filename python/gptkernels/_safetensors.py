@@ -1,4 +1,4 @@
-"""Safetensors files with checksums, which `gptkernels.checkpoint` writes and reads.
+"""Safetensors files with checksums, which `gptkernels.checkpoint` writes and reads, and plain ones for others.
 
 Beside what the caller gives, the metadata holds the file's kind and version, the CRC-32 of every tensor ("checksums":
 of its dtype, shape and bytes), and the CRC-32 of all the other entries ("checksum"). They find damage, not forgery.
@@ -54,25 +54,55 @@ def write_safetensors(
         ValueError: the format has no such dtype.
         OSError: the file cannot be written; the message names it.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
-            raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))  # so that each is aligned
+    ordered = _ordered(path, tensors)
     metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
     checksums = dict.fromkeys(ordered, "0" * 8)
     with replace_file(path) as temporary, open(temporary, "wb") as file:
-        file.write(_header(ordered, metadata, checksums))
+        file.write(_checksummed_header(ordered, metadata, checksums))
         for name, tensor in ordered.items():
             data = _bytes(tensor)
             checksums[name] = _tensor_checksum(tensor, data)
             file.write(data)
         file.seek(0)
-        file.write(_header(ordered, metadata, checksums))  # of the same size
+        file.write(_checksummed_header(ordered, metadata, checksums))  # of the same size
 
 
-def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], checksums: Mapping[str, str]) -> bytes:
+def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file as the safetensors library does, without checksums.
+
+    Args:
+        temporary: where to; `replace_file` makes it.
+        path: what it becomes, for messages.
+        tensors: of any device and layout.
+
+    Raises:
+        ValueError: the format has no such dtype.
+        OSError: the file cannot be written.
+    """
+    ordered = _ordered(path, tensors)
+    with open(temporary, "wb") as file:
+        file.write(_header(ordered, {"format": "pt"}))
+        for tensor in ordered.values():
+            file.write(_bytes(tensor))
+
+
+def _ordered(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors so that each is aligned, wide elements first."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def _checksummed_header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], checksums: Mapping[str, str]
+) -> bytes:
     entries = {**metadata, "checksums": json.dumps(checksums)}
-    header: dict[str, Any] = {"__metadata__": {**entries, "checksum": _metadata_checksum(entries)}}
+    return _header(tensors, {**entries, "checksum": _metadata_checksum(entries)})
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for name, tensor in tensors.items():
         end = begin + tensor.nbytes

@@ -32,6 +32,7 @@ from ._safetensors import CheckedFile, DamagedError, open_safetensors, write_saf
 
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
+_UNPADDED = 1  # llm.c's in April 2024: float32 without padding, and without padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
 _TANH = "gelu_tanh"
@@ -99,12 +100,12 @@ def save_model(
             format cannot hold the model: a `.bin` cannot say that there are no biases.
     """
     path = Path(path)
-    config = _check_config(_as_dict(config), str(path))
+    config = check_model_config(_as_dict(config), str(path))
     if path.suffix == ".safetensors":
         if padded_vocab_size is not None:
             raise ValueError(f"{path}: padded_vocab_size is for .bin; .safetensors are not padded")
-        state = _canonical(state_dict, config, str(path))
-        tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()}
+        state = check_parameters(state_dict, config, str(path))
+        tensors = {name: state[name].to(dtype or state[name].dtype) for name in parameter_shapes(config)}
         write_safetensors(path, tensors, "model", {"config": json.dumps(config)})
         return
     if path.suffix != ".bin":
@@ -119,7 +120,7 @@ def save_model(
     Vp = -(-V // _PADDING) * _PADDING if padded_vocab_size is None else padded_vocab_size
     if Vp < V:
         raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {V}")
-    state = _canonical(state_dict, config, str(path))
+    state = check_parameters(state_dict, config, str(path))
     if dtype is None:
         is_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in state.values())
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
@@ -167,10 +168,10 @@ def _save_bin(path: Path, state: StateDict, config: dict[str, Any], dtype: torch
 def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
     check_regular(path)
     with open(path, "rb") as file:
-        header = read_header(file, path, MODEL_MAGIC, tuple(_VERSIONS.values()))
-        dtype = next(dtype for dtype, version in _VERSIONS.items() if version == header[1])
-        config = _check_config(dict(zip(_SIZES, header[2:7], strict=True)), str(path))
-        Vp = header[7]
+        header = read_header(file, path, MODEL_MAGIC, (_UNPADDED, *_VERSIONS.values()))
+        dtype = torch.bfloat16 if header[1] == _VERSIONS[torch.bfloat16] else torch.float32
+        config = check_model_config(dict(zip(_SIZES, header[2:7], strict=True)), str(path))
+        Vp = config["vocab_size"] if header[1] == _UNPADDED else header[7]
         if Vp < config["vocab_size"]:
             raise ValueError(f"{path}: padded_vocab_size is {Vp}, less than vocab_size {config['vocab_size']}")
         T, _, L, _, C = header[2:7]
@@ -194,12 +195,12 @@ def _read_tensor(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Any], StateDict]:
     with open_safetensors(path, "model", "training") as file:
-        config = _check_config(_parse(path, file, "config"), str(path))
+        config = check_model_config(_parse(path, file, "config"), str(path))
         if file.metadata["kind"] == "gptkernels.training":
             model = _parse(path, file, "model")
         else:
             model = {name: file.tensor(name) for name in file.names()}
-        return config, _canonical(model, config, str(path))
+        return config, check_parameters(model, config, str(path))
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -208,8 +209,12 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config)
 
 
-def _check_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries that describe a GPT-2's shape, after they have been checked."""
+def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The entries that describe a GPT-2's shape, after they have been checked.
+
+    Raises:
+        ValueError: one is missing or wrong; begins with `where`.
+    """
     for name in _SIZES:
         value = config.get(name)
         if type(value) is not int or not 1 <= value < 2**31:
@@ -230,13 +235,17 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
     Raises:
         ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
     """
-    config = _check_config(_as_dict(config), where)
-    _canonical(state_dict, config, where)
+    config = check_model_config(_as_dict(config), where)
+    check_parameters(state_dict, config, where)
     return config
 
 
-def _canonical(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
-    """The parameters of `parameter_shapes`, none missing; without lm_head, padding and buffers."""
+def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
+    """The parameters of `parameter_shapes`, none missing; without lm_head, padding and buffers.
+
+    Raises:
+        ValueError: one is missing, unknown, of another shape, or no tensor that a file could hold.
+    """
     state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
         if not isinstance(name, str):

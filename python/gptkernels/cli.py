@@ -1,4 +1,4 @@
-"""The command line: `gptkernels train|prepare|generate|info`."""
+"""The command line: `gptkernels train|prepare|generate|convert|info`."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
         ("prepare", _prepare_arguments, _prepare, "turn text into token files"),
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
+        ("convert", _convert_arguments, _convert, "write a model in another form, bit for bit"),
         ("info", _no_arguments, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -218,7 +219,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a run's folder or checkpoint, or a model (.bin, .safetensors)",
+        help="a run's folder or checkpoint, or a model in any form that 'gptkernels convert' reads",
     )
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
@@ -265,6 +266,48 @@ def _generate(
         writer.print(prompt, sampling)
     if interactive:
         writer.converse(sampling)
+    return 0
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="A",
+        help="a Hugging Face folder; nanoGPT's ckpt.pt; llm.c's .bin; a .safetensors or the folder of a run of "
+        "gptkernels",
+    )
+    parser.add_argument(
+        "target",
+        metavar="B",
+        help="NAME.bin for llm.c, NAME.pt for nanoGPT, NAME.safetensors for gptkernels, NAME for a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16, float16 or float64: convert the parameters to it (default: as they are)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="keep N rows of the embedding; the others are padding"
+    )
+    parser.add_argument(
+        "--padded-vocab-size", type=int, metavar="N", help="rows of a .bin (default: a multiple of 128)"
+    )
+    parser.add_argument("--activation", metavar="NAME", help="gelu_tanh or gelu: take the model for one with this GELU")
+    parser.add_argument(
+        "--bias", action="store_true", help="give a model without biases biases of 0, which computes the same"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace B where there is one")
+
+
+def _convert(source: str, target: str, **options: Any) -> int:
+    from gptkernels.convert import convert
+
+    done = convert(source, target, **options)
+    sizes = ", ".join(f"{name} {value}" for name, value in done.config.items())
+    print(f"{source}: {done.source.value} form; {sizes}")
+    print(f"{target}: {done.target.value} form; {str(done.dtype).removeprefix('torch.')}")
+    for note in done.notes:
+        print(f"note: {note}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Collection, Sequence
 
 NANOGPT, LLMC = "nanoGPT", "llm.c"
@@ -38,6 +39,7 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "--output-dir": "--output",
         "--total-batch-size": "--total-batch-tokens",
         "--num-iterations": "--steps",
+        "--warmup-iters": "--warmup-steps",
         "--learning-rate-decay-frac": "--final-lr-fraction",
         "--val-loss-every": "--val-every",
         "--val-max-steps": "--val-max-batches",
@@ -80,7 +82,28 @@ _TRAIN: dict[str, dict[str, str | None]] = {
 }
 # sample.py of nanoGPT.
 _GENERATE: dict[str, dict[str, str | None]] = {
-    NANOGPT: {"--out-dir": "CHECKPOINT", "--init-from": "CHECKPOINT", "--start": "--prompt", "--num-samples": None}
+    NANOGPT: {
+        "--out-dir": "CHECKPOINT",
+        "--init-from": "CHECKPOINT",
+        "--start": "--prompt",
+        "--num-samples": None,
+        "--dtype": None,
+        "--compile": None,
+    }
+}
+# Values that mean something of their own in these programs, by the flags that have them.
+_SIZES = {"d12": "gpt2", "d24": "gpt2-medium", "d36": "gpt2-large", "d48": "gpt2-xl"}
+_FROM_THE_HUB = "--init-from FOLDER with --model {}, for a folder of that model"
+_VALUES: dict[tuple[str, ...], tuple[str, dict[str, str]]] = {
+    ("--init-from",): (
+        NANOGPT,
+        {
+            "resume": "--resume",
+            "scratch": "what happens without --init-from",
+            **{name: _FROM_THE_HUB.format(name) for name in _SIZES.values()},
+        },
+    ),
+    ("--model", "-e"): (LLMC, {short: f"--model {name}" for short, name in _SIZES.items()}),
 }
 _NEAR = 0.75
 
@@ -93,26 +116,44 @@ def explain_flag(command: str, arguments: Sequence[str], known: Collection[str])
         arguments: what follows the command.
         known: the flags of the command.
     """
+    before = ""
     for argument, value in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument == "--":
             return None
-        if command == "train" and argument == "-h" and value.isdigit():
-            return "did you mean llm.c's -h? It is --eval-file here, with the name of a file"
-        name = argument.split("=")[0]
-        if name.startswith("-") and name not in known and (sentence := _explain(command, name, known)):
+        name, equals, own_value = argument.partition("=")
+        if name.startswith("-") and (sentence := _explain(command, name, own_value if equals else value, known)):
             return sentence
+        if equals and f"--no-{name[2:]}" in known:
+            return f"{name} takes no value here: {name}/--no-{name[2:]}"
+        if command == "train" and name.endswith(".py") and not before.startswith("-"):
+            return f"{name}: nanoGPT's configurations are Python: give their settings as flags"
+        before = argument
     return None
 
 
-def _explain(command: str, name: str, known: Collection[str]) -> str | None:
+def _explain(command: str, name: str, value: str, known: Collection[str]) -> str | None:
     dashed = "-" * (len(name) - len(name.lstrip("-"))) + name.lstrip("-").replace("_", "-")
+    if command == "train" and (sentence := _explain_value(name, dashed, value)):
+        return sentence
+    if name in known:
+        return None
     if dashed in known:
         return f"did you mean {dashed} instead of {name}?"
-    for program, flags in {"train": _TRAIN, "generate": _GENERATE}.get(command, {}).items():
-        if dashed in flags:
-            ours = flags[dashed]
-            return f"did you mean {program}'s {name}? " + (f"It is {ours} here" if ours else "There is none here")
+    tables = {"train": _TRAIN, "generate": _GENERATE}.get(command, {})
+    if owners := [program for program, flags in tables.items() if dashed in flags]:
+        ours = tables[owners[0]][dashed]
+        answer = f"It is {ours} here" if ours else "There is none here"
+        return f"did you mean {' and '.join(owners)}'s {name}? {answer}"
     if not name.startswith("--") or any(flag.startswith(name) for flag in known):  # argparse takes abbreviations
         return None
     near = difflib.get_close_matches(dashed, list(known), 1, _NEAR)
     return f"no flag {name}: did you mean {near[0]}?" if near else None
+
+
+def _explain_value(name: str, dashed: str, value: str) -> str | None:
+    if name == "-h" and value.isdigit():
+        return "did you mean llm.c's -h? It is --eval-file here, with the name of a file"
+    for flags, (program, meanings) in _VALUES.items():
+        if dashed in flags and value in meanings and not os.path.exists(value):
+            return f"did you mean {program}'s {name} {value}? It is {meanings[value]} here"
+    return None

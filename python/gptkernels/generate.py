@@ -43,7 +43,7 @@ class Writer:
     """A model and its tokenizer, ready to continue texts.
 
     Args:
-        checkpoint: the folder of a run, a training checkpoint, or a model (`.bin`, `.safetensors`).
+        checkpoint: the folder of a run, a training checkpoint, or a model in any form that `gptkernels.convert` reads.
         tokenizer: a name or file for `load_tokenizer`; None is the one beside the checkpoint, or else the one
             that the size of the vocabulary tells: bytes for 256, GPT-2's for 50257.
         device: "auto" is CUDA where there is one.

@@ -1,9 +1,9 @@
 """Damaged files: every mutant loads, or is refused with a ValueError or an OSError that has a sentence.
 
 `python -m fuzz.files --calls N --seed S` (in tests/) mutates models (`.bin` of versions 3 and 5, `.safetensors`),
-training states, token files, tokenizers and the loader's states. A finding is another exception, a crash, a load that
-takes more than `SECONDS` or `EXTRA_BYTES` of address space, or, for files that carry checksums, other content than
-was saved. A finding's call can be repeated alone: `--only CALL`.
+training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and the loader's states. A
+finding is another exception, a crash, a load that takes more than `SECONDS` or `EXTRA_BYTES` of address space, or, for
+files that carry checksums, other content than was saved. A finding's call can be repeated alone: `--only CALL`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
 import struct
 import sys
 import tempfile
@@ -28,7 +29,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gptkernels.checkpoint import load_model, load_training_state, save_model, save_training_state
+from gptkernels.checkpoint import (
+    load_model,
+    load_training_state,
+    save_model,
+    save_training_state,
+    to_huggingface,
+)
+from gptkernels.convert import convert, load
 from gptkernels.data import DataLoader, TokenFile, load_tokenizer, write_tokens
 from gptkernels.data.tokenizer import CharTokenizer, train_bpe, write_llmc_tokenizer
 from gptkernels.models import GPT2, GPT2Config
@@ -81,6 +89,14 @@ def make_kinds(folder: Path) -> list[Kind]:
         optimizer=optimizer.state_dict(),
         trainer=trainer,
     )
+    convert(folder / "state.safetensors", folder / "ckpt.pt")
+    checkpoint = torch.load(folder / "ckpt.pt", weights_only=True)
+    torch.save(checkpoint, folder / "old.pt", _use_new_zipfile_serialization=False)
+    hugging_face = folder / "hugging_face"
+    model.save_pretrained(hugging_face)
+    (folder / "their.safetensors").write_bytes((hugging_face / "model.safetensors").read_bytes())
+    (folder / "config.json").write_bytes((hugging_face / "config.json").read_bytes())
+    torch.save(to_huggingface(checkpoint["model"]), folder / "their.bin")
     bpe = train_bpe([TEXT * 3], 280)
     bpe.save(folder / "bpe")
     write_llmc_tokenizer(folder / "llmc_tokenizer.bin", bpe)
@@ -93,6 +109,11 @@ def make_kinds(folder: Path) -> list[Kind]:
         ("state.safetensors", load_model),
         ("state.safetensors", _load_training_state),
         ("state.safetensors", _build_model),
+        ("ckpt.pt", load),
+        ("old.pt", load),
+        ("their.safetensors", _Folder(hugging_face, "model.safetensors")),
+        ("their.bin", _Folder(hugging_face, "pytorch_model.bin")),
+        ("config.json", _Folder(hugging_face, "config.json")),
         ("tokens.bin", _read_tokens),
         ("headerless.bin", _read_tokens),
         ("bpe_tokenizer.json", _use_tokenizer),
@@ -137,6 +158,22 @@ def _use_tokenizer(path: Path) -> Any:
     if any(not 0 <= token < tokenizer.vocab_size for token in (*tokens, tokenizer.start)):
         raise AssertionError(f"a token outside the vocabulary of {tokenizer.vocab_size}: {tokens}")
     return tokenizer.vocabulary, tokenizer.eot, tokens
+
+
+class _Folder:
+    """Reads a Hugging Face folder of which one file is another."""
+
+    def __init__(self, sound: Path, name: str) -> None:
+        self._sound, self._name = sound, name
+
+    def __call__(self, path: Path) -> Any:
+        with tempfile.TemporaryDirectory(dir=path.parent) as name:
+            folder = Path(name)
+            shutil.copy(self._sound / "config.json", folder)
+            if self._name == "config.json":
+                shutil.copy(self._sound / "model.safetensors", folder)
+            shutil.copy(path, folder / self._name)
+            return load(folder)
 
 
 class _Loader:

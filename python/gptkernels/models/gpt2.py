@@ -6,7 +6,6 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
+from gptkernels.models.files import Files
+from gptkernels.models.nanogpt import NanoGPT
+from gptkernels.models.recompute import may_draw
 from gptkernels.ops import ops
 from gptkernels.ops.encoder import TiedEncoder
 
@@ -207,7 +209,6 @@ class Transformer(torch.nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
-        self._has_dropout = config.dropout > 0
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
         """Tokens (B, T) -> the final norm's output (B, T, C).
@@ -223,8 +224,9 @@ class Transformer(torch.nn.Module):
         recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):
             if recompute:
+                draws = may_draw(layer, Block, *(() if pending is None else (pending.dropout,)))
                 stream, pending = checkpoint(
-                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=self._has_dropout
+                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=draws
                 )
             else:
                 stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
@@ -242,7 +244,7 @@ class Transformer(torch.nn.Module):
         return self.wte(tokens) + self.wpe(torch.arange(start, start + tokens.shape[1], device=tokens.device))
 
 
-class GPT2(torch.nn.Module):
+class GPT2(Files, NanoGPT):
     """GPT-2 with a language-model head that is tied to the token embedding.
 
     The embedding has Vp rows. The last Vp - V are 0 and are not used. A state dict with V or more rows can be loaded,
@@ -277,15 +279,16 @@ class GPT2(torch.nn.Module):
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
+        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True, ignore_index: int = -100
     ) -> tuple[Tensor | None, Tensor | None]:
         """Logits of every position, and their mean cross-entropy with ``targets``.
 
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
-            targets: (B, T), int64 or int32, -100 where there is none; None for no loss.
+            targets: (B, T), int64 or int32, ``ignore_index`` where there is none; None for no loss.
             return_logits: False, with targets, computes the loss without ever holding all the logits, unless
                 ``lm_head`` has been replaced or hooked and so must be called.
+            ignore_index: the target that is none; nanoGPT's and llm.c's is -1.
 
         Returns:
             logits (B, T, V), a view of the padded (B, T, Vp), or None; loss, 0-dim float32 (float64 for float64), or
@@ -298,7 +301,9 @@ class GPT2(torch.nn.Module):
         self._check(tokens, targets)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
             hidden, weight = self._hidden_and_head(tokens)
-            loss = functional.linear_cross_entropy(hidden, weight, targets, vocab_size=self.config.vocab_size)
+            loss = functional.linear_cross_entropy(
+                hidden, weight, targets, ignore_index=ignore_index, vocab_size=self.config.vocab_size
+            )
             return None, loss
         hidden = self.transformer(tokens)
         padded = self.lm_head(hidden)
@@ -306,8 +311,9 @@ class GPT2(torch.nn.Module):
         if targets is None:
             return logits, None
         flat = targets.reshape(-1)
-        losses, _ = ops.fused_classifier.default(padded.reshape(-1, padded.shape[-1]), flat, self.config.vocab_size)
-        return logits if return_logits else None, losses.sum() / (flat != -100).sum()
+        rows = padded.reshape(-1, padded.shape[-1])
+        losses, _ = ops.fused_classifier.default(rows, flat, self.config.vocab_size, ignore_index)
+        return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The transformer's output, and the head's weight.
@@ -420,58 +426,6 @@ class GPT2(torch.nn.Module):
             unseen = _draw(logits, temperature, top_k, generator).to(window.dtype)
             window = torch.cat([window, unseen], dim=1)
             yield unseen[:, 0]
-
-    # ---- checkpoints and sizes --------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_checkpoint(
-        cls, path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
-    ) -> "GPT2":
-        """The model in a ``.safetensors`` or llm.c ``.bin`` file, or in a training state.
-
-        Args:
-            path: the file.
-            device: where to; the CPU when None.
-            dtype: what to convert to; the file's when None.
-
-        Raises:
-            ValueError: the file is damaged or of another kind.
-        """
-        from gptkernels.checkpoint import load_model
-
-        config, state = load_model(path)
-        model = cls(GPT2Config(**config), device=device, dtype=dtype or state["lm_head.weight"].dtype)
-        model.load_state_dict(state)
-        return model
-
-    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write the model, whole or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
-
-        Raises:
-            ValueError: the format cannot hold the model.
-        """
-        from gptkernels.checkpoint import save_model
-
-        save_model(path, self.state_dict(), self.config)
-
-    def num_parameters(self) -> int:
-        """The number of trained parameters, without the padding of the vocabulary."""
-        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
-        return sum(parameter.numel() for parameter in self.parameters()) - padding
-
-    def flops_per_token(self, length: int | None = None) -> int:
-        """Floating-point operations of a training step for each token, as PaLM's appendix B counts them.
-
-        Every weight of a matrix product takes part in 6 of them, and each layer's attention in 12 C times the
-        sequence's length (of which the causal mask would save half).
-
-        Args:
-            length: T; ``block_size`` when None.
-        """
-        config = self.config
-        length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wte is the head's matrix too
-        return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:

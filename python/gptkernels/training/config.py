@@ -144,7 +144,8 @@ class TrainConfig:
     )
     init_from: str | None = _option(
         None,
-        "begin with the weights of this run, checkpoint or model, of the same size",
+        "begin with the weights of this run, checkpoint or model, of the same size, in any form that 'gptkernels "
+        "convert' reads",
         "model",
         metavar="FILE",
         fixed=True,

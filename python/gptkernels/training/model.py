@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from gptkernels._regular import check_regular
-from gptkernels.checkpoint import TrainingState, load_model
+from gptkernels.checkpoint import TrainingState
+from gptkernels.convert import load
+from gptkernels.convert.forms import find
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.models.nanogpt import parameter_groups as parameter_groups
 from gptkernels.training.config import PRESETS, TrainConfig
-from gptkernels.training.runs import CHECKPOINT
 
 LAYER_BYTES = 30_000
 """What the Python objects of a layer take, however few channels it has."""
@@ -22,16 +23,13 @@ BYTES_PER_PARAMETER = 16
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
-    """The file of a model that a user names: a run's folder, a training checkpoint, `.bin` or `.safetensors`.
+    """Where a model lies that a user names, in any form that `gptkernels.convert` reads: a file, or a folder of theirs.
 
     Raises:
-        ValueError: it is no regular file.
-        OSError: there is no such file.
+        ValueError: it is in no such form.
+        OSError: there is nothing, or it cannot be read.
     """
-    path = Path(path)
-    path = path / CHECKPOINT if path.is_dir() else path
-    check_regular(path)
-    return path
+    return find(path)[1]
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
@@ -53,7 +51,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         sizes, weights = saved.config, saved.model
     elif config.init_from is not None:
         wanted = sizes
-        found, weights = load_model(model_file(config.init_from))
+        found, weights = load(config.init_from)
         sizes = {"activation": "gelu_tanh", **found}
         _check_same_size(config.init_from, sizes, wanted)
     else:
@@ -124,12 +122,3 @@ class BatchLoss:
     def precision(self, device: torch.device) -> torch.autocast:
         """What the model is called in."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """For an optimizer: the matrices (embeddings too) with weight decay, biases and norms without."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]

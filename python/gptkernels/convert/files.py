@@ -1,0 +1,122 @@
+"""Reading and writing a model in any of the forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from gptkernels._safetensors import open_safetensors
+from gptkernels.checkpoint import (
+    StateDict,
+    check_model_config,
+    check_parameters,
+    load_model,
+    load_training_state,
+    save_model,
+)
+from gptkernels.convert.forms import Form, find
+from gptkernels.convert.huggingface import read_huggingface, write_huggingface
+from gptkernels.convert.model import WTE, Model, Progress, checked_model
+from gptkernels.convert.nanogpt import has_moments, read_nanogpt, write_nanogpt
+
+if TYPE_CHECKING:
+    from gptkernels.models import GPT2Config
+
+_LM_HEAD = "lm_head.weight"
+
+
+def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
+    """Read a model in any of the forms.
+
+    Args:
+        path: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package, or the
+            folder of a run or of nanoGPT.
+
+    Returns:
+        As `gptkernels.checkpoint.load_model`: the configuration and the state dict.
+
+    Raises:
+        ValueError: it is in none of the forms, is damaged, or is what GPT-2 here cannot be; the message names the
+            file and the field.
+        OSError: a file cannot be read.
+    """
+    model = read(*find(path))
+    return model.config, {**model.state, _LM_HEAD: model.state[WTE]}
+
+
+def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
+    """The model at a path that `find` returned.
+
+    Args:
+        form: as `find` returned it.
+        path: the same.
+        with_progress: read also where the run of a training state stood.
+
+    Raises:
+        ValueError: it is damaged, or is what GPT-2 here cannot be.
+        OSError: a file cannot be read.
+    """
+    if form is Form.HUGGING_FACE:
+        return read_huggingface(path)
+    if form is Form.NANOGPT:
+        return read_nanogpt(path)
+    config, state = load_model(path)
+    model = checked_model(state, config, str(path), (path,))
+    if not with_progress or form is Form.LLMC or not _is_training_state(path):
+        return model
+    return _with_progress(model, path)
+
+
+def _is_training_state(path: Path) -> bool:
+    with open_safetensors(path, "model", "training") as file:
+        return file.metadata["kind"] == "gptkernels.training"
+
+
+def _with_progress(model: Model, path: Path) -> Model:
+    saved = load_training_state(path)
+    step = saved.trainer.get("step")
+    if type(step) is not int or step < 0 or not has_moments(saved.optimizer, model):
+        notes = ("the state of its optimizer is not AdamW's for this model: it is left out",)
+        return dataclasses.replace(model, notes=notes)
+    return dataclasses.replace(model, progress=Progress(step, saved.optimizer), dropout=_dropout(saved.config))
+
+
+def _dropout(config: dict[str, Any]) -> float:
+    dropout = config.get("dropout", 0.0)
+    return float(dropout) if type(dropout) in (int, float) and 0 <= dropout <= 1 else 0.0
+
+
+def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = None) -> None:
+    """Write a model, whole or not at all.
+
+    Args:
+        form: which.
+        path: the file or folder.
+        model: what the form can hold.
+        padded_vocab_size: of llm.c's form; None is the vocabulary rounded up to a multiple of 128.
+
+    Raises:
+        ValueError: the form cannot hold the model, or what is at `path` is not replaced, such as a link.
+        OSError: a file cannot be written.
+    """
+    if form is Form.HUGGING_FACE:
+        write_huggingface(path, model)
+    elif form is Form.NANOGPT:
+        write_nanogpt(path, model)
+    else:
+        save_model(path, model.state, model.config, padded_vocab_size=padded_vocab_size)
+
+
+def of_state_dict(state: Mapping[str, Tensor], config: GPT2Config, where: str) -> Model:
+    """The model that a `GPT2` holds.
+
+    Raises:
+        ValueError: the head is not the token embedding, or a parameter is one that no form has; begins with `where`.
+    """
+    sizes = check_model_config(dataclasses.asdict(config), where)
+    return Model(sizes, check_parameters(state, sizes, where), (), config.dropout)

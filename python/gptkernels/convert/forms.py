@@ -1,0 +1,96 @@
+"""The forms that a GPT-2 is kept in, and how they are told apart."""
+
+from __future__ import annotations
+
+import enum
+import os
+from pathlib import Path
+
+from gptkernels._files import MODEL_MAGIC, describe_magic
+from gptkernels._regular import check_regular
+from gptkernels.convert.huggingface import CONFIG, is_huggingface
+from gptkernels.convert.pickles import is_pickle
+from gptkernels.training.runs import CHECKPOINT
+
+NANOGPT_FILE = "ckpt.pt"
+
+
+class Form(enum.Enum):
+    """Where a GPT-2 is kept; the value is what a sentence calls it."""
+
+    HUGGING_FACE = "Hugging Face's"
+    NANOGPT = "nanoGPT's"
+    LLMC = "llm.c's"
+    OWN = "gptkernels'"
+
+
+_BY_SUFFIX = {".bin": Form.LLMC, ".pt": Form.NANOGPT, ".safetensors": Form.OWN}
+
+
+def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
+    """The form of what is at `path`, and the file to read in the folder of a run or of nanoGPT.
+
+    Raises:
+        ValueError: it is in none of the forms.
+        OSError: there is nothing, or it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _find_in(path)
+    check_regular(path)
+    with open(path, "rb") as file:
+        beginning = file.read(8)
+    if is_pickle(beginning):
+        return Form.NANOGPT, path
+    if path.suffix == ".safetensors":
+        _refuse_part(path)
+        return Form.OWN, path
+    if path.suffix != ".bin" and not beginning.startswith(MODEL_MAGIC.to_bytes(4, "little")):
+        raise ValueError(f"{path}: no model: neither a .bin of llm.c, a ckpt.pt of nanoGPT nor a .safetensors file")
+    _refuse_headerless(path, beginning)
+    return Form.LLMC, path
+
+
+def _refuse_part(path: Path) -> None:
+    if is_huggingface(path.parent) and path.name.startswith("model"):
+        raise ValueError(f"{path}: a part of a Hugging Face model: name its folder, {path.parent}")
+
+
+def _find_in(folder: Path) -> tuple[Form, Path]:
+    if is_huggingface(folder):
+        return Form.HUGGING_FACE, folder
+    if (folder / CHECKPOINT).exists():
+        return Form.OWN, folder / CHECKPOINT
+    if (folder / NANOGPT_FILE).exists():
+        return Form.NANOGPT, folder / NANOGPT_FILE
+    raise ValueError(
+        f"{folder}: no model: neither {CONFIG} (Hugging Face), {CHECKPOINT} (a run) nor {NANOGPT_FILE} (nanoGPT)"
+    )
+
+
+def _refuse_headerless(path: Path, beginning: bytes) -> None:
+    """Bare numbers do not say their shape; llm.c's models have begun with the header since its first version."""
+    magic = int.from_bytes(beginning[:4], "little", signed=True)
+    if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
+        raise ValueError(
+            f"{path}: it begins with {magic} instead of llm.c's {MODEL_MAGIC}: numbers without a header do not say "
+            "what model they are"
+        )
+
+
+def form_to_write(path: str | os.PathLike[str]) -> Form:
+    """The form that a path to write stands for: by its suffix, or a folder.
+
+    Raises:
+        ValueError: the suffix is of no form, or the file is one of a Hugging Face folder.
+    """
+    suffix = Path(path).suffix
+    if suffix in _BY_SUFFIX and not Path(path).is_dir():
+        _refuse_part(Path(path))
+        return _BY_SUFFIX[suffix]
+    if Path(path).is_dir() or os.fspath(path).endswith(os.sep) or not suffix[1:].isalpha():
+        return Form.HUGGING_FACE
+    raise ValueError(
+        f"{path}: {suffix} is no form of a model: .bin is llm.c's, .pt nanoGPT's, .safetensors gptkernels' own, a name "
+        f"without suffix or with {os.sep} at its end a Hugging Face folder"
+    )

@@ -1,0 +1,88 @@
+"""What all forms of a GPT-2 have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptkernels.checkpoint import StateDict, check_model_config, check_parameters
+
+WTE = "transformer.wte.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """Where a training run stood.
+
+    Attributes:
+        step: updates made.
+        optimizer: AdamW's state dict, its parameters the matrices and then the vectors, each in the model's order, as
+            nanoGPT and this package have them.
+        best_val_loss: None where it is not known.
+    """
+
+    step: int
+    optimizer: dict[str, Any]
+    best_val_loss: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A GPT-2 in memory.
+
+    Attributes:
+        config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation where it is not "gelu_tanh".
+        state: the parameters of `gptkernels.checkpoint.parameter_shapes`, `wte` of V rows; without `lm_head`.
+        files: what it was read from.
+        dropout: 0.0 where the form does not say.
+        progress: of the run that it comes from, where the form has it.
+        notes: sentences about what was left out.
+    """
+
+    config: dict[str, Any]
+    state: StateDict
+    files: tuple[Path, ...]
+    dropout: float = 0.0
+    progress: Progress | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def activation(self) -> str:
+        """ "gelu_tanh" or "gelu"."""
+        return self.config.get("activation", "gelu_tanh")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest that holds every parameter exactly."""
+        dtypes = {tensor.dtype for tensor in self.state.values()}
+        dtype = dtypes.pop()
+        for other in dtypes:
+            dtype = torch.promote_types(dtype, other)
+        return dtype
+
+
+def checked_model(
+    state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
+) -> Model:
+    """A model, once its parameters have the shapes that the configuration says and are wholly in the files.
+
+    Raises:
+        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
+    """
+    for name, tensor in state.items():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(tensor):
+            raise ValueError(f"{where}: {name[:80]!r} is no dense tensor")
+    sizes = check_model_config(config, where)
+    parameters = {name: tensor.resolve_neg() for name, tensor in check_parameters(state, sizes, where).items()}
+    claimed = sum(tensor.nbytes for tensor in parameters.values())
+    if claimed > (stored := sum(file.stat().st_size for file in files)):
+        raise ValueError(f"{where}: the parameters take {claimed} bytes, the files have {stored}")
+    return Model(sizes, parameters, files, **more)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"

@@ -1,0 +1,116 @@
+"""Files of torch.save, read without running code and written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptkernels._files import replace_file
+from gptkernels._regular import check_regular
+
+_ZIP = b"PK\x03\x04"
+_LEGACY = b"\x80\x02"  # torch's format before 1.6
+
+
+def is_pickle(beginning: bytes) -> bool:
+    """Whether a file that begins with these bytes may be one of torch.save."""
+    return beginning.startswith((_ZIP, _LEGACY))
+
+
+def read_pickle(path: Path) -> Any:
+    """What torch.save wrote, its tensors on the CPU and, where the format allows it, mapped from the file.
+
+    Raises:
+        ValueError: it holds more than tensors and plain values, which only running code could restore, or is damaged,
+            compressed, or claims more than it has.
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        is_zip = file.read(4) == _ZIP
+    if is_zip:
+        _check_zip(path)
+    else:
+        _check_legacy(path)
+    return _load(path, mmap=is_zip)
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse what would take more memory than the file has bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except Exception as error:  # whatever a damaged directory of entries leads to
+        raise ValueError(f"{path}: truncated or damaged: {_first_line(error)}") from error
+    size = os.path.getsize(path)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
+        sum(entry.file_size for entry in entries) > size
+    ):
+        raise ValueError(f"{path}: compressed, or entries that overlap: torch.save writes neither")
+
+
+def _check_legacy(path: Path) -> None:
+    """The same for the older format, whose storages are allocated before they are read."""
+    from torch._subclasses import FakeTensorMode  # takes a second
+
+    with FakeTensorMode():
+        content = _load(path, mmap=False)
+    tensors = [*_tensors(content)]
+    if any(tensor.layout != torch.strided for tensor in tensors):
+        raise ValueError(f"{path}: a tensor is no dense tensor")
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    claimed = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    if claimed > (size := os.path.getsize(path)):
+        raise ValueError(f"{path}: truncated or damaged: {claimed} bytes of tensors, the file has {size}")
+
+
+def _tensors(content: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested containers, each container once."""
+    seen: dict[int, Any] = {}
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen[id(value)] = value
+            left.extend(value.values() if isinstance(value, dict) else value)
+
+
+def _load(path: Path, mmap: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except OSError:
+        raise
+    except Exception as error:  # whatever a wrong opcode leads to
+        reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
+        if found := re.search(r"GLOBAL ([\w.]+)", str(reason)):
+            raise ValueError(
+                f"{path}: holds {found[1]}, which is no tensor and no plain value: reading it could run code"
+            ) from error
+        raise ValueError(f"{path}: no whole file of torch.save: {_first_line(reason)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)[:200]
+
+
+def write_pickle(path: Path, content: Any) -> None:
+    """torch.save, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written; the message names it.
+    """
+    with replace_file(path) as temporary, open(temporary, "wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # torch's own, in the place of the file's
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from error
+            raise

@@ -1,0 +1,113 @@
+"""A model from and to files, in any of the forms of `gptkernels.convert`."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from gptkernels.models.gpt2 import GPT2Config
+
+Model = TypeVar("Model", bound="Files")
+
+
+class Files(torch.nn.Module):
+    """The methods of :class:`GPT2` that read and write files."""
+
+    config: "GPT2Config"
+
+    @classmethod
+    def from_checkpoint(
+        cls: type[Model], path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
+    ) -> Model:
+        """The model in a file or folder.
+
+        Args:
+            path: a ``.safetensors`` (a model or a training state) or the folder of a run, llm.c's ``.bin``, a Hugging
+                Face folder, or nanoGPT's ``ckpt.pt``, which is read without running code.
+            device: where to; the CPU when None.
+            dtype: what to convert to; when None the file's, or the smallest that holds all its parameters exactly.
+
+        Returns:
+            The model without dropout, whatever the file says.
+
+        Raises:
+            ValueError: the file is damaged or of another kind, or holds what GPT-2 here cannot be.
+            OSError: it cannot be read.
+        """
+        from gptkernels.convert import load
+
+        config, state = load(path)
+        return _build(cls, config, state, 0.0, device, dtype)
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Model],
+        name: str | os.PathLike[str],
+        *,
+        dropout: float = 0.0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> Model:
+        """A Hugging Face GPT-2.
+
+        Args:
+            name: a folder, as ``save_pretrained`` writes it here and in transformers; or where there is none of that
+                name, a name on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
+            dropout: of the new model.
+            device: where to; the CPU when None.
+            dtype: as in :meth:`from_checkpoint`.
+
+        Raises:
+            ValueError: ``config.json`` describes what GPT-2 here cannot be, a file is missing or damaged, or the name
+                is neither a folder nor one that the hub could have.
+            ImportError: the name is one of the hub, and ``huggingface_hub`` is not installed.
+            OSError: a file cannot be read, or the hub cannot be reached.
+        """
+        from gptkernels.convert.hub import local_folder
+        from gptkernels.convert.huggingface import read_huggingface
+
+        model = read_huggingface(local_folder(name))
+        state = {**model.state, "lm_head.weight": model.state["transformer.wte.weight"]}
+        return _build(cls, model.config, state, dropout, device, dtype)
+
+    def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Write the model, whole or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
+
+        Raises:
+            ValueError: the format cannot hold the model.
+            OSError: the file cannot be written.
+        """
+        from gptkernels.checkpoint import save_model
+
+        save_model(path, self.state_dict(), self.config)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads.
+
+        ``config.json`` and ``model.safetensors`` take the place of those that are there. Biases that the model lacks
+        are written as 0.
+
+        Raises:
+            ValueError: ``folder`` is a file, or the head is not the token embedding.
+            OSError: a file cannot be written.
+        """
+        from gptkernels.convert.files import of_state_dict
+        from gptkernels.convert.huggingface import write_huggingface
+
+        write_huggingface(Path(folder), of_state_dict(self.state_dict(), self.config, str(folder)))
+
+
+def _build(
+    cls: type[Model], config: dict[str, Any], state: dict[str, torch.Tensor], dropout: float, device: Any, dtype: Any
+) -> Model:
+    from gptkernels.models.gpt2 import GPT2Config
+
+    if dtype is None:
+        dtype = state["lm_head.weight"].dtype
+        for tensor in state.values():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    model = cls(GPT2Config(**config, dropout=dropout), device, dtype)
+    model.load_state_dict(state)
+    return model

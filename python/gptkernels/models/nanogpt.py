@@ -1,0 +1,119 @@
+"""What nanoGPT's `GPT` has and its users' scripts call."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gptkernels.optim import AdamW
+
+if TYPE_CHECKING:
+    from gptkernels.models.gpt2 import GPT2Config, Transformer
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimizer: the matrices (embeddings too) with weight decay, biases and norms without."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+class NanoGPT(torch.nn.Module):
+    """The methods of :class:`GPT2` about its size and its optimizer, with nanoGPT's names."""
+
+    config: "GPT2Config"
+    transformer: "Transformer"
+    lm_head: torch.nn.Linear
+
+    def num_parameters(self) -> int:
+        """The number of trained parameters, without the padding of the vocabulary."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return sum(parameter.numel() for parameter in self.parameters()) - padding
+
+    def flops_per_token(self, length: int | None = None) -> int:
+        """Floating-point operations of a training step for each token, as PaLM's appendix B counts them.
+
+        Every weight of a matrix product takes part in 6 of them, and each layer's attention in 12 C times the
+        sequence's length (of which the causal mask would save half).
+
+        Args:
+            length: T; ``block_size`` when None.
+        """
+        config = self.config
+        length = config.block_size if length is None else length
+        embeddings = config.block_size * config.n_embd  # wte is the head's matrix too
+        return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
+
+    def configure_optimizers(
+        self,
+        weight_decay: float,
+        learning_rate: float,
+        betas: tuple[float, float],
+        device_type: str | None = None,
+    ) -> AdamW:
+        """This package's AdamW, with weight decay on the matrices and none on biases and norms.
+
+        Args:
+            weight_decay: of the matrices, embeddings too.
+            learning_rate: of both groups.
+            betas: the decay of the two moments.
+            device_type: without effect; the kernels are those of the parameters' device.
+        """
+        return AdamW(parameter_groups(self, weight_decay), lr=learning_rate, betas=betas)
+
+    @torch.no_grad()
+    def crop_block_size(self, block_size: int) -> None:
+        """Keep the first ``block_size`` positions only; before an optimizer is made, as the parameter is a new one.
+
+        Raises:
+            ValueError: there are fewer, or none is to be kept.
+        """
+        if not 1 <= block_size <= self.config.block_size:
+            raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")
+        wpe = self.transformer.wpe
+        wpe.weight = torch.nn.Parameter(wpe.weight[:block_size].clone(), wpe.weight.requires_grad)
+        wpe.num_embeddings = block_size
+        self.config = dataclasses.replace(self.config, block_size=block_size)
+
+    def get_num_params(self, non_embedding: bool = True) -> int:
+        """The number of parameters, without the padding of the vocabulary.
+
+        Args:
+            non_embedding: without the positions' embedding; the tokens', which is the head too, counts.
+        """
+        positions = self.config.block_size * self.config.n_embd if non_embedding else 0
+        return self.num_parameters() - positions
+
+    def estimate_mfu(
+        self,
+        fwdbwd_per_iter: float,
+        dt: float,
+        peak_flops: float | None = None,
+    ) -> float:
+        """The model's operations as a share of the device's peak; see :meth:`flops_per_token`.
+
+        Args:
+            fwdbwd_per_iter: sequences of ``block_size`` tokens in a step.
+            dt: seconds that the step takes.
+            peak_flops: operations a second to compare with; when None the dense bfloat16 peak of the parameters'
+                device (nanoGPT's is always the A100's, 312e12).
+
+        Raises:
+            ValueError: the device's peak is not known, or a number is not above 0.
+        """
+        from gptkernels.training.utilization import peak_flops as peak_of
+
+        device = self.lm_head.weight.device
+        peak = peak_of(device) if peak_flops is None else peak_flops
+        if peak is None:
+            raise ValueError(f"GPT2: the peak of {_describe(device)} is not known: give peak_flops")
+        for name, value in (("fwdbwd_per_iter", fwdbwd_per_iter), ("dt", dt), ("peak_flops", peak)):
+            if not value > 0:
+                raise ValueError(f"GPT2: {name} must be above 0, got {value}")
+        return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"

@@ -1,0 +1,209 @@
+"""nanoGPT's checkpoints: the same logits there and here, runs that go on there, and pickles that are none."""
+
+import dataclasses
+import os
+import pickle
+import re
+import struct
+import zipfile
+
+import pytest
+import torch
+
+import published
+from conversions import (
+    CONFIG,
+    WTE,
+    assert_same_bits,
+    make_model,
+    nanogpt,
+    nanogpt_groups,
+    their_checkpoint,
+    weights,
+    write_as,
+)
+from gptkernels.checkpoint import load_model, save_training_state
+from gptkernels.convert import convert, load
+from gptkernels.models import GPT2
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [published.GPT, published.SlowGPT])
+def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
+    theirs = kind(nanogpt(bias).config)
+    torch.save(their_checkpoint(theirs), tmp_path / "ckpt.pt")
+    ours = GPT2.from_checkpoint(tmp_path / "ckpt.pt")
+    assert (ours.config.bias, ours.config.activation) == (bias, "gelu")
+    tokens = torch.randint(50, (2, 8))
+    torch.testing.assert_close(ours(tokens)[0], theirs(tokens, tokens)[0], rtol=1e-5, atol=1e-5)
+    assert_same_bits(GPT2.from_checkpoint(tmp_path).state_dict(), ours.state_dict())  # by its folder
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_nanogpt_loads_ours(tmp_path, bias):
+    """As its train.py resumes: strictly, and with the optimizer."""
+    ours = make_model(bias=bias, activation="gelu", dropout=0.125)
+    ours.save_checkpoint(tmp_path / "model.safetensors")
+    done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
+    assert done.notes == ("the optimizer's state is that before the first step",)
+    checkpoint = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    theirs = published.GPT(published.Config(**checkpoint["model_args"]))
+    theirs.load_state_dict(checkpoint["model"])
+    optimizer = torch.optim.AdamW(nanogpt_groups(theirs))
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert (checkpoint["iter_num"], checkpoint["best_val_loss"]) == (0, 1e9)
+    assert theirs.lm_head.weight is theirs.transformer.wte.weight
+    tokens = torch.randint(50, (2, 8))
+    torch.testing.assert_close(theirs(tokens, tokens)[0], ours.eval()(tokens)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_nanogpt_goes_on_where_our_run_stopped(tmp_path):
+    """Three steps here, then three there, are six here; the embedding's moments lose their padding."""
+    config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
+    ours = make_model(activation="gelu")
+    optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
+    for group in optimizer.param_groups:
+        group["eps"] = 1e-3  # the gradient of the keys' bias is rounding noise, which Adam would make large
+    batches = torch.randint(50, (6, 2, 8))
+
+    def train(model, optimizer, batches):
+        for tokens in batches:
+            optimizer.zero_grad()
+            model(tokens, tokens.roll(1))[1].backward()
+            optimizer.step()
+
+    train(ours, optimizer, batches[:3])
+    path = tmp_path / "checkpoint.safetensors"
+    save_training_state(path, config=config, model=ours, optimizer=optimizer.state_dict(), trainer={"step": 3})
+    assert convert(tmp_path, tmp_path / "ckpt.pt").notes == ()
+    train(ours, optimizer, batches[3:])
+
+    checkpoint = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    assert checkpoint["iter_num"] == 3
+    assert checkpoint["model_args"].pop("dropout") == 0.5
+    theirs = published.GPT(published.Config(**checkpoint["model_args"]))
+    theirs.load_state_dict(checkpoint["model"])
+    their_optimizer = torch.optim.AdamW(nanogpt_groups(theirs))
+    their_optimizer.load_state_dict(checkpoint["optimizer"])
+    train(theirs, their_optimizer, batches[3:])
+    for name, tensor in weights(ours).items():
+        torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
+
+    # And from nanoGPT's file to another: the compiled model's names and a part of the vocabulary are cut.
+    checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in checkpoint["model"].items()}
+    checkpoint["model_args"]["dropout"] = 0.0
+    torch.save({**checkpoint, "best_val_loss": torch.tensor(2.5)}, tmp_path / "compiled.pt")
+    assert convert(tmp_path / "compiled.pt", tmp_path / "cut.pt", vocab_size=40).notes == ()
+    cut = torch.load(tmp_path / "cut.pt", weights_only=True)
+    assert (cut["iter_num"], cut["best_val_loss"], cut["model_args"]["vocab_size"]) == (3, 2.5, 40)
+    assert torch.equal(cut["optimizer"]["state"][0]["exp_avg"], checkpoint["optimizer"]["state"][0]["exp_avg"][:40])
+    assert set(cut["model"]) == {name.removeprefix("_orig_mod.") for name in checkpoint["model"]}
+
+
+def test_an_old_checkpoint_that_does_not_say_bias(tmp_path):
+    checkpoint = their_checkpoint(nanogpt())
+    del checkpoint["model_args"]["bias"], checkpoint["model_args"]["dropout"]
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert GPT2.from_checkpoint(tmp_path / "ckpt.pt").config.bias
+
+
+def test_padding_that_nanogpt_takes_for_tokens(tmp_path):
+    """Its vocabulary of 50304 is GPT-2's with padding; only the user can say so."""
+    model = make_model(vocab_size=50304, n_embd=2)
+    path = write_as("nanogpt", tmp_path / "a", model)
+    done = convert(path, tmp_path / "model.safetensors")
+    assert done.config["vocab_size"] == 50304
+    assert done.notes == (
+        "if 50304 is GPT-2's vocabulary of 50257 with padding, --vocab-size 50257 takes the padding off",
+    )
+    done = convert(path, tmp_path / "b.bin", vocab_size=50257)
+    assert done.config["vocab_size"] == 50257
+    assert torch.equal(load_model(tmp_path / "b.bin")[1][WTE], model.lm_head.weight[:50257])
+
+
+class Payload:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return (os.system, ("touch /tmp/gptkernels_has_run_code",))
+
+
+def with_tensor(tensor):
+    checkpoint = their_checkpoint(nanogpt())
+    checkpoint["model"]["_orig_mod.transformer.ln_f.weight"] = tensor
+    return checkpoint
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda: their_checkpoint(nanogpt(), config=Payload()), "holds posix.system, which is no tensor and no plain"),
+        (lambda: Payload(), "holds posix.system"),
+        (lambda: {"model": {}}, "it has no 'model_args'"),
+        (lambda: nanogpt().state_dict(), "it has no 'model'"),
+        (lambda: [1, 2], "it has no 'model'"),
+        (lambda: {"model": {1: torch.ones(1)}, "model_args": {}}, "it has no 'model' with names"),
+        (lambda: their_checkpoint(nanogpt(), model_args={"n_layer": 2}), "block_size is None, must be an integer"),
+        (lambda: their_checkpoint(nanogpt(), model={}), "but there are 0 parameters"),
+        (lambda: with_tensor("x"), "is no dense tensor"),
+        (lambda: with_tensor(torch.ones(16).to_sparse()), "is no dense tensor"),
+        (lambda: with_tensor(torch.ones(16, device="meta")), "is no dense tensor"),
+        (lambda: with_tensor(torch.ones(16, dtype=torch.int64)), "torch.int64, must be of a floating-point dtype"),
+        (lambda: with_tensor(torch.ones(17)), "has shape (17,), must have (16,)"),
+        (lambda: their_checkpoint(nanogpt(), config={"activation": "relu"}), "activation is 'relu', must be one of"),
+    ],
+)
+def test_a_pickle_that_is_no_checkpoint(tmp_path, content, message):
+    path = tmp_path / "ckpt.pt"
+    for legacy in (False, True):
+        torch.save(content(), path, _use_new_zipfile_serialization=not legacy)
+        with pytest.raises(ValueError, match=re.escape(message)) as error:
+            load(path)
+        assert str(path) in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not os.path.exists("/tmp/gptkernels_has_run_code")
+
+
+@pytest.mark.parametrize("arguments", [{"rotary": True}, {"dropout": 2.0}, {"dropout": None}, {"bias": "yes"}])
+def test_arguments_that_gpt2_here_has_not(tmp_path, arguments):
+    checkpoint = their_checkpoint(nanogpt())
+    checkpoint["model_args"] |= arguments
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        load(tmp_path / "ckpt.pt")
+
+
+def test_claims_beyond_the_file_are_refused(tmp_path):
+    """Expanded tensors, compressed archives, and sizes that the older format would allocate before it reads."""
+    C, huge = 2**14, torch.ones(1)
+    config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
+    names = {
+        "wte": (1, C),
+        "wpe": (1, C),
+        "ln_f": (C,),
+        "h.0.ln_1": (C,),
+        "h.0.ln_2": (C,),
+        "h.0.attn.c_attn": (3 * C, C),
+    }
+    names |= {"h.0.attn.c_proj": (C, C), "h.0.mlp.c_fc": (4 * C, C), "h.0.mlp.c_proj": (C, 4 * C)}
+    state = {f"transformer.{name}.weight": huge.expand(shape) for name, shape in names.items()}
+    torch.save({"model": state, "model_args": config}, tmp_path / "expanded.pt")
+    assert (tmp_path / "expanded.pt").stat().st_size < 10_000
+    with pytest.raises(ValueError, match=r"the parameters take 12\d+ bytes, the files have"):
+        load(tmp_path / "expanded.pt")
+
+    torch.save(their_checkpoint(nanogpt()), tmp_path / "ckpt.pt")
+    with zipfile.ZipFile(tmp_path / "ckpt.pt") as whole, zipfile.ZipFile(tmp_path / "small.pt", "w", 8) as compressed:
+        for entry in whole.infolist():
+            compressed.writestr(entry.filename, whole.read(entry))
+    with pytest.raises(ValueError, match="compressed"):
+        load(tmp_path / "small.pt")
+
+    torch.save(their_checkpoint(nanogpt()), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    raw = (tmp_path / "old.pt").read_bytes()
+    storage = pickle.dumps(50 * 16, 2)[2:-1]  # the number of elements of the embedding's storage
+    assert raw.count(storage) >= 1
+    (tmp_path / "old.pt").write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
+    with pytest.raises(ValueError, match="bytes of tensors, the file has"):
+        load(tmp_path / "old.pt")
