@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from gptkernels.testing.exactness import assert_as_exact_as_torch, error_of, largest, last_rounding  # noqa: F401
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 WIDTHS = [1, 2, 3, 7, 17, 33, 127, 768, 1600, 4097, 50257]
 ROWS = [0, 1, 5]
@@ -35,68 +37,6 @@ def as_view(t, kind):
         return view
     assert kind == "expanded"
     return t[:1].expand_as(t)
-
-
-def assert_as_exact_as_torch(ours, torchs, exact, name="out", torch_error=0.0):
-    """The FlashAttention rule: our error is at most twice torch's own, plus one rounding of the output.
-
-    The formula alone says what is special. Where it gives NaN or an infinity, ours is the same. Where its finite value
-    overflows the dtype, ours is infinite; within the allowed error of that boundary ours may lie on either side.
-    Torch's answer is only the yardstick for the size of errors, and elements where it is not finite do not count.
-
-    Args:
-        ours: our kernel's result.
-        torchs: torch's result in the same dtype.
-        exact: the formula in float64.
-        name: what an error message calls the result.
-        torch_error: torch's worst error on inputs like these, where more than one was tried.
-    """
-    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)}, wanted {tuple(exact.shape)}"
-    assert ours.dtype == torchs.dtype, f"{name}: dtype {ours.dtype}, wanted {torchs.dtype}"
-    finite = exact.isfinite()
-    same = (ours == exact) | (ours.isnan() & exact.isnan())
-    wrong = ~finite & ~same
-    assert not wrong.any(), f"{name}: {_first(wrong, ours, exact)}, where the formula is not finite"
-    if not finite.any():
-        return
-
-    torch_error = max(torch_error, error_of(torchs, exact))
-    allowed = 2 * torch_error + last_rounding(exact, ours.dtype)
-    error = (ours.double() - exact).abs()
-    # Infinite where the formula, moved outwards by the allowed error, overflows the dtype: the value of an overflow.
-    overflow = ours.isinf() & (ours == (exact + allowed * exact.sign()).to(ours.dtype))
-    wrong = finite & ~overflow & ~(error <= allowed)
-    assert not wrong.any(), (
-        f"{name}: {_first(wrong, ours, exact)}; error {error[wrong].max():.3e}, allowed {allowed:.3e} "
-        f"(torch's worst is {torch_error:.3e})"
-    )
-
-
-def largest(exact):
-    """The largest magnitude among the finite values; 0 if there are none."""
-    finite = exact[exact.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
-
-
-def last_rounding(exact, dtype):
-    """What the rounding of a result to its dtype adds to the allowed error."""
-    info = torch.finfo(dtype)
-    scale = min(largest(exact), info.max)
-    # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
-    rounding = 1e-13 * max(scale, 1) if dtype == torch.float64 else info.eps * scale
-    return rounding + info.smallest_normal * info.eps
-
-
-def error_of(torchs, exact):
-    """Torch's largest error where both its answer and the formula's, rounded to its dtype, are finite; else 0."""
-    both = torchs.isfinite() & exact.to(torchs.dtype).isfinite()
-    return (torchs[both].double() - exact[both]).abs().max().item() if both.any() else 0.0
-
-
-def _first(wrong, ours, exact):
-    """How many elements are wrong, and the first of them."""
-    index = tuple(wrong.nonzero()[0].tolist())
-    return f"{int(wrong.sum())} wrong, ours is {ours[index].item()} at {index}, wanted {exact[index].item():.6e}"
 
 
 def assert_same_bits(function, times=3, vary_threads=True):

@@ -1,4 +1,4 @@
-"""The command line: `gptkernels train|prepare|generate|convert|info`."""
+"""The command line: `gptkernels train|prepare|generate|convert|check|info`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from json import dumps
 from typing import Any
 
 from gptkernels.foreign_flags import explain_flag
@@ -26,8 +27,9 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done. 1: the training diverged. 2: the command or its input is wrong. 3: the disk is full or failing.
-    128 + N: stopped by signal N; 130 for Ctrl-C, 141 where nobody reads the output. For 1 to 3 stderr says why.
+    0: done. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full or
+    failing. 128 + N: stopped by signal N; 130 for Ctrl-C, 141 where nobody reads the output. For 1 to 3 the output
+    says why.
     """
     prepare_streams()
     try:
@@ -105,6 +107,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("prepare", _prepare_arguments, _prepare, "turn text into token files"),
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
         ("convert", _convert_arguments, _convert, "write a model in another form, bit for bit"),
+        ("check", _check_arguments, _check, "every op beside torch on this machine"),
         ("info", _no_arguments, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
@@ -309,6 +312,26 @@ def _convert(source: str, target: str, **options: Any) -> int:
     for note in done.notes:
         print(f"note: {note}")
     return 0
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
+    parser.add_argument("--op", action="append", metavar="NAME", help="this op alone; may be given several times")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in place of the table")
+
+
+def _check(device: str, op: list[str] | None, json: bool) -> int:
+    from rich.console import Console
+
+    from gptkernels.testing import gradcheck_ops
+
+    with Console(stderr=True).status("checking") as status:
+        report = gradcheck_ops(op, device=device, progress=lambda name: status.update(f"checking {name}"))
+    if json:
+        print(dumps(report.as_dict(), indent=2))
+    else:
+        print(report)
+    return 0 if report.passed else FAILURE
 
 
 def _info() -> int:

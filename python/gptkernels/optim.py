@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels import _shards
+from gptkernels._shards import Place
 from gptkernels.ops import adamw, ops
 from gptkernels.ops._register import below_autograd
 
@@ -19,7 +21,8 @@ class AdamW(torch.optim.AdamW):
     device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
     dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 master copy (state key
     ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
-    Parameters may have any dense layout, for example channels_last.
+    Parameters may have any dense layout, for example channels_last. Of DTensors, as FSDP2's ``fully_shard`` makes them,
+    each process updates its own part; the state is of DTensors that are split alike.
 
     Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
     back, and skips the step when one is not finite. With ``max_grad_norm`` it also clips them as it reads them: the
@@ -154,21 +157,22 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         groups = [(alike, group) for group in self.param_groups for alike in _alike(group["params"])]
-        self.grad_norm = self._norm([grad for alike, _ in groups for grad in alike.grads])
+        self.grad_norm = self._norm([alike for alike, _ in groups])
         for i, (alike, group) in enumerate(groups):
-            self._update(alike.parameters, alike.grads, group, i)
+            self._update(alike, group, i)
         return loss
 
-    def _norm(self, grads: list[Tensor]) -> Tensor | None:
+    def _norm(self, groups: "list[_Alike]") -> Tensor | None:
         """The norm that ``max_grad_norm`` limits, where one is wanted."""
         if self.max_grad_norm is None:
             return None
-        norm = _total_norm(_by_device(grads))
+        norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
         scale = getattr(self, "grad_scale", None)
         return norm if scale is None else norm / scale.to(norm.device)
 
-    def _update(self, parameters: list[Tensor], grads: list[Tensor], group: dict[str, Any], number: int) -> None:
-        """One launch, of this number in the step: the parameters have one device and dtype."""
+    def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
+        """One launch, of this number in the step."""
+        parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
         masters = group["master_weights"] and parameters[0].dtype in (torch.float16, torch.bfloat16)
@@ -181,11 +185,15 @@ class AdamW(torch.optim.AdamW):
         grad_scale, found_inf, grad_norm = (None if t is None else t.to(device) for t in numbers)
         _count(steps, found_inf)
         beta1, beta2 = group["betas"]
+
+        def local(tensors: list[Tensor]) -> list[Tensor]:
+            return tensors if place is None else [_shards.local(t, place) for t in tensors]
+
         adamw.step(
-            parameters,
-            grads,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            local(parameters),
+            alike.grads,
+            local([state["exp_avg"] for state in states]),
+            local([state["exp_avg_sq"] for state in states]),
             steps,
             lr=_learning_rate(group["lr"], device),
             beta1=beta1,
@@ -195,7 +203,7 @@ class AdamW(torch.optim.AdamW):
             grad_scale=grad_scale,
             found_inf=found_inf,
             maximize=group["maximize"],
-            master_params=[state["master_param"] for state in states] if masters else None,
+            master_params=local([state["master_param"] for state in states]) if masters else None,
             grad_norm=grad_norm,
             max_grad_norm=self.max_grad_norm,
             rounding_seed=None if seed is None else seed + number,
@@ -254,40 +262,49 @@ def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
 
 
 class _Alike(NamedTuple):
-    """Parameters of one device and dtype, and their gradients."""
+    """Parameters of one device, dtype and place, and their gradients: of DTensors this process's parts."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
+    place: Place | None
 
 
 def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """The parameters that have gradients, by device and dtype."""
-    alike: dict[tuple[torch.device, torch.dtype], _Alike] = {}
+    """The parameters that have gradients, by device, dtype and place."""
+    alike: dict[tuple[torch.device, torch.dtype, Place | None], _Alike] = {}
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
         if grad.is_sparse:
             raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
-        key = (parameter.device, parameter.dtype)
+        place = None if type(parameter) in _shards.PLAIN else _shards.place_of(parameter)
+        key = (parameter.device, parameter.dtype, place)
         found = alike.get(key)
         if found is None:
-            found = alike[key] = _Alike([], [])
+            found = alike[key] = _Alike([], [], place)
         found.parameters.append(parameter)
-        found.grads.append(grad)
+        found.grads.append(grad if place is None else _shards.local(grad, place))
     return alike.values()
 
 
-def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
+_ByPlace = dict[tuple[torch.device, Place | None], list[Tensor]]
+
+
+def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
+    """The tensors by device and place; those of a list are on one device."""
+    found: _ByPlace = {}
+    for place, tensors in lists:
+        found.setdefault((tensors[0].device, place), []).extend(tensors)
     return found
 
 
-def _total_norm(by_device: dict[torch.device, list[Tensor]]) -> Tensor:
-    """The norm of all these tensors, on the first device."""
-    norms = [below_autograd(ops.global_norm.default, group) for group in by_device.values()]
+def _total_norm(by_place: _ByPlace) -> Tensor:
+    """The norm of all these tensors, of which this process may have parts, on the first device."""
+    norms = [
+        _shards.norm_of_all(below_autograd(ops.global_norm.default, group), place)
+        for (_, place), group in by_place.items()
+    ]
     if not norms:
         return torch.zeros((), device="cpu")
     if len(norms) == 1:
@@ -308,6 +325,8 @@ def clip_grad_norm_(
     The norm is a kernel that gives the same bits at every run; the gradients are then scaled, in place, by torch's
     multi-tensor multiplication. The host waits for the device only for ``error_if_nonfinite``.
 
+    The norm of DTensors is that of the whole tensors, in every process.
+
     Args:
         parameters: a parameter or several; those without a gradient are passed over.
         max_norm: what the gradients' common norm is brought down to.
@@ -325,11 +344,15 @@ def clip_grad_norm_(
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = _by_device(p.grad for p in parameters if p.grad is not None)
-    total = _total_norm(grads)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    places = [_shards.place_of(grad) for grad in grads]
+    total = _total_norm(
+        _by_place((place, [_shards.local(grad, place)]) for place, grad in zip(places, grads, strict=True))
+    )
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for device, group in grads.items():
+    held = ((None, [_shards.held(grad)]) for grad in grads)
+    for (device, _), group in _by_place(held).items():
         torch._foreach_mul_(group, scale.to(device))
     return total

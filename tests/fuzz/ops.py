@@ -7,8 +7,9 @@ made simpler while it went on failing:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-Each call checks the result and the gradients by the rule of ``helpers.assert_as_exact_as_torch``; some also that the
-same call gives the same bits again, and some break an argument, which must be an error that names the operator.
+Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``; some also
+that the same call gives the same bits again, and some break an argument, which must be an error that names the
+operator.
 
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
 therefore made again with other numbers (``trial``), up to 400 times. It must keep the rule beside torch's worst error
@@ -35,7 +36,8 @@ import torch
 
 from fuzz.draw import FLOATING, Draw
 from fuzz.entries import ENTRIES, Call
-from helpers import assert_as_exact_as_torch, double, error_of, largest, last_rounding
+from gptkernels.testing.exactness import Errors
+from helpers import assert_as_exact_as_torch, double
 
 CHUNK = 128  # calls that a worker process takes from the campaign
 LAUNCHED = 32  # calls on CUDA that are launched before the first is checked: fewer waits for the device
@@ -249,39 +251,6 @@ def check(draw, first, first_on_cpu):
         except AssertionError as error:
             failure = error
     raise failure
-
-
-class Errors:
-    """Our and torch's largest errors of one result in several trials, on the scale of the first.
-
-    Of a larger result the errors count in proportion. All of them together are compared by their root mean square: the
-    worst may be a rare one, as where a softmax is nearly always one-hot, and then it is luck who makes it.
-    """
-
-    def __init__(self):
-        self.ours, self.torchs = [], []
-
-    def add(self, ours, torchs, exact):
-        """Take in one trial."""
-        error, scale = error_of(torchs, exact), largest(exact)
-        if not self.ours:
-            self.scale, self.rounding = scale, last_rounding(exact, ours.dtype)
-        # Sums that cancel leave of the formula only float64's roundings, of no meaning as a scale.
-        cancelled = error > scale * (2**-5 if ours.dtype == torch.float64 else 2**24)
-        factor = 1.0 if cancelled or not scale else min(1.0, self.scale / scale)
-        self.ours.append(error_of(ours, exact) * factor)
-        self.torchs.append(error * factor)
-
-    def worst_of_torchs(self):
-        """What is torch's error here."""
-        return max(self.torchs)
-
-    def hold_on_the_whole(self, name):
-        """The rule for all trials together."""
-        ours, torchs = (math.sqrt(sum(e * e for e in es) / len(es)) for es in (self.ours, self.torchs))
-        assert ours <= 2 * torchs + self.rounding, (
-            f"{name}: in {len(self.ours)} trials the root mean square of our errors is {ours:.3e}, torch's {torchs:.3e}"
-        )
 
 
 def check_same_bits(draw, call, douts, wanted, found):

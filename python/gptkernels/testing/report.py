@@ -1,0 +1,87 @@
+"""What ``gradcheck_ops`` found, as an object with a readable table."""
+
+import dataclasses
+import io
+from typing import Any
+
+CHECKS = ("float64", "float32", "bfloat16", "float16", "gradcheck", "gradgradcheck", "opcheck")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One check of one case.
+
+    Attributes:
+        case: the op, with what is special about the call where an op has several.
+        check: one of ``CHECKS``: a dtype, in which results and gradients are compared with the formula in float64;
+            ``gradcheck``, ``gradgradcheck`` and ``opcheck`` are torch's.
+        passed: whether nothing was wrong.
+        error: for a dtype our largest error as a share of what the rule allows, at most 1; else None.
+        message: what was wrong.
+    """
+
+    case: str
+    check: str
+    passed: bool
+    error: float | None = None
+    message: str = ""
+
+
+@dataclasses.dataclass
+class Report:
+    """All results: ``print(report)`` shows a table.
+
+    Attributes:
+        device: where the ops ran.
+        results: in the order of the table.
+        seconds: how long it took.
+    """
+
+    device: str
+    results: list[Result] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check passed."""
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Result]:
+        """The results that did not pass."""
+        return [result for result in self.results if not result.passed]
+
+    def line(self) -> str:
+        """The report in one line."""
+        failed = f"{len(self.failures)} FAILED" if self.failures else "all passed"
+        return f"gptkernels: {len(self.results)} checks on {self.device} in {self.seconds:.0f} s: {failed}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for ``json``."""
+        return {"passed": self.passed, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None).print(self)
+        return text.getvalue().rstrip()
+
+    def __rich__(self) -> Any:
+        """The table, for ``rich``."""
+        from rich.console import Group
+        from rich.table import Column, Table
+        from rich.text import Text
+
+        table = Table("op", *(Column(check, justify="right") for check in CHECKS), box=None, pad_edge=False)
+        cells = {(result.case, result.check): _cell(result) for result in self.results}
+        for case in dict.fromkeys(result.case for result in self.results):
+            table.add_row(case, *(cells.get((case, check), "-") for check in CHECKS))
+        failures = (f"{result.case}, {result.check}: {result.message}" for result in self.failures)
+        return Group(table, *map(Text, (*failures, self.line())))
+
+
+def _cell(result: Result) -> str:
+    if not result.passed:
+        return "FAILED"
+    return "ok" if result.error is None else f"{result.error:.2f}"

@@ -1,0 +1,287 @@
+"""Two processes on the CPU find the losses of one: DDP, FSDP2, its checkpoints, our optimizer on DTensors.
+
+``torch.multiprocessing.spawn`` runs all of it once; the tests read what the processes wrote down.
+"""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gptkernels
+import published
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.optim import AdamW, clip_grad_norm_
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+STEPS, CLIP, LR = 4, 0.5, 1e-2
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def model_of(dtype=torch.float64):
+    torch.manual_seed(3)
+    model = GPT2(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16), dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape, dtype=dtype) * 0.1)
+    return model
+
+
+def swapped_model():
+    torch.manual_seed(3)
+    config = published.Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16, dropout=0.0)
+    return gptkernels.swap(published.GPT(config).double())
+
+
+def batch(i, rows):
+    generator = torch.Generator().manual_seed(i)
+    tokens = torch.randint(60, (4, 17), generator=generator)[rows]
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def rows_of_this_process():
+    if not dist.is_initialized():
+        return slice(None)
+    return slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+
+
+def train(model, optimizer, steps=STEPS, first=0, clip=None):
+    """The losses, of all processes together; and the gradients' norms where the optimizer clips."""
+    losses, norms = [], []
+    for i in range(first, first + steps):
+        loss = model(*batch(i, rows_of_this_process()))[1]
+        loss.backward()
+        if clip is not None:
+            norms.append(clip(model.parameters(), CLIP))
+        optimizer.step()
+        if getattr(optimizer, "grad_norm", None) is not None:
+            norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+        loss = loss.detach().double()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        losses.append(loss.item())
+    return losses, [float(norm) for norm in norms]
+
+
+def ours(model):
+    return AdamW(model.parameters(), lr=LR, max_grad_norm=CLIP)
+
+
+def sharded(model, **options):
+    """FSDP2 as its tutorial has it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+# ---- what the processes do: each function returns what the tests compare ---------------------------------------------
+
+
+def ddp(folder):
+    model = DistributedDataParallel(model_of())
+    return train(model, ours(model))
+
+
+def fsdp(folder):
+    model = sharded(model_of())
+    optimizer = ours(model)
+    found = train(model, optimizer)
+    parameter = model.transformer.h[0].attn.c_attn.weight
+    assert isinstance(parameter, DTensor)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = optimizer.state[parameter][name]
+        assert isinstance(state, DTensor)
+        assert state.placements == parameter.placements
+        assert state.to_local().shape == parameter.to_local().shape != parameter.shape
+    return found
+
+
+def clipped_by_ours(folder):
+    model = sharded(model_of())
+    return train(model, AdamW(model.parameters(), lr=LR), clip=clip_grad_norm_)
+
+
+def replicated_and_sharded(folder):
+    """Hybrid sharding: a mesh of 2 x 1 devices."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = model_of()
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    return train(model, ours(model))
+
+
+def to_torchs(folder):
+    """Two steps with our optimizer, two with torch's on its state."""
+    model = sharded(model_of())
+    first = AdamW(model.parameters(), lr=LR)
+    losses = train(model, first, 2)[0]
+    second = torch.optim.AdamW(model.parameters(), lr=LR)
+    second.load_state_dict(first.state_dict())
+    return losses + train(model, second, 2, first=2)[0], []
+
+
+def from_torchs(folder):
+    model = sharded(model_of())
+    first = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = train(model, first, 2)[0]
+    second = AdamW(model.parameters())
+    second.load_state_dict(first.state_dict())
+    return losses + train(model, second, 2, first=2)[0], []
+
+
+def swapped(folder):
+    model = sharded(swapped_model())
+    assert model.gptkernels_report.replaced
+    return train(model, ours(model))
+
+
+def mixed_precision(folder):
+    """bfloat16 in the forward and the backward, float32 gradients, parameters and state."""
+    model = model_of(torch.float32)
+    seen = []
+    model.transformer.h[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model = sharded(model, mp_policy=BF16)
+    optimizer = ours(model)
+    found = train(model, optimizer)
+    assert set(seen) == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    return found
+
+
+def mixed_precision_with_torchs(folder):
+    model = sharded(model_of(torch.float32), mp_policy=BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+
+    def clip(parameters, most):
+        return torch.nn.utils.clip_grad_norm_(parameters, most).full_tensor()
+
+    return train(model, optimizer, clip=clip)
+
+
+def saved(folder):
+    """Two steps, a checkpoint, and two more steps of what is loaded from it into other objects."""
+    model = sharded(model_of())
+    optimizer = ours(model)
+    losses, norms = train(model, optimizer, 2)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/checkpoint")
+    again = restored(sharded(model_of()), f"{folder}/checkpoint")
+    more = train(*again, 2, first=2)
+    return losses + more[0], norms + more[1]
+
+
+def restored(model, folder):
+    """The model and an optimizer with what a checkpoint says, whatever it was sharded like."""
+    optimizer = ours(model)
+    for p in model.parameters():
+        p.requires_grad_()
+    state, optimizer_state = get_state_dict(model, optimizer)
+    loaded = {"model": state, "optimizer": optimizer_state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return model, optimizer
+
+
+WAYS = [
+    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, mixed_precision,
+    mixed_precision_with_torchs, saved,
+]  # fmt: skip
+
+
+def one_process(rank, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    found = {}
+    for way in WAYS:
+        try:
+            found[way.__name__] = way(folder)
+        except Exception as error:
+            found[way.__name__] = f"{type(error).__name__}: {error}"
+    if rank == 0:
+        torch.save(found, f"{folder}/found.pt")
+    dist.barrier()
+    os._exit(0)  # torch's threads may still be running, and end the process by SIGABRT where it ends as usual
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(one_process, (str(folder),), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return torch.load(folder / "found.pt")
+
+
+def losses_of(results, way):
+    found = results[way.__name__]
+    assert not isinstance(found, str), found
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process with the whole batch, torch's optimizer and torch's clipping."""
+    model = model_of()
+    return train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
+
+
+@pytest.fixture(scope="module")
+def alone_without_clipping():
+    model = model_of()
+    return train(model, torch.optim.AdamW(model.parameters(), lr=LR))
+
+
+@pytest.mark.parametrize("way", [ddp, fsdp, clipped_by_ours, replicated_and_sharded], ids=lambda way: way.__name__)
+def test_two_processes_have_the_losses_of_one(way, results, alone):
+    losses, norms = losses_of(results, way)
+    assert losses == pytest.approx(alone[0], rel=1e-7)  # the norms are float32
+    assert norms == pytest.approx(alone[1], rel=1e-6)
+    assert min(norms) > CLIP  # it is clipped
+
+
+@pytest.mark.parametrize("way", [to_torchs, from_torchs], ids=lambda way: way.__name__)
+def test_sharded_optimizer_state_is_exchanged_with_torchs(way, results, alone_without_clipping):
+    assert losses_of(results, way)[0] == pytest.approx(alone_without_clipping[0], rel=1e-10)
+
+
+def test_a_swapped_model_is_sharded(results):
+    model = swapped_model()
+    gptkernels.unswap(model)
+    expected = train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
+    assert losses_of(results, swapped)[0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
+
+
+def test_mixed_precision(results, alone):
+    """Beside torch's optimizer, and within bfloat16's noise of float64."""
+    losses, norms = losses_of(results, mixed_precision)
+    torchs, torchs_norms = losses_of(results, mixed_precision_with_torchs)
+    assert losses == pytest.approx(torchs, rel=1e-4)
+    assert norms == pytest.approx(torchs_norms, rel=1e-3)
+    assert losses == pytest.approx(alone[0], rel=2e-2)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_is_continued(results, folder, alone):
+    """By two processes, to the bit; and by one that is not sharded at all."""
+    losses, _ = losses_of(results, saved)
+    assert losses == losses_of(results, fsdp)[0]
+    model, optimizer = restored(model_of(), str(folder / "checkpoint"))
+    assert train(model, optimizer, 2, first=2)[0] == pytest.approx(losses[2:], rel=1e-7)
+    assert copy.deepcopy(optimizer).state_dict()["state"][0]["step"] == 4
