@@ -238,7 +238,7 @@ THEIRS = """
     --warmup_iters --lr_decay_iters --min_lr --backend --device --dtype --compile
     --input_bin --input_val_bin --output_dir --model --sequence_length --total_batch_size --num_iterations
     --inference_only --learning_rate_decay_frac --val_loss_every --val_max_steps --sample_every --overfit_single_batch
-    --tensorcores --flash --zero_stage --write_tensors -ps -pp
+    --tensorcores --flash --zero_stage --write_tensors -ps
     -pp -i -j -e -o -lg -n -nk -nm -y -b -t -d -x -k -l -u -q -c -sl -sg -v -m -s -g -a -f -w -ge -z -r -pn -pr -pg -pm
 """
 

@@ -26,10 +26,12 @@ from conversions import (
     weights,
     write_as,
 )
-from gptkernels.checkpoint import load_model, save_model
+from gptkernels.checkpoint import load_model, save_model, save_training_state
 from gptkernels.cli import main
 from gptkernels.convert import convert, load
 from gptkernels.models import GPT2
+from gptkernels.models.nanogpt import parameter_groups
+from gptkernels.optim import AdamW
 
 # ---- every direction -------------------------------------------------------------------------------------------------
 
@@ -187,6 +189,26 @@ def test_nothing_is_rounded_unasked(tmp_path):
     assert_same_bits(load(tmp_path / "b.bin")[1], {name: tensor.float() for name, tensor in weights(half).items()})
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_float32_of_a_bfloat16_run_is_that_of_its_optimizer(tmp_path, target):
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = AdamW(parameter_groups(model, 0.1), lr=1e-4, master_weights=True)
+    tokens = torch.randint(50, (2, 8))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens, tokens.roll(1))[1].backward()
+        optimizer.step()
+    state, path = optimizer.state_dict(), tmp_path / "checkpoint.safetensors"
+    save_training_state(path, config=model.config, model=model, optimizer=state, trainer={"step": 3})
+    convert(path, tmp_path / "a" / TARGETS[target])
+    assert_same_bits(load(tmp_path / "a" / TARGETS[target])[1], weights(model))
+    convert(path, tmp_path / "b" / TARGETS[target], dtype="float32")
+    found = load(tmp_path / "b" / TARGETS[target])[1]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], optimizer.state[parameter]["master_param"][: len(found[name])]), name
+    assert any(not torch.equal(found[name], tensor.float()) for name, tensor in weights(model).items())
+
+
 def test_values_that_a_dtype_does_not_hold(tmp_path):
     model = make_model()
     model.transformer.h[1].mlp.c_fc.bias.data[3] = 1e5
@@ -211,6 +233,11 @@ def test_what_is_read_is_never_written(tmp_path):
         convert(folder, folder, overwrite=True)
     with pytest.raises(ValueError, match="a part of a Hugging Face model"):
         convert(path, folder / "model.safetensors", overwrite=True)
+    with pytest.raises(ValueError, match="a part of a Hugging Face model: name its folder"):
+        load(folder / "model.safetensors")
+    model = make_model()
+    model.save_checkpoint(folder / "model-own.safetensors")
+    assert_same_bits(load(folder / "model-own.safetensors")[1], weights(model))
     assert path.read_bytes() == raw
     assert GPT2.from_pretrained(folder).config.n_layer == 2
 

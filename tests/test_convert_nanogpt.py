@@ -207,3 +207,13 @@ def test_claims_beyond_the_file_are_refused(tmp_path):
     (tmp_path / "old.pt").write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
     with pytest.raises(ValueError, match="bytes of tensors, the file has"):
         load(tmp_path / "old.pt")
+
+
+def test_a_run_before_its_first_step(tmp_path):
+    model = make_model(dropout=0.25)
+    optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95)).state_dict()
+    path = tmp_path / "checkpoint.safetensors"
+    save_training_state(path, config=model.config, model=model, optimizer=optimizer, trainer={"step": 0})
+    done = convert(path, tmp_path / "ckpt.pt", dtype="float32")
+    assert done.notes[-1] == "the optimizer's state is that before the first step"
+    assert torch.load(tmp_path / "ckpt.pt", weights_only=True)["model_args"]["dropout"] == 0.25

@@ -189,6 +189,15 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
 
 
+def is_own_safetensors(path: Path) -> bool:
+    """Whether a file says that `write_safetensors` wrote it."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")
+    except SafetensorError:
+        return False
+
+
 def _check_metadata(path: Path, metadata: Mapping[str, str], kinds: tuple[str, ...]) -> None:
     if metadata.get("kind") not in [f"gptkernels.{kind}" for kind in kinds]:
         raise ValueError(

@@ -14,6 +14,7 @@ from gptkernels.convert.files import read, write
 from gptkernels.convert.forms import Form, find, form_to_write
 from gptkernels.convert.huggingface import CONFIG, WEIGHTS
 from gptkernels.convert.model import WTE, Model
+from gptkernels.convert.nanogpt import float32_copies
 
 DTYPES = {
     "float32": torch.float32,
@@ -61,7 +62,8 @@ def convert(
             model or a training state), or the folder of a run or of nanoGPT.
         target: `.bin` is llm.c's form, `.pt` nanoGPT's, `.safetensors` this package's, anything without a suffix a
             Hugging Face folder.
-        dtype: "float32", "bfloat16", "float16" or "float64": convert the parameters to it. None keeps theirs; for a
+        dtype: "float32", "bfloat16", "float16" or "float64": convert the parameters to it; for a run of bfloat16
+            parameters "float32" takes the optimizer's float32 copies of them. None keeps theirs; for a
             `.bin`, which has one of float32 and bfloat16, the smaller one that holds all of them exactly.
         vocab_size: keep so many rows of the embedding: the rest is padding that the source does not tell from tokens.
         padded_vocab_size: Vp of a `.bin`; V rounded up to a multiple of 128 when None.
@@ -82,7 +84,7 @@ def convert(
         raise ValueError(f"--padded-vocab-size is for llm.c's .bin, {target} is {form.value} form")
     if not overwrite and (there := [output for output in outputs if os.path.lexists(output)]):
         raise ValueError(f"{there[0]} exists: --overwrite replaces it")
-    model = read(source_form, path, with_progress=form is Form.NANOGPT)
+    model = read(source_form, path, with_progress=form is Form.NANOGPT or dtype == "float32")
     _check_distinct(model.files, outputs)
     model = _adjusted(model, vocab_size, activation, bias)
     _check_holds(form, target, model)
@@ -134,7 +136,8 @@ def _adjusted(model: Model, vocab_size: int | None, activation: str | None, bias
 def _cast(model: Model, dtype: torch.dtype, target: str | os.PathLike[str], form: Form) -> Model:
     if form is Form.LLMC and dtype not in _LLMC_DTYPES:
         raise ValueError(f"{target}: a .bin has float32 or bfloat16, --dtype is {_name(dtype)}")
-    state = {name: tensor.to(dtype) for name, tensor in model.state.items()}
+    exact = float32_copies(model) if dtype == torch.float32 else {}
+    state = {name: exact.get(name, tensor).to(dtype) for name, tensor in model.state.items()}
     for name, tensor in state.items():
         if tensor is not model.state[name] and not torch.equal(tensor.isinf(), model.state[name].isinf()):
             raise ValueError(f"{target}: {name} has values beyond {_name(dtype)}'s largest")

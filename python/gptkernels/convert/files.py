@@ -79,11 +79,14 @@ def _is_training_state(path: Path) -> bool:
 
 def _with_progress(model: Model, path: Path) -> Model:
     saved = load_training_state(path)
+    model = dataclasses.replace(model, dropout=_dropout(saved.config))
     step = saved.trainer.get("step")
     if type(step) is not int or step < 0 or not has_moments(saved.optimizer, model):
         notes = ("the state of its optimizer is not AdamW's for this model: it is left out",)
         return dataclasses.replace(model, notes=notes)
-    return dataclasses.replace(model, progress=Progress(step, saved.optimizer), dropout=_dropout(saved.config))
+    if not saved.optimizer["state"]:  # as before the first step
+        return model
+    return dataclasses.replace(model, progress=Progress(step, saved.optimizer))
 
 
 def _dropout(config: dict[str, Any]) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gptkernels._files import MODEL_MAGIC, describe_magic
 from gptkernels._regular import check_regular
+from gptkernels._safetensors import is_own_safetensors
 from gptkernels.convert.huggingface import CONFIG, is_huggingface
 from gptkernels.convert.pickles import is_pickle
 from gptkernels.training.runs import CHECKPOINT
@@ -43,7 +44,8 @@ def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
     if is_pickle(beginning):
         return Form.NANOGPT, path
     if path.suffix == ".safetensors":
-        _refuse_part(path)
+        if not is_own_safetensors(path):
+            _refuse_part(path)
         return Form.OWN, path
     if path.suffix != ".bin" and not beginning.startswith(MODEL_MAGIC.to_bytes(4, "little")):
         raise ValueError(f"{path}: no model: neither a .bin of llm.c, a ckpt.pt of nanoGPT nor a .safetensors file")

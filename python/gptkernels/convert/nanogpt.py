@@ -131,6 +131,21 @@ def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
     return True
 
 
+def float32_copies(model: Model) -> dict[str, torch.Tensor]:
+    """The float32 copies of a run's bfloat16 parameters, where its optimizer has them."""
+    if model.progress is None:
+        return {}
+    states = model.progress.optimizer["state"]
+    copies = {}
+    for i, name in enumerate(_optimizer_order(model)):
+        copy, parameter = states[i].get("master_param"), model.state[name]
+        if isinstance(copy, torch.Tensor) and copy.dtype == torch.float32 and copy.dim() == parameter.dim():
+            copy = copy[: len(parameter)]
+            if copy.shape == parameter.shape:
+                copies[name] = copy
+    return copies
+
+
 def _module_order(config: Mapping[str, Any]) -> list[str]:
     """The parameters' names as `GPT.named_parameters` has them: layer by layer."""
     names = [*parameter_shapes(config)]
