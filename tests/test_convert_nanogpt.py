@@ -101,6 +101,57 @@ def test_nanogpt_goes_on_where_our_run_stopped(tmp_path):
     assert set(cut["model"]) == {name.removeprefix("_orig_mod.") for name in checkpoint["model"]}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: o.clear(),
+        lambda o: o.update(param_groups=None),
+        lambda o: o["param_groups"].pop(),
+        lambda o: o["param_groups"].reverse(),
+        lambda o: o["param_groups"][0].update(params=[torch.ones(2)] * 10),
+        lambda o: o["state"].pop(3),
+        lambda o: o["state"].update({3: None}),
+        lambda o: o["state"][3].pop("exp_avg"),
+        lambda o: o["state"][3].update(step=5),
+        lambda o: o["state"][3].update(exp_avg=o["state"][3]["exp_avg"].to_sparse()),
+        lambda o: o["state"][3].update(exp_avg=o["state"][3]["exp_avg"].to("meta")),
+        lambda o: o["state"][3].update(exp_avg_sq=torch.ones(7)),
+        lambda o: o["state"][0].update(exp_avg=torch.ones(49, 16)),
+    ],
+)
+def test_an_optimizer_of_another_kind_is_left_out(tmp_path, change):
+    model = nanogpt()
+    optimizer = torch.optim.AdamW(nanogpt_groups(model))
+    tokens = torch.randint(50, (2, 8))
+    model(tokens, tokens)[1].backward()
+    optimizer.step()
+    checkpoint = their_checkpoint(model, optimizer=optimizer.state_dict())
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    assert convert(tmp_path / "ckpt.pt", tmp_path / "a.pt").notes == ()
+    change(checkpoint["optimizer"])
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    notes = convert(tmp_path / "ckpt.pt", tmp_path / "b.pt").notes
+    assert notes[0] == "the state of its optimizer is not AdamW's for this model: it is left out"
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["state"] == {}
+
+
+def test_a_parameter_twice_is_refused(tmp_path):
+    checkpoint = their_checkpoint(nanogpt())
+    checkpoint["model"]["transformer.ln_f.weight"] = torch.ones(16)
+    torch.save(checkpoint, tmp_path / "ckpt.pt")
+    with pytest.raises(ValueError, match=r"parameters both with and without '_orig_mod\.'"):
+        load(tmp_path / "ckpt.pt")
+
+
+def test_the_options_of_torchs_adamw_are_all_there(tmp_path):
+    make_model().save_checkpoint(tmp_path / "a.safetensors")
+    convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
+    groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
+    expected = torch.optim.AdamW(nanogpt_groups(nanogpt())).state_dict()["param_groups"]
+    assert [set(group) for group in groups] == [set(group) for group in expected]
+    assert [group["params"] for group in groups] == [group["params"] for group in expected]
+
+
 def test_an_old_checkpoint_that_does_not_say_bias(tmp_path):
     checkpoint = their_checkpoint(nanogpt())
     del checkpoint["model_args"]["bias"], checkpoint["model_args"]["dropout"]

@@ -13,5 +13,6 @@ is refused by name, or noted where the weights are right all the same.
 
 from gptkernels.convert.conversion import Converted, convert
 from gptkernels.convert.files import load
+from gptkernels.convert.forms import Form
 
-__all__ = ["Converted", "convert", "load"]
+__all__ = ["Converted", "Form", "convert", "load"]

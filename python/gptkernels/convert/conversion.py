@@ -13,7 +13,7 @@ import torch
 from gptkernels.convert.files import read, write
 from gptkernels.convert.forms import Form, find, form_to_write
 from gptkernels.convert.huggingface import CONFIG, WEIGHTS
-from gptkernels.convert.model import WTE, Model
+from gptkernels.convert.model import WTE, Model, with_zero_biases
 from gptkernels.convert.nanogpt import float32_copies
 
 DTYPES = {
@@ -126,10 +126,7 @@ def _adjusted(model: Model, vocab_size: int | None, activation: str | None, bias
         elif activation != "gelu_tanh":
             raise ValueError(f"--activation is {activation!r}, must be gelu_tanh or gelu")
     if bias and not config["bias"]:
-        config["bias"], progress = True, None
-        for name, weight in model.state.items():
-            if ".c_" in name or ".ln_" in name:
-                state[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[0])
+        config["bias"], progress, state = True, None, with_zero_biases(state)
     return dataclasses.replace(model, config=config, state=state, progress=progress)
 
 

@@ -15,7 +15,7 @@ from gptkernels._files import replace_file
 from gptkernels._regular import check_regular
 from gptkernels._safetensors import write_plain_safetensors
 from gptkernels.checkpoint import from_huggingface, to_huggingface
-from gptkernels.convert.model import Model, checked_model
+from gptkernels.convert.model import Model, checked_model, with_zero_biases
 from gptkernels.convert.pickles import read_pickle
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -197,7 +197,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, must be a folder")
     weights = folder / WEIGHTS
-    tensors = to_huggingface(model.state if model.config["bias"] else _with_zero_biases(model.state))
+    tensors = to_huggingface(model.state if model.config["bias"] else with_zero_biases(model.state))
     with _removed_if_empty(folder), replace_file(folder / CONFIG) as config, replace_file(weights) as temporary:
         write_plain_safetensors(temporary, weights, tensors)
         config.write_text(json.dumps(_their_config(model), indent=2, sort_keys=True) + "\n")
@@ -213,14 +213,6 @@ def _removed_if_empty(folder: Path) -> Iterator[None]:
         if not existed and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
         raise
-
-
-def _with_zero_biases(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    tensors = dict(state)
-    for name, weight in state.items():
-        if ".c_" in name or ".ln_" in name:
-            tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[0])
-    return tensors
 
 
 def _their_config(model: Model) -> dict[str, Any]:

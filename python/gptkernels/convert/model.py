@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -74,7 +74,7 @@ def checked_model(
         ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
     """
     for name, tensor in state.items():
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(tensor):
+        if not is_dense(tensor):
             raise ValueError(f"{where}: {name[:80]!r} is no dense tensor")
     sizes = check_model_config(config, where)
     parameters = {name: tensor.resolve_neg() for name, tensor in check_parameters(state, sizes, where).items()}
@@ -84,5 +84,20 @@ def checked_model(
     return Model(sizes, parameters, files, **more)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_nested and tensor.device.type == "cpu"
+def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether a value out of a file is a tensor whose elements are all in memory."""
+    return (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_nested
+    )
+
+
+def with_zero_biases(state: StateDict) -> StateDict:
+    """The parameters of a model without biases, with biases of 0, which computes the same."""
+    tensors = dict(state)
+    for name, weight in state.items():
+        if ".c_" in name or ".ln_" in name:
+            tensors[name.removesuffix("weight") + "bias"] = weight.new_zeros(weight.shape[0])
+    return tensors

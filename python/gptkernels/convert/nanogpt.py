@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gptkernels.checkpoint import parameter_shapes
-from gptkernels.convert.model import WTE, Model, Progress, checked_model
+from gptkernels.convert.model import WTE, Model, Progress, checked_model, is_dense
 from gptkernels.convert.pickles import read_pickle, write_pickle
 
 COMPILED = "_orig_mod."
@@ -62,6 +62,8 @@ def read_nanogpt(path: Path) -> Model:
     if isinstance(own, dict) and isinstance(own.get("activation"), str):
         config["activation"] = own["activation"][:80]
     state = {name.removeprefix(COMPILED): tensor for name, tensor in entries["model"].items()}
+    if len(state) != len(entries["model"]):
+        raise ValueError(f"{path}: model: it has parameters both with and without {COMPILED!r}")
     model = checked_model(state, config, where, (path,), dropout=_dropout(arguments, where))
     return dataclasses.replace(model, **_progress(checkpoint, model))
 
@@ -105,9 +107,9 @@ def has_moments(optimizer: Any, model: Model) -> bool:
     parameters = [model.state[name] for name in _optimizer_order(model)]
     matrices = sum(parameter.dim() >= 2 for parameter in parameters)
     wanted = [[*range(matrices)], [*range(matrices, len(parameters))]]
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+    if not isinstance(groups, list) or not isinstance(states, dict) or len(groups) != len(wanted):
         return False
-    if [group.get("params") for group in groups] != wanted or not isinstance(states, dict):
+    if not all(_has_parameters(group, numbers) for group, numbers in zip(groups, wanted, strict=True)):
         return False
     if not states:
         return True
@@ -116,15 +118,20 @@ def has_moments(optimizer: Any, model: Model) -> bool:
     )
 
 
+def _has_parameters(group: Any, numbers: list[int]) -> bool:
+    named = group.get("params") if isinstance(group, dict) else None
+    return isinstance(named, list) and all(type(number) is int for number in named) and named == numbers
+
+
 def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
     if not isinstance(state, dict):
         return False
     step = state.get("step")
-    if not isinstance(step, torch.Tensor) or step.numel() != 1:
+    if not is_dense(step) or step.numel() != 1:
         return False
     for name in ("exp_avg", "exp_avg_sq"):
         moment = state.get(name)
-        if not isinstance(moment, torch.Tensor) or not moment.is_floating_point() or moment.dim() != len(shape):
+        if not is_dense(moment) or not moment.is_floating_point() or moment.dim() != len(shape):
             return False
         if moment.shape[1:] != shape[1:] or not (moment.shape == shape or (more_rows and len(moment) > shape[0])):
             return False
@@ -139,7 +146,7 @@ def float32_copies(model: Model) -> dict[str, torch.Tensor]:
     copies = {}
     for i, name in enumerate(_optimizer_order(model)):
         copy, parameter = states[i].get("master_param"), model.state[name]
-        if isinstance(copy, torch.Tensor) and copy.dtype == torch.float32 and copy.dim() == parameter.dim():
+        if is_dense(copy) and copy.dtype == torch.float32 and copy.dim() == parameter.dim():
             copy = copy[: len(parameter)]
             if copy.shape == parameter.shape:
                 copies[name] = copy
