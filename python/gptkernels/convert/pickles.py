@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,7 +86,9 @@ def _tensors(content: Any) -> Iterator[torch.Tensor]:
 
 def _load(path: Path, mmap: bool) -> Any:
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of opcodes that an error follows
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
     except Exception as error:  # whatever a wrong opcode leads to
