@@ -35,8 +35,8 @@ all_sizes = pytest.mark.parametrize(("inner", "width"), SIZES)
 
 
 def exact(x, weight, bias=None):
-    """The formula, in float64."""
-    out = x @ weight.T
+    """The formula, in float64. Its sums are pairwise: exacter than a BLAS's where they are long."""
+    out = (x.unsqueeze(-2) * weight).sum(-1)
     return out if bias is None else out + bias
 
 
