@@ -93,7 +93,8 @@ wheel: $(STAMPS)/tools
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h examples/*/*.cuh)
+CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h \
+  examples/*/*.cuh examples/*/*.cpp examples/*/csrc/*.h examples/*/csrc/*/*.* examples/*/ops/*.cpp)
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------

@@ -203,7 +203,7 @@ def test_float16_with_a_grad_scaler(max_grad_norm, device):
     theirs = train(reference, torch.optim.AdamW(reference.parameters(), lr=3e-3), max_grad_norm is not None)
     assert scales == theirs[1]
     assert scales[overflows] == scales[overflows - 1] / 2
-    assert losses == pytest.approx(theirs[0], rel=2e-3)
+    assert losses == pytest.approx(theirs[0], rel=5e-3)
     assert losses[-1] < losses[0] - 0.3
 
 
@@ -511,7 +511,7 @@ def test_streams(device):
     side, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
-        torch.cuda._sleep(200_000_000)  # about 0.1 s
+        torch.cuda._sleep(2_000_000_000)  # about a second
         busy = torch.cuda.Event()
         busy.record()
     with torch.cuda.stream(side):

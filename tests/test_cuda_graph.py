@@ -7,9 +7,11 @@ import copy
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.testing.cases import CASES, ODD, ORDINARY, Draw
 
 ops = torch.ops.gptkernels
 
@@ -62,6 +64,35 @@ def test_replays_what_was_captured(device):
             expected = call()
             for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (captured, expected)), strict=True):
                 assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("size", [ODD, ORDINARY], ids=["odd", "ordinary"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_op_and_its_derivative_is_captured(case, size, device):
+    """The calls that ``gptkernels check`` makes: a replay on other values gives the bits of an eager call on them."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    for op, args, kwargs in case.draw(Draw(size, torch.bfloat16, device, 1)).calls:
+        floating = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        values = [t.clone() for t in floating if t.is_cuda]
+        floating = [t for t in floating if t.is_cuda]
+
+        def reset(scale, floating=floating, values=values):
+            for t, value in zip(floating, values, strict=True):
+                t.copy_(value * scale)
+
+        op(*args, **kwargs)  # a library that it calls may make a workspace the first time
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = op(*args, **kwargs)
+        for scale in (1.0, 0.5):
+            reset(scale)
+            graph.replay()
+            found = [t.clone() for t in [*tree_leaves(captured), *floating] if t is not None]
+            reset(scale)
+            expected = [t for t in [*tree_leaves(op(*args, **kwargs)), *floating] if t is not None]
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b), op.name()
 
 
 def graphed_modules(device):

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gptkernels
 import published
+from gptkernels import nn
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW, clip_grad_norm_
 
@@ -148,6 +149,32 @@ def swapped(folder):
     return train(model, ours(model))
 
 
+def regression(model, optimizer, clip=None):
+    """The norms of a small model's gradients, and its parameters in the end."""
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
+    norms = []
+    for _ in range(STEPS):
+        model(x[rows_of_this_process()]).square().mean().backward()
+        norms += [] if clip is None else [clip(model.parameters(), 0.01)]
+        optimizer.step()
+        norms += [optimizer.grad_norm] if clip is None else []
+        optimizer.zero_grad()
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole]).tolist(), [float(norm) for norm in norms]
+
+
+def uneven_model():
+    torch.manual_seed(3)
+    return torch.nn.Sequential(nn.Linear(8, 3), nn.GELU(), nn.Linear(3, 1)).double()
+
+
+def uneven(folder):
+    """Parameters of 3 rows, and of 1: one process has more, or all."""
+    model = fully_shard(uneven_model(), mesh=init_device_mesh("cpu", (2,)))
+    assert min(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 1)
+    return regression(model, AdamW(model.parameters(), lr=LR, max_grad_norm=0.01))
+
+
 def mixed_precision(folder):
     """bfloat16 in the forward and the backward, float32 gradients, parameters and state."""
     model = model_of(torch.float32)
@@ -197,7 +224,7 @@ def restored(model, folder):
 
 
 WAYS = [
-    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, mixed_precision,
+    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, uneven, mixed_precision,
     mixed_precision_with_torchs, saved,
 ]  # fmt: skip
 
@@ -266,6 +293,16 @@ def test_a_swapped_model_is_sharded(results):
     gptkernels.unswap(model)
     expected = train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
     assert losses_of(results, swapped)[0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
+
+
+def test_parts_of_different_sizes(results):
+    """None of it for one process too."""
+    model = uneven_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    parameters, norms = regression(model, optimizer, torch.nn.utils.clip_grad_norm_)
+    found = losses_of(results, uneven)
+    assert found[0] == pytest.approx(parameters, rel=1e-6, abs=1e-9)
+    assert found[1] == pytest.approx(norms, rel=1e-6)
 
 
 def test_mixed_precision(results, alone):

@@ -45,10 +45,10 @@ def held(t: Any) -> Tensor:
 
 def norm_of_all(norm: Tensor, place: Place | None) -> Tensor:
     """The norm of whole tensors, from the norm of this process's parts of them, 0-dim float32."""
-    if place is None or not any(placement.is_shard() for placement in place.placements):
+    if place is None or all(placement.is_replicate() for placement in place.placements):
         return norm
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    summed = [Partial("sum") if placement.is_shard() else Replicate() for placement in place.placements]
+    summed = [Replicate() if placement.is_replicate() else Partial("sum") for placement in place.placements]
     square = DTensor.from_local(norm.double().square(), place.mesh, summed, run_check=False)
     return square.full_tensor().sqrt().to(norm.dtype)

@@ -1,0 +1,45 @@
+"""Packages a GPT-2 of bytes for the C++ program beside this file; Python is not needed after that.
+
+python examples/cpp/export.py runs/tiny model.pt2 [--device cuda]
+"""
+
+import argparse
+
+import torch
+from torch import Tensor
+
+import gptkernels  # noqa: F401  (its operators)
+from gptkernels.models import GPT2
+from gptkernels.training.model import model_file
+
+
+class NextToken(torch.nn.Module):
+    """Tokens (1, T) -> the logits (V) of the token that follows."""
+
+    def __init__(self, model: GPT2) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """T is free."""
+        return self.model(tokens)[0][0, -1]
+
+
+def main() -> None:
+    """Export and compile."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint", help="the folder of a run, or a model (.bin, .safetensors)")
+    parser.add_argument("package", help="what to write: a .pt2 file")
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+
+    model = GPT2.from_checkpoint(model_file(args.checkpoint), args.device).eval()
+    example = torch.randint(model.config.vocab_size, (1, 8), device=args.device)
+    length = torch.export.Dim("T", min=2, max=model.config.block_size)
+    with torch.no_grad():
+        program = torch.export.export(NextToken(model), (example,), dynamic_shapes=({1: length},))
+        torch._inductor.aoti_compile_and_package(program, package_path=args.package)
+
+
+if __name__ == "__main__":
+    main()

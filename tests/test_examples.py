@@ -1,0 +1,131 @@
+"""The programs in ``examples``, run as their pages say."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import gptkernels
+from gptkernels.checkpoint import save_model
+from gptkernels.models import GPT2, GPT2Config
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+LIBRARIES = Path(gptkernels.__file__).parent / "lib"
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+
+
+def environment(**more):
+    """With the package that is tested."""
+    path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
+def run(*command, **options):
+    """What the program prints."""
+    options = {"env": environment(), "capture_output": True, "timeout": 400, **options}
+    found = subprocess.run(list(map(str, command)), **options)
+    assert found.returncode == 0, found.stderr[-4000:]
+    return found.stdout
+
+
+def python(script, *arguments, **options):
+    return run(sys.executable, EXAMPLES / script, *arguments, text=True, **options)
+
+
+def build(source, folder, *options):
+    """Configure and build a CMake project."""
+    torch_path = Path(torch.__file__).parent
+    generator = ("-G", "Ninja") if shutil.which("ninja") else ()
+    run("cmake", "-S", EXAMPLES / source, "-B", folder, f"-DTORCH_PATH={torch_path}", *generator, *options)
+    run("cmake", "--build", folder)
+
+
+def losses_in(text):
+    return [float(found) for found in re.findall(r"loss'?:? '?([\d.]+)", text)]
+
+
+def test_nanogpt(device):
+    """It learns, and as it does unswapped; dropout's numbers are others."""
+    arguments = "--steps", 21, "--device", device
+    ours, theirs = (python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
+    assert "gpt block" in ours
+    assert "gpt block" not in theirs
+    ours, theirs = losses_in(ours), losses_in(theirs)
+    assert len(ours) == 3
+    assert ours[-1] < ours[0] - 1
+    assert ours == pytest.approx(theirs, rel=2e-2)
+
+
+def test_huggingface(device, tmp_path):
+    """It learns, and what it saves is loaded by their library."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    cpu = ["--cpu"] if device.type == "cpu" else []
+    text = python("huggingface/train.py", "--steps", 20, "--output", tmp_path, *cpu, env=environment(WORLD_SIZE="1"))
+    losses = losses_in(text)
+    assert losses[-1] < losses[0] - 1
+    assert "Hugging Face GPT2Block" in text
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is transformers.GPT2LMHeadModel
+
+
+@needs_cmake
+def test_cpp(device, tmp_path):
+    """The program continues a text as Python does, without it."""
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=64))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5 if p.dim() == 2 else 1)  # else it repeats one byte
+    save_model(tmp_path / "model.safetensors", model.state_dict(), model.config)
+    with ThreadPoolExecutor() as pool:  # two compilations at once
+        built = pool.submit(build, "cpp", tmp_path / "build")
+        python("cpp/export.py", tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device)
+        built.result()
+    program, libraries = tmp_path / "build" / "generate", [LIBRARIES / "libgptkernels.so"]
+    linked = run("ldd", program, text=True)
+    assert "libtorch" in linked
+    assert "libpython" not in linked
+    assert "libtorch_python" not in linked
+    if device.type == "cuda":
+        libraries.append(LIBRARIES / "libgptkernels_cuda.so")
+    found = run(program, tmp_path / "model.pt2", "def ", 40, *libraries)
+    prompt = torch.tensor([list(b"def ")], device=device)
+    expected = bytes(model.to(device).generate(prompt, 40, temperature=0)[0].tolist())
+    assert found == expected
+    assert len(set(found)) > 5
+    failed = subprocess.run([program, tmp_path / "model.pt2", "def ", "1", tmp_path / "none.so"], capture_output=True)
+    assert failed.returncode == 1
+    assert b"none.so" in failed.stderr
+
+
+@needs_cmake
+def test_adding_an_op(device, tmp_path):
+    """It is built beside the package, and passes its own tests."""
+    cuda = device.type == "cuda"
+    build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}")
+    libraries = [str(tmp_path / "libsquared_relu.so")] + [str(tmp_path / "libsquared_relu_cuda.so")] * cuda
+    paths = [EXAMPLES / "adding_an_op" / "python", ROOT / "tests", Path(gptkernels.__file__).parent.parent]
+    variables = {"LIBRARY": os.pathsep.join(libraries), "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    text = run(
+        *(sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "conftest", "-p", "no:cacheprovider"),
+        *("--device", device, EXAMPLES / "adding_an_op" / "tests"),
+        text=True,
+        env={**os.environ, **variables},
+    )
+    assert re.search(r"17\d passed", text)
+
+
+def test_the_index_names_every_example():
+    index = (EXAMPLES / "README.md").read_text()
+    for folder in EXAMPLES.iterdir():
+        assert folder.name == "README.md" or f"[{folder.name}](" in index
+    for page in re.findall(r"\]\(([\w/.-]+)\)", index):
+        assert (EXAMPLES / page).exists(), page
