@@ -244,7 +244,8 @@ class Calls(nn.Module):
         return a + b + self.third(q, k, v)
 
     def third(self, q, k, v, *, causal=True):
-        assert super().extra_repr() == ""
+        inherited = super().extra_repr()  # not in an assert: pytest's rewriting parts super() from its attribute,
+        assert inherited == ""  # and from Python 3.12 on Dynamo knows the two together only
         return imported(q, k, v, is_causal=causal)
 
 
