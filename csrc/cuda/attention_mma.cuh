@@ -179,8 +179,13 @@ struct SplitOperand {
 };
 
 // Two neighbouring tiles: large += hi hi, small += hi lo + lo hi, two products that add to one sum far from each other.
-__device__ inline void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a,
-                                      const SplitOperand& b) {
+// With kFour, small += lo lo as well.
+template <bool kFour>
+__device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
+  if constexpr (kFour) {
+    mma<float>(small[0], a.lo, b.lo[0], b.lo[1]);
+    mma<float>(small[1], a.lo, b.lo[2], b.lo[3]);
+  }
   mma<float>(small[0], a.hi, b.lo[0], b.lo[1]);
   mma<float>(small[1], a.hi, b.lo[2], b.lo[3]);
   mma<float>(large[0], a.hi, b.hi[0], b.hi[1]);
@@ -208,6 +213,8 @@ __device__ inline float unless_nan(float small) {
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
+  // Sums of few terms by multiply-adds are as exact as four products, and more exact than three.
+  constexpr bool kFour = HS <= 32;
   const int steps = (head_size + 7) / 8;
   float small[kM][kN][4];
   clear(d);
@@ -232,7 +239,7 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
         SplitOperand b;
         b.split(words);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) multiply_split(&large[m][n], &small[m][n], a[m], b);
+        for (int m = 0; m < kM; ++m) multiply_split<kFour>(&large[m][n], &small[m][n], a[m], b);
       }
       add(d, large);
     }
@@ -272,7 +279,7 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
         SplitOperand b;
         b.split(words);
 #pragma unroll
-        for (int m = 0; m < kM; ++m) multiply_split(large[m], small[m], a[m][n], b);
+        for (int m = 0; m < kM; ++m) multiply_split<false>(large[m], small[m], a[m][n], b);
       }
 #pragma unroll
       for (int m = 0; m < kM; ++m)

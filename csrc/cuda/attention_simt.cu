@@ -46,38 +46,39 @@ __device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& si
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Rows of shared memory are padded by 16 bytes, so that neighbouring ones begin in other banks.
+// Rows of shared memory are padded by 16 bytes, so that neighbouring ones begin in other banks. What is staged for
+// scores takes as many bytes whatever they are summed as.
 template <typename A>
 struct SimtShape {
   static constexpr int kVector = 16 / sizeof(A);
-  static constexpr int kChunk = 32;  // columns of HS at a time, for scores
+  static constexpr int kChunk = 128 / sizeof(A);  // columns of HS at a time, for scores
   static constexpr int kChunkPitch = kChunk + kVector;
   static constexpr int kRowsAtATime = 16;  // of what weights are multiplied with
   static constexpr int kWeightPitch = kSimtTile + kVector;
 };
 
-// scores += rows of x times rows of y, both (64, HS) from `x_row` and `y_row` on; rows beyond the end count as 0.
-template <typename T>
-__device__ void add_products(accumulate_t<T> (&scores)[4][4], const T* x, int64_t x_stride, int64_t x_rows, const T* y,
-                             int64_t y_stride, int64_t y_rows, int head_size, accumulate_t<T>* shared) {
-  using A = accumulate_t<T>;
-  using Shape = SimtShape<A>;
-  A(*xs)[Shape::kChunkPitch] = reinterpret_cast<A(*)[Shape::kChunkPitch]>(shared);
-  A(*ys)[Shape::kChunkPitch] = xs + kSimtTile;
+// scores = rows of x times rows of y, both (64, HS), summed as S; rows beyond the end count as 0.
+template <typename S, typename T>
+__device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64_t x_stride, int64_t x_rows, const T* y,
+                              int64_t y_stride, int64_t y_rows, int head_size, accumulate_t<T>* shared) {
+  using Shape = SimtShape<S>;
+  S(*xs)[Shape::kChunkPitch] = reinterpret_cast<S(*)[Shape::kChunkPitch]>(shared);
+  S(*ys)[Shape::kChunkPitch] = xs + kSimtTile;
+  S sums[4][4] = {};
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   for (int start = 0; start < head_size; start += Shape::kChunk) {
     __syncthreads();
     for (int i = threadIdx.x; i < kSimtTile * Shape::kChunk; i += kSimtThreads) {
       const int row = i / Shape::kChunk, column = i % Shape::kChunk;
       const bool inside = start + column < head_size;
-      xs[row][column] = inside && row < x_rows ? static_cast<A>(x[row * x_stride + start + column]) : A(0);
-      ys[row][column] = inside && row < y_rows ? static_cast<A>(y[row * y_stride + start + column]) : A(0);
+      xs[row][column] = inside && row < x_rows ? static_cast<S>(x[row * x_stride + start + column]) : S(0);
+      ys[row][column] = inside && row < y_rows ? static_cast<S>(y[row * y_stride + start + column]) : S(0);
     }
     __syncthreads();
 #pragma unroll 4
     for (int c = 0; c < Shape::kChunk; c += Shape::kVector) {
       struct alignas(16) Vector {
-        A v[Shape::kVector];
+        S v[Shape::kVector];
       };
       Vector a[4], b[4];
 #pragma unroll
@@ -90,9 +91,13 @@ __device__ void add_products(accumulate_t<T> (&scores)[4][4], const T* x, int64_
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) scores[i][j] += a[i].v[k] * b[j].v[k];
+          for (int j = 0; j < 4; ++j) sums[i][j] += a[i].v[k] * b[j].v[k];
     }
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) scores[i][j] = static_cast<accumulate_t<T>>(sums[i][j]);
 }
 
 // sums (64 x HS) += weights (64 x 64, in shared memory) times rows of x. A thread has rows 4 * ty + i and columns
@@ -167,7 +172,7 @@ constexpr int simt_shared_bytes(int tiles) {
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-template <typename T, int kColumns>
+template <typename T, typename S, int kColumns>
 __global__ void __launch_bounds__(kSimtThreads)
     attention_forward_simt_kernel(const __grid_constant__ AttentionForward<T> p) {
   using A = accumulate_t<T>;
@@ -193,9 +198,9 @@ __global__ void __launch_bounds__(kSimtThreads)
     key_range(p.mask, s, b, row, kSimtTile, first, end);
     for (int64_t start = first; start < end; start += kSimtTile) {
       {
-        A scores[4][4] = {};
-        add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        end - start, s.head_size, staged);
+        A scores[4][4];
+        multiply_rows<S>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
+                         end - start, s.head_size, staged);
         store_scores(weights, scores);
       }
 #pragma unroll
@@ -295,7 +300,7 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
   return probability;
 }
 
-template <typename T, int kColumns>
+template <typename T, typename S, int kColumns>
 __global__ void __launch_bounds__(kSimtThreads)
     attention_backward_dquery_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
                                           const RowStatistics<accumulate_t<T>> rows) {
@@ -322,11 +327,11 @@ __global__ void __launch_bounds__(kSimtThreads)
     key_range(p.mask, s, b, row, kSimtTile, first, end);
     for (int64_t start = first; start < end; start += kSimtTile) {
       {
-        A scores[4][4] = {}, dweights[4][4] = {};
-        add_products<T>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                        end - start, s.head_size, staged);
-        add_products<T>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
-                        end - start, s.head_size, staged);
+        A scores[4][4], dweights[4][4];
+        multiply_rows<S>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
+                         end - start, s.head_size, staged);
+        multiply_rows<S>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
+                         end - start, s.head_size, staged);
         store_scores(weights, scores);
         store_scores(gradients, dweights);
       }
@@ -360,7 +365,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 }
 
 // Rows of the tile are keys, columns queries.
-template <typename T, int kColumns>
+template <typename T, typename S, int kColumns>
 __global__ void __launch_bounds__(kSimtThreads)
     attention_backward_dkey_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
                                         const RowStatistics<accumulate_t<T>> rows) {
@@ -389,11 +394,11 @@ __global__ void __launch_bounds__(kSimtThreads)
       const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head;
       for (int64_t start = first; start < s.queries; start += kSimtTile) {
         {
-          A scores[4][4] = {}, dweights[4][4] = {};
-          add_products<T>(scores, key, p.key.token, s.keys - row, query + start * p.query.token, p.query.token,
-                          s.queries - start, s.head_size, staged);
-          add_products<T>(dweights, value, p.value.token, s.keys - row, dout + start * p.dout.token, p.dout.token,
-                          s.queries - start, s.head_size, staged);
+          A scores[4][4], dweights[4][4];
+          multiply_rows<S>(scores, key, p.key.token, s.keys - row, query + start * p.query.token, p.query.token,
+                           s.queries - start, s.head_size, staged);
+          multiply_rows<S>(dweights, value, p.value.token, s.keys - row, dout + start * p.dout.token, p.dout.token,
+                           s.queries - start, s.head_size, staged);
           store_scores(weights, scores);
           store_scores(gradients, dweights);
         }
@@ -428,21 +433,31 @@ __global__ void __launch_bounds__(kSimtThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// fn(std::integral_constant<int, columns of 16 that hold the head>).
-template <typename Fn>
+// fn.template operator()<S, columns of 16 that hold the head>(), S as what scores are summed.
+template <typename S, typename Fn>
 Status for_simt_columns(int64_t head_size, const Fn& fn) {
-  if (head_size <= 32) return fn(std::integral_constant<int, 2>());
-  if (head_size <= 64) return fn(std::integral_constant<int, 4>());
-  if (head_size <= 128) return fn(std::integral_constant<int, 8>());
-  return fn(std::integral_constant<int, 16>());
+  if (head_size <= 32) return fn.template operator()<S, 2>();
+  if (head_size <= 64) return fn.template operator()<S, 4>();
+  if (head_size <= 128) return fn.template operator()<S, 8>();
+  return fn.template operator()<S, 16>();
+}
+
+// An error of a score is one of its probability. Few scores of float32 are summed as float64: torch's product of a
+// vector has hardly an error, because many threads sum short parts of a row.
+template <typename T, typename Fn>
+Status for_simt_shape(const AttentionSizes& s, const Fn& fn) {
+  constexpr int64_t kFew = 64;
+  if constexpr (std::is_same_v<T, float>)
+    if (s.queries < kFew || s.keys < kFew) return for_simt_columns<double>(s.head_size, fn);
+  return for_simt_columns<accumulate_t<T>>(s.head_size, fn);
 }
 
 }  // namespace
 
 template <typename T>
 Status attention_forward_simt(const AttentionForward<T>& p, Stream stream) {
-  return for_simt_columns(p.sizes.head_size, [&]<int kColumns>(std::integral_constant<int, kColumns>) -> Status {
-    constexpr auto kKernel = attention_forward_simt_kernel<T, kColumns>;
+  return for_simt_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
+    constexpr auto kKernel = attention_forward_simt_kernel<T, S, kColumns>;
     constexpr int kShared = simt_shared_bytes<accumulate_t<T>, kColumns>(1);
     if (max_dynamic_shared_memory<kKernel>() < kShared) return cudaErrorInvalidConfiguration;
     const int64_t tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
@@ -465,9 +480,9 @@ Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
   attention_backward_delta_kernel<T>
       <<<grid_size(ceil_div(p.sizes.batches * p.sizes.heads * p.sizes.queries, kWarps)), 32 * kWarps, 0, stream>>>(
           p, delta);
-  return for_simt_columns(p.sizes.head_size, [&]<int kColumns>(std::integral_constant<int, kColumns>) -> Status {
-    constexpr auto kDquery = attention_backward_dquery_simt_kernel<T, kColumns>;
-    constexpr auto kDkey = attention_backward_dkey_simt_kernel<T, kColumns>;
+  return for_simt_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
+    constexpr auto kDquery = attention_backward_dquery_simt_kernel<T, S, kColumns>;
+    constexpr auto kDkey = attention_backward_dkey_simt_kernel<T, S, kColumns>;
     constexpr int kShared = simt_shared_bytes<A, kColumns>(2);
     if (max_dynamic_shared_memory<kDquery>() < kShared || max_dynamic_shared_memory<kDkey>() < kShared)
       return cudaErrorInvalidConfiguration;
