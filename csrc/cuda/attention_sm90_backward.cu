@@ -174,7 +174,6 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
   const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
 
@@ -182,18 +181,22 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   uint32_t q[16], g[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
+  int half = warpgroup;  // of a tile
   while (true) {
     barrier_wait(barriers.tile_full(at.slot), at.phase);
     const BackwardTile tile = tiles[at.slot];
     if (tile.row < 0) break;
-    load_a(q, tile_at(at.slot), warpgroup * 64 + warp * 16);
-    load_a(g, tile_at(at.slot) + Shape::kRowBytes, warpgroup * 64 + warp * 16);
+    // Causal, one half of a tile has a block more than the other: the warpgroups take it in turn.
+    half ^= 1;
+    const int own_row = half * 64 + warp * 16 + lane / 4;
+    load_a(q, tile_at(at.slot), half * 64 + warp * 16);
+    load_a(g, tile_at(at.slot) + Shape::kRowBytes, half * 64 + warp * 16);
 
     // D and the bias of this thread's two rows.
     float bias[2], delta[2] = {0, 0};
     {
       uint32_t o[16];
-      load_a(o, tile_at(at.slot) + 2 * Shape::kRowBytes, warpgroup * 64 + warp * 16);
+      load_a(o, tile_at(at.slot) + 2 * Shape::kRowBytes, half * 64 + warp * 16);
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const float2 a = unpack_pair<T>(o[i]), b = unpack_pair<T>(g[i]);
@@ -222,7 +225,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     // Blocks that none of the warpgroup's queries sees.
     int block = tile.blocks - 1;
     if constexpr (kCausal) {
-      const int own_blocks = max((tile.row + warpgroup * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
+      const int own_blocks = max((tile.row + half * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
       for (; block >= own_blocks; --block) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);  // or its buffer may still be the other warpgroup's
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
@@ -242,7 +245,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
       const int first_key = block * kBlock;
       int end = p.problem.keys;
-      if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
+      if constexpr (kCausal) end = min(end, tile.row + half * 64 + p.problem.query_offset + 1);
       if (first_key + kBlock > end) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -263,7 +266,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       for (int i = 0; i < 32; i += 8) last = fmaxf(last, current[i + 7]);
       complete(last);
       if constexpr (kDropout)
-        for_kept<32>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, first_key, MarkDropped(current));
+        for_kept<32>(dropout, tile.head, tile.row + half * 64 + warp * 16, first_key, MarkDropped(current));
       wgmma_wait<1>();  // dp, and dq of the block before
       pin_registers(dp);
       pin_registers(ds);
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       free_block();
     }
     store_tile<T, HS>(dquery, kDropout ? p.problem.scale / keep_probability(p.problem) : p.problem.scale, p.dquery,
-                      shared + Shape::kOutAt + warpgroup * Shape::kOutBytes, tile.row + warpgroup * 64,
+                      shared + Shape::kOutAt + warpgroup * Shape::kOutBytes, tile.row + half * 64,
                       tile.head % p.problem.heads, tile.head / p.problem.heads, 1 + warpgroup);
   }
   if (thread == 0) tma_store_wait();
@@ -380,7 +383,6 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;
   const float factor = p.problem.scale_log2;
   const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
 
@@ -388,18 +390,22 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   uint32_t k[16], weights[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
+  int half = warpgroup;  // of a tile
   while (true) {
     barrier_wait(barriers.tile_full(at.slot), at.phase);
     const BackwardTile tile = tiles[at.slot];
     if (tile.row < 0) break;
-    load_a(k, tile_at(at.slot), warpgroup * 64 + warp * 16);
-    const uint64_t v = panel_descriptor(tile_at(at.slot) + Shape::kRowBytes + warpgroup * 64 * kPanelRowBytes);
+    // The warpgroups take the longer half in turn.
+    half ^= 1;
+    const int own_row = half * 64 + warp * 16 + lane / 4;
+    load_a(k, tile_at(at.slot), half * 64 + warp * 16);
+    const uint64_t v = panel_descriptor(tile_at(at.slot) + Shape::kRowBytes + half * 64 * kPanelRowBytes);
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
     // The first blocks may have only queries that see none of the warpgroup's keys.
     int own_first = tile.first;
-    if constexpr (kCausal) own_first = max(tile.first, (tile.row + warpgroup * 64 - p.problem.query_offset) / kBlock);
+    if constexpr (kCausal) own_first = max(tile.first, (tile.row + half * 64 - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;
     const int skipped = min(own_first, end) - tile.first;
     int block = own_first;
@@ -433,7 +439,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       multiply<T>(next, k, panel_descriptor(query_at(ring.slot)));  // after the last block nobody reads it
 
       // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
-      if (kCausal && first_query + p.problem.query_offset < tile.row + warpgroup * 64 + 63) {
+      if (kCausal && first_query + p.problem.query_offset < tile.row + half * 64 + 63) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const int limit = tile.row + own_row + 8 * r - p.problem.query_offset - first_query -
@@ -457,8 +463,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       }
       complete(last);
       if constexpr (kDropout)
-        for_kept_transposed<32>(dropout, head, tile.row + warpgroup * 64 + warp * 16, first_query,
-                                MarkDropped(current));
+        for_kept_transposed<32>(dropout, head, tile.row + half * 64 + warp * 16, first_query, MarkDropped(current));
       wgmma_wait<1>();  // dp, and dv and dk of the block before
       pin_registers(dp);
       pin_registers(weights);
@@ -511,10 +516,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     at.advance();
     const int key_heads = p.problem.heads / p.problem.group;
     const uint32_t out = shared + Shape::kOutAt + warpgroup * Shape::kOutBytes;
-    store_tile<T, HS>(dvalue, kDropout ? 1 / keep_probability(p.problem) : 1, p.dvalue, out, tile.row + warpgroup * 64,
+    store_tile<T, HS>(dvalue, kDropout ? 1 / keep_probability(p.problem) : 1, p.dvalue, out, tile.row + half * 64,
                       tile.head % key_heads, tile.head / key_heads, 1 + warpgroup);
     store_tile<T, HS>(dkey, kDropout ? p.problem.scale / keep_probability(p.problem) : p.problem.scale, p.dkey, out,
-                      tile.row + warpgroup * 64, tile.head % key_heads, tile.head / key_heads, 1 + warpgroup);
+                      tile.row + half * 64, tile.head % key_heads, tile.head / key_heads, 1 + warpgroup);
   }
   if (thread == 0) tma_store_wait();
 }
