@@ -4,6 +4,7 @@ python tests/api_reference.py > docs/api.md
 """
 
 import dataclasses
+import enum
 import importlib
 import inspect
 import re
@@ -70,6 +71,8 @@ def signature(name, value):
     """The parameters with their defaults; of a class that has torch's constructor, that it has."""
     if inspect.isclass(value) and (base := torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        return f"{name}.{{{', '.join(value.__members__)}}}"
     parameters, seen = [], set()
     for p in inspect.signature(value).parameters.values():
         if p.name in ("self", "cls"):

@@ -18,13 +18,14 @@ from gptkernels.models import GPT2, GPT2Config
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 LIBRARIES = Path(gptkernels.__file__).parent / "lib"
-needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs cmake")
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # pip's cmake and ninja
+needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, reason="needs cmake")
 
 
 def environment(**more):
     """With the package that is tested."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, **more}
+    return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
 
 def run(*command, **options):
@@ -42,9 +43,10 @@ def python(script, *arguments, **options):
 def build(source, folder, *options):
     """Configure and build a CMake project."""
     torch_path = Path(torch.__file__).parent
-    generator = ("-G", "Ninja") if shutil.which("ninja") else ()
-    run("cmake", "-S", EXAMPLES / source, "-B", folder, f"-DTORCH_PATH={torch_path}", *generator, *options)
-    run("cmake", "--build", folder)
+    cmake = shutil.which("cmake", path=PROGRAMS)
+    generator = ("-G", "Ninja") if shutil.which("ninja", path=PROGRAMS) else ()
+    run(cmake, "-S", EXAMPLES / source, "-B", folder, f"-DTORCH_PATH={torch_path}", *generator, *options)
+    run(cmake, "--build", folder)
 
 
 def losses_in(text):

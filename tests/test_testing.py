@@ -30,7 +30,7 @@ def test_every_op_passes(device):
     for result in report.results:
         assert result.error is None or 0 <= result.error <= 1
     text = str(report)
-    assert f"143 checks on {device}" in text
+    assert f"{len(report.results)} checks on {device}" in text
     assert text.endswith("all passed")
     for name in op_names():
         assert f"\n{name}" in text
@@ -46,9 +46,9 @@ def test_every_op_has_a_case(device):
 def test_a_progress_and_a_choice(device):
     shown = []
     report = gradcheck_ops("gelu", device=device, progress=shown.append)
-    assert shown == ["gelu, tanh", "gelu, none"]
+    assert [results[0].case for results in shown] == ["gelu, tanh", "gelu, none"]
     assert report.passed
-    assert {result.case for result in report.results} == set(shown)
+    assert report.results == [result for results in shown for result in results]
 
 
 # Each breaks gelu in one way: what is found wrong.

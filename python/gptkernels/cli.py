@@ -12,6 +12,7 @@ from json import dumps
 from typing import Any
 
 from gptkernels.foreign_flags import explain_flag
+from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.training.config import GROUPS, TrainConfig, flag
 from gptkernels.training.output import SafeOutput, flush_streams, prepare_streams
 from gptkernels.training.progress import ByteProgress
@@ -321,16 +322,20 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(device: str, op: list[str] | None, json: bool) -> int:
-    from rich.console import Console
-
     from gptkernels.testing import gradcheck_ops
 
-    with Console(stderr=True).status("checking") as status:
-        report = gradcheck_ops(op, device=device, progress=lambda name: status.update(f"checking {name}"))
     if json:
+        report = gradcheck_ops(op, device=device)
         print(dumps(report.as_dict(), indent=2))
-    else:
-        print(report)
+        return 0 if report.passed else FAILURE
+    shown = [HEADER]  # before the first line: a wrong argument has a sentence alone
+
+    def show(results: list[Result]) -> None:
+        print("\n".join([*shown, row(results)]), flush=True)
+        shown.clear()
+
+    report = gradcheck_ops(op, device=device, progress=show)
+    print(report.summary())
     return 0 if report.passed else FAILURE
 
 

@@ -25,7 +25,7 @@ def gradcheck_ops(
     ops: str | Iterable[str] | None = None,
     *,
     device: str | torch.device | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[list[Result]], None] | None = None,
 ) -> Report:
     """Check every op against torch.
 
@@ -40,7 +40,7 @@ def gradcheck_ops(
     Args:
         ops: names, such as ``"layernorm"``; None for all of :func:`op_names`.
         device: where to run; None or "auto" for CUDA where it is in use, else the CPU.
-        progress: called with each case's name before it is checked.
+        progress: called with the results of each case when it is checked.
 
     Returns:
         The results, which ``print`` shows as a table: for a dtype the error as a share of what is allowed.
@@ -62,10 +62,12 @@ def gradcheck_ops(
     with torch.random.fork_rng(devices=[found] if found.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
         for case in CASES:
-            if case.op in wanted:
-                if progress is not None:
-                    progress(case.name)
-                report.results += check_case(case, found)
+            if case.op not in wanted:
+                continue
+            results = list(check_case(case, found))
+            report.results += results
+            if progress is not None:
+                progress(results)
     report.seconds = time.monotonic() - begin
     return report
 

@@ -1,7 +1,7 @@
 """What ``gradcheck_ops`` found, as an object with a readable table."""
 
 import dataclasses
-import io
+from collections.abc import Sequence
 from typing import Any
 
 CHECKS = ("float64", "float32", "bfloat16", "float16", "gradcheck", "gradgradcheck", "opcheck")
@@ -61,24 +61,26 @@ class Report:
         return {"passed": self.passed, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        from rich.console import Console
+        cases = dict.fromkeys(result.case for result in self.results)
+        rows = [row([result for result in self.results if result.case == case]) for case in cases]
+        return "\n".join([HEADER, *rows, self.summary()])
 
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None).print(self)
-        return text.getvalue().rstrip()
+    def summary(self) -> str:
+        """What failed, and the report in one line."""
+        failures = [f"{result.case}, {result.check}: {result.message}" for result in self.failures]
+        return "\n".join([*failures, self.line()])
 
-    def __rich__(self) -> Any:
-        """The table, for ``rich``."""
-        from rich.console import Group
-        from rich.table import Column, Table
-        from rich.text import Text
 
-        table = Table("op", *(Column(check, justify="right") for check in CHECKS), box=None, pad_edge=False)
-        cells = {(result.case, result.check): _cell(result) for result in self.results}
-        for case in dict.fromkeys(result.case for result in self.results):
-            table.add_row(case, *(cells.get((case, check), "-") for check in CHECKS))
-        failures = (f"{result.case}, {result.check}: {result.message}" for result in self.failures)
-        return Group(table, *map(Text, (*failures, self.line())))
+_NAME = 30  # columns; no case has a longer name
+HEADER = "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
+
+
+def row(results: Sequence[Result]) -> str:
+    """The table's line for the results of one case."""
+    cells = {result.check: _cell(result) for result in results}
+    return results[0].case.ljust(_NAME) + "".join(
+        f"  {cells.get(check, '-').rjust(max(8, len(check)))}" for check in CHECKS
+    )
 
 
 def _cell(result: Result) -> str:
