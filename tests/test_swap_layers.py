@@ -13,7 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 
 import gptkernels
 import published
+from gptkernels import functional
 from gptkernels.swapping import Report
+from gptkernels.swapping.dropout import Draws
 from helpers import assert_as_exact_as_torch, gradients, raises
 
 
@@ -99,7 +101,7 @@ def test_what_is_left_has_a_reason():
         "scaled": "its forward is not torch.nn.Linear's",
         "weighted": "no kernel serves its option weight",
         "smooth": "no kernel serves its option label_smoothing",
-        "drop": "it stays torch's",
+        "drop": "it stays torch's; a swapped parent reads its p",
         "conv": "there is no kernel for it",
         "lazy": "it is lazy: run the model once, then swap",
         "own": "it has a forward of its own",
@@ -120,7 +122,7 @@ def test_report(caplog):
         line,
         "modules  class",
         "* (2)    Linear   ->     Linear",
-        "2        Dropout  left:  it stays torch's",
+        "2        Dropout  left:  it stays torch's; a swapped parent reads its p",
     ]
     model[0](torch.randn(3, 4, dtype=torch.float32)), model[1].bfloat16()
     with raises("dtype|BFloat16"):
@@ -403,3 +405,54 @@ def test_swapping_calls_nothing_and_draws_nothing():
         gptkernels.swap(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == training
+
+
+# ---- dropout's numbers -----------------------------------------------------------------------------------------------
+
+
+def test_a_forwards_numbers_are_one_draw(device, monkeypatch):
+    """One launch for all of a model's dropouts, none without dropout, and another mask each."""
+    config = published.Config(16, 64, 3, 2, 16, 0.5)
+    model = gptkernels.swap(published.GPT(config).to(device))
+    tokens = torch.arange(32, device=device).view(2, 16)
+    counts, draw = [], functional._draw_numbers
+
+    def note(count, like):
+        counts.append(count)
+        return draw(count, like)
+
+    monkeypatch.setattr(functional, "_draw_numbers", note)
+    model(tokens, tokens)
+    assert counts == [1 + 3 * 3 + 1]
+    model.eval()(tokens, tokens)
+    assert len(counts) == 1
+
+
+def test_dropouts_numbers(device):
+    like = torch.empty(0, device=device)
+    torch.manual_seed(0)
+    draws = Draws(3, like)
+    assert draws(0.0) == (0.0, None, None)
+    first = [draws(0.5) for _ in range(5)]
+    assert all(one.p == 0.5 and one.seed.shape == one.offset.shape == () for one in first)
+    assert len({one.offset.item() for one in first}) == 5
+    torch.manual_seed(0)
+    again = Draws(3, like)
+    assert [(one.seed.item(), one.offset.item()) for one in first] == [
+        (one.seed.item(), one.offset.item()) for one in (again(0.5) for _ in range(5))
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_mask_is_stored(compiled, device):
+    """Dropout keeps nothing of its data's size for the backward."""
+    kept = []
+    for p in (0.0, 0.5):
+        model = gptkernels.swap(published.GPT(published.Config(16, 64, 2, 2, 16, p)).to(device))
+        tokens = torch.arange(32, device=device).view(2, 16)
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            call(tokens, tokens)
+        kept.append(sum(size for size in sizes if size > 1))
+    assert kept[1] <= kept[0]

@@ -5,15 +5,38 @@ called in place of the kernel. Shapes: B batch, T tokens, C channels.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels.ops import ops
 from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.dropout import NONE, Draws, Dropout, apply
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
+
+# ---- the residual stream ---------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """What is yet to be added to the residual stream: dropout(values + bias), values (B, T, C), bias (C) or None."""
+
+    values: Tensor
+    bias: Tensor | None = None
+    dropout: Dropout = NONE
+
+
+def add(stream: Tensor, pending: Pending | None) -> Tensor:
+    """The stream with what is pending."""
+    return stream if pending is None else stream + finished(pending)
+
+
+def finished(pending: Pending) -> Tensor:
+    """What is to be added, as one tensor."""
+    values, bias, dropout = pending
+    return apply(values if bias is None else values + bias.to(values.dtype), dropout)
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
@@ -21,59 +44,74 @@ def norm(x: Tensor, module: Any) -> Tensor:
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    return ops.layernorm(x, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
 
-def add_and_norm(stream: Tensor, pending: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
+def add_and_norm(stream: Tensor, pending: Pending | None, module: Any) -> tuple[Tensor, Tensor]:
     """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream."""
-    if pending is None:
+    if pending is None or not untouched(module, "LayerNorm"):
+        stream = add(stream, pending)
         return norm(stream, module), stream
-    if not untouched(module, "LayerNorm"):
-        stream = pending + stream
-        return module(stream), stream
-    weight, bias, eps = norm_of(module)
-    return functional.residual_layer_norm(pending, stream, weight.shape, weight, bias, eps)
+    values, x_bias, dropout = pending
+    normed, stream, _, _ = ops.residual_layernorm(values, stream, *norm_of(module), x_bias, *dropout)
+    return normed, stream
 
 
-def project(x: Tensor, module: Any) -> Tensor:
-    """A linear layer, or a Conv1D: (..., in) -> (..., out)."""
+# ---- sublayers -------------------------------------------------------------------------------------------------------
+
+
+def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
+    """A linear layer, or a Conv1D: (..., in) -> (..., out). Without its bias only what is not called as a module."""
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
-    return functional.linear(x, weight_of(module), module.bias)
+    return functional.linear(x, weight_of(module), module.bias if bias else None)
 
 
-def drop(x: Tensor, module: Any) -> Tensor:
-    """A dropout layer; None is none."""
-    if module is None:
-        return x
-    p = dropout_of(module)
-    if p is None:
-        return module(x)  # type: ignore[no-any-return]
-    return F.dropout(x, p) if p else x
-
-
-def mlp(x: Tensor, fc: Any, act: Any, proj: Any) -> Tensor:
-    """linear(act(linear(x))), as one operator where it is the tanh GELU's."""
+def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
+    """linear(act(linear(x))), as one operator where it is the tanh GELU's; ``bias`` is as in ``project``."""
     if untouched(act, "GELU"):
         form = gelu_form(act)
         if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
-            return functional.mlp(x, weight_of(fc), fc.bias, weight_of(proj), proj.bias)
-        return project(functional.gelu(project(x, fc), form), proj)
-    return project(act(project(x, fc)), proj)
+            return functional.mlp(x, weight_of(fc), fc.bias, weight_of(proj), proj.bias if bias else None)
+        return project(functional.gelu(project(x, fc), form), proj, bias)
+    return project(act(project(x, fc)), proj, bias)
+
+
+def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
+    """What a sublayer adds to the stream.
+
+    Args:
+        values: (B, T, C), ``proj``'s output without its bias.
+        proj: the linear layer that ``project`` or ``mlp`` has computed last.
+        module: the dropout after it, or None.
+        draws: where its numbers come from.
+    """
+    pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
+    if module is None:
+        return pending
+    p = dropout_of(module)
+    return Pending(module(finished(pending))) if p is None else pending._replace(dropout=draws(p))
+
+
+def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
+    """Causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
+    if qkv.shape[2] > 3 * functional.MAX_HEAD_SIZE * num_heads:
+        return functional.causal_attention(qkv, num_heads, scale, dropout.p)
+    return ops.attention(qkv, num_heads, scale, *dropout)[0]  # type: ignore[no-any-return]
 
 
 def layer(
     stream: Tensor,
-    pending: Tensor | None,
+    pending: Pending | None,
     block: Any,
-    attend: Callable[[Any, Tensor], Tensor],
-    feed_forward: Callable[[Any, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
+    attend: Callable[[Any, Tensor], Pending],
+    feed_forward: Callable[[Any, Tensor], Pending],
+) -> tuple[Tensor, Pending]:
     """A block without its last residual addition, which is done together with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.
-        pending: (B, T, C), not yet added to it; None if nothing is.
+        pending: not yet added to it; None if nothing is.
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
         attend: computes ``block.attn`` of the first norm.
         feed_forward: computes ``block.mlp`` of the second.
@@ -82,9 +120,14 @@ def layer(
         The stream, and what is now to be added to it.
     """
     normed, stream = add_and_norm(stream, pending, block.ln_1)
-    attended = attend(block.attn, normed)
-    normed, stream = add_and_norm(stream, attended, block.ln_2)
+    pending = attend(block.attn, normed)
+    normed, stream = add_and_norm(stream, pending, block.ln_2)
     return stream, feed_forward(block.mlp, normed)
+
+
+def called(module: Any, x: Tensor) -> Pending:
+    """A sublayer that is called as a module."""
+    return Pending(module(x))
 
 
 # ---- the output head -------------------------------------------------------------------------------------------------
