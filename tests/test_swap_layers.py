@@ -16,6 +16,7 @@ import published
 from gptkernels import functional
 from gptkernels.swapping import Report
 from gptkernels.swapping.dropout import Draws
+from gptkernels.swapping.head import head_and_loss
 from helpers import assert_as_exact_as_torch, gradients, raises
 
 
@@ -456,3 +457,67 @@ def test_no_mask_is_stored(compiled, device):
             call(tokens, tokens)
         kept.append(sum(size for size in sizes if size > 1))
     assert kept[1] <= kept[0]
+
+
+# ---- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", ["loss", "a part of the loss", "logits", "both"])
+@pytest.mark.parametrize("divisor", [None, 7, torch.tensor(7)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_head_and_loss(autocast, divisor, used, device):
+    """Against the formula in float64, beside torch: outputs, and the gradients by either output or both."""
+    hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 5, 16), (77, 16)])
+    targets = torch.randint(77, (3, 5), device=device)
+    targets[1, 2] = -1
+    outside = 1e-2 * torch.randn(3, 5, 77, device=device)
+
+    def ours(hidden, weight):
+        count = divisor.to(device) if isinstance(divisor, torch.Tensor) else divisor
+        return head_and_loss(hidden, weight, targets, -1, count)
+
+    def torchs(hidden, weight):
+        logits = F.linear(hidden, weight)
+        reduction = "mean" if divisor is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        return logits, loss if divisor is None else loss / int(divisor)
+
+    def run(function, dtype, low):
+        leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            logits, loss = function(*leaves)
+        total = {
+            "loss": loss,
+            "a part of the loss": loss / 3,
+            "logits": (logits.to(outside.dtype) * outside).sum(),
+            "both": loss / 3 + (logits.to(outside.dtype) * outside).sum(),
+        }[used]
+        return [logits.detach(), loss.detach(), *torch.autograd.grad(total, leaves)]
+
+    results = (
+        run(ours, torch.float32, autocast),
+        run(torchs, torch.float32, autocast),
+        run(torchs, torch.float64, False),
+    )
+    for name, a, b, c in zip(("logits", "loss", "dhidden", "dweight"), *results, strict=True):
+        least = (
+            (b.double() - c).abs().mean().item()
+            if name != "loss"
+            else (results[1][0].double() - results[2][0]).abs().mean().item()
+        )
+        assert_as_exact_as_torch(a, b, c, name, least)
+
+
+def test_the_heads_second_derivative(device):
+    hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(3, 5, 16), (77, 16)])
+    targets = torch.randint(77, (3, 5), device=device)
+
+    def torchs(hidden, weight):
+        return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+
+    found = []
+    for loss in (head_and_loss(hidden, weight, targets, -100)[1], torchs(hidden, weight)):
+        first = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (hidden, weight)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

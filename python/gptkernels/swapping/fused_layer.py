@@ -19,11 +19,11 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops import _forward, ops
-from gptkernels.ops._autocast import KEYS
 from gptkernels.ops._register import differentiate
-from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.below import Below
 from gptkernels.swapping.dropout import Draws, Dropout, apply
 from gptkernels.swapping.layers import gelu_form, norm_of
+from gptkernels.swapping.parts import Parts, probability
 from gptkernels.swapping.transformer import Pending
 
 
@@ -55,83 +55,67 @@ MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
 TOTAL_1 = 4  # where the sum of its inputs is, among what is kept for the backward
 
 
-def plan_of(
-    block: Any,
-    stream: Tensor,
-    pending: Pending | None,
-    heads: int,
-    scale: float | None,
-    attention_p: float,
-    kinds: Sequence[str],
-) -> Planned | None:
-    """The block as it is now; None where it must be computed otherwise.
+class Dtypes(NamedTuple):
+    """Of a forward pass: of matrix products, and of the residual stream, the norms and the parameters."""
 
-    Args:
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
-        stream: (B, T, C).
-        pending: yet to be added to it.
-        heads: NH.
-        scale: of the scores, or None.
-        attention_p: the probability of attention's dropout.
-        kinds: the replacements that the block's attention and MLP are when they are as the swap left them.
-    """
+    low: torch.dtype
+    wide: torch.dtype
+
+
+def dtypes_of(stream: Tensor) -> Dtypes | None:
+    """None where no block of this forward pass can be one node."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _forward.active():
         return None
-    attention, mlp = block.attn, block.mlp
-    if not (untouched(attention, kinds[0]) and untouched(mlp, kinds[1])):
-        return None
-    names = mlp._modules.keys() - {"c_fc", "c_proj", "dropout"}
-    if len(names) != 1:
-        return None
-    act = mlp._modules[next(iter(names))]
-    linears = attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj
-    if not (
-        untouched(act, "GELU")
-        and untouched(block.ln_1, "LayerNorm")
-        and untouched(block.ln_2, "LayerNorm")
-        and all(untouched(one, "Linear") for one in linears)
-    ):
-        return None
-    residual_p = _probability(attention._modules.get("resid_dropout"))
-    mlp_p = _probability(mlp._modules.get("dropout"))
-    if residual_p is None or mlp_p is None or stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
-        return None
-    norms = norm_of(block.ln_1), norm_of(block.ln_2)
-    parameters = (
-        *norms[0][:2],
-        *(t for one in linears[:2] for t in (one.weight, one.bias)),
-        *norms[1][:2],
-        mlp.c_fc.weight,
-        mlp.c_fc.bias,
-        mlp.c_proj.weight,
-    )
-    last_bias = mlp.c_proj.bias
-    biases = last_bias, pending.bias if pending is not None else None
     device = stream.device.type
     autocast = torch.is_autocast_enabled(device)
     low = torch.get_autocast_dtype(device) if autocast else stream.dtype
     wide = torch.float32 if autocast else stream.dtype
-    if stream.dtype != wide or any(t is not None and t.dtype != wide for t in (*parameters, *biases)):
+    return Dtypes(low, wide) if stream.dtype == wide else None
+
+
+def plan_of(
+    parts: Parts, dtypes: Dtypes, stream: Tensor, pending: Pending | None, heads: int, scale: float | None, p: float
+) -> Planned | None:
+    """The block as it is now; None where it must be computed otherwise.
+
+    Args:
+        parts: the block's.
+        dtypes: of the forward pass.
+        stream: (B, T, C).
+        pending: yet to be added to it.
+        heads: NH.
+        scale: of the scores, or None.
+        p: the probability of attention's dropout.
+    """
+    if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None
-    return Planned(
-        Plan(
-            epsilons=(norms[0][2], norms[1][2]),
-            heads=heads,
-            scale=scale,
-            attention_p=attention_p,
-            residual_p=residual_p,
-            mlp_p=mlp_p,
-            tanh=gelu_form(act) == "tanh",
-            transposed=linears[0]._gptkernels_transposed,
-            low=low,
-        ),
-        parameters,
-        last_bias,
+    first, second = norm_of(parts.ln_1), norm_of(parts.ln_2)
+    (qkv_w, qkv_b), (out_w, out_b) = _matrix(parts.c_attn), _matrix(parts.attn_proj)
+    (fc_w, fc_b), (proj_w, last_bias) = _matrix(parts.c_fc), _matrix(parts.mlp_proj)
+    parameters = (*first[:2], qkv_w, qkv_b, out_w, out_b, *second[:2], fc_w, fc_b, proj_w)
+    for t in (*parameters, last_bias, None if pending is None else pending.bias):
+        if t is not None and t.dtype != dtypes.wide:
+            return None
+    plan = Plan(
+        (first[2], second[2]),
+        heads,
+        scale,
+        p,
+        probability(parts.resid_dropout),
+        probability(parts.mlp_dropout),
+        gelu_form(parts.act) == "tanh",
+        parts.c_attn._gptkernels_transposed,
+        dtypes.low,
     )
+    return Planned(plan, parameters, last_bias)
 
 
-def _probability(dropout: Any) -> float | None:
-    return 0.0 if dropout is None else dropout_of(dropout)
+def _matrix(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear layer; its own dictionary is asked first, ``torch.nn.Module`` takes longer."""
+    parameters = linear.__dict__["_parameters"]
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return linear.weight, linear.bias
 
 
 def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws) -> tuple[Tensor, Pending, Tensor]:
@@ -140,27 +124,11 @@ def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws)
     values, bias, before = (None, None, Dropout()) if pending is None else pending
     dropouts = before, draws(plan.attention_p), draws(plan.residual_p)
     after = draws(plan.mlp_p)
-    stream, values, qkv, _ = _Layer.apply(plan, dropouts, stream, values, bias, *parameters)  # type: ignore[no-untyped-call]
+    stream, values, qkv, _ = _apply(plan, dropouts, stream, values, bias, *parameters)
     return stream, Pending(values, last_bias, after), qkv
 
 
 # ---- the node --------------------------------------------------------------------------------------------------------
-
-
-class _Below:
-    """Below autograd and autocast."""
-
-    def __init__(self, device_type: str) -> None:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
-        self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
-
-    def __enter__(self) -> None:
-        for guard in self.guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
 
 
 class _Layer(torch.autograd.Function):
@@ -191,7 +159,7 @@ class _Layer(torch.autograd.Function):
         Returns:
             stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
-        with _Below(stream.device.type):
+        with Below(stream.device.type):
             matrices = _cast([parameters[i] for i in MATRICES], plan.low)
             outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
         ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
@@ -211,28 +179,30 @@ class _Layer(torch.autograd.Function):
         parameters = saved[6:17]
         qkv_w, out_w, fc_w, proj_w, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[17:28]
         total_2, mean_2, rstd_2, normed_2, pre, post = saved[28:]
-        with _Below(total_1.device.type):
+        with Below(total_1.device.type):
             found: list[Tensor | None] = [None] * 11
             dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
             if plan.tanh:
                 mask = (True, *needs[8:], False)
-                dnormed, *found[8:], _ = ops.mlp_backward(dout, normed_2, fc_w, proj_w, pre, post, mask)
+                dnormed, *found[8:], _ = ops.mlp_backward.default(dout, normed_2, fc_w, proj_w, pre, post, mask)
             else:
-                dpost, found[10], _ = ops.linear_backward(dout, post, proj_w, (True, needs[10], False))
-                dpre = ops.gelu_backward(dpost, pre, approximate="none")
-                dnormed, *found[8:10] = ops.linear_backward(dpre, normed_2, fc_w, (True, *needs[8:10]))
+                dpost, found[10], _ = ops.linear_backward.default(dout, post, proj_w, (True, needs[10], False))
+                dpre = ops.gelu_backward.default(dpost, pre, approximate="none")
+                dnormed, *found[8:10] = ops.linear_backward.default(dpre, normed_2, fc_w, (True, *needs[8:10]))
             inputs = dnormed, dtotal, total_2, parameters[6], mean_2, rstd_2
             dadded, *found[6:8], found[5], dtotal = _add_and_norm_backward(
                 *inputs, dropouts[2], plan.low, (True, *needs[6:8], needs[5], True)
             )
-            dattended, found[4], _ = ops.linear_backward(dadded, attended, out_w, (True, needs[4], False))
+            dattended, found[4], _ = ops.linear_backward.default(dadded, attended, out_w, (True, needs[4], False))
             del dadded
-            dqkv = ops.attention_backward(dattended, qkv, attended, logsumexp, plan.heads, plan.scale, *dropouts[1])
+            dqkv = ops.attention_backward.default(
+                dattended, qkv, attended, logsumexp, plan.heads, plan.scale, *dropouts[1]
+            )
             if dqkv_outside is not None:
                 dqkv = dqkv + dqkv_outside
             need_inputs = need_stream or need_values or need_bias
             need_dnormed = need_inputs or needs[0] or needs[1]
-            dnormed, *found[2:4] = ops.linear_backward(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
+            dnormed, *found[2:4] = ops.linear_backward.default(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
             dvalues = dbias = dstream = None
             if need_dnormed:
                 dtotal = dtotal if dsum is None else dtotal + dsum
@@ -243,6 +213,10 @@ class _Layer(torch.autograd.Function):
             _cast_gradients(found, parameters, needs, plan)
             wanted = [dstream, dvalues, dbias, *found]
             return None, None, *(g if need else None for g, need in zip(wanted, ctx.needs_input_grad[2:], strict=True))
+
+
+# Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
+_apply = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
 def _compute(
@@ -268,24 +242,24 @@ def _compute(
     qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices, plan)
     if values is None:
         total_1 = stream
-        normed, mean_1, rstd_1 = ops.layernorm(stream, *parameters[:2], plan.epsilons[0])
+        normed, mean_1, rstd_1 = ops.layernorm.default(stream, *parameters[:2], plan.epsilons[0])
         normed_1 = normed.to(plan.low)
         del normed
     else:
         norm = (*parameters[:2], plan.epsilons[0])
         normed_1, total_1, mean_1, rstd_1 = _add_and_norm(values, bias, dropouts[0], stream, norm, plan.low)
-    qkv = ops.linear(normed_1, qkv_w, qkv_b)
-    attended, logsumexp = ops.attention(qkv, plan.heads, plan.scale, *dropouts[1])
-    added = ops.linear(attended, out_w, None)
+    qkv = ops.linear.default(normed_1, qkv_w, qkv_b)
+    attended, logsumexp = ops.attention.default(qkv, plan.heads, plan.scale, *dropouts[1])
+    added = ops.linear.default(attended, out_w, None)
     norm = (*parameters[6:8], plan.epsilons[1])
     normed_2, total_2, mean_2, rstd_2 = _add_and_norm(added, parameters[5], dropouts[2], total_1, norm, plan.low)
     del added
     if plan.tanh:
-        out, pre, post = ops.mlp(normed_2, fc_w, fc_b, proj_w, None)
+        out, pre, post = ops.mlp.default(normed_2, fc_w, fc_b, proj_w, None)
     else:
-        pre = ops.linear(normed_2, fc_w, fc_b)
-        post = ops.gelu(pre, approximate="none")
-        out = ops.linear(post, proj_w, None)
+        pre = ops.linear.default(normed_2, fc_w, fc_b)
+        post = ops.gelu.default(pre, approximate="none")
+        out = ops.linear.default(post, proj_w, None)
     kept = (
         *(qkv_w, out_w, fc_w, proj_w),
         *(total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp),
@@ -301,7 +275,7 @@ def _add_and_norm(
 
     ``norm`` is its weight, bias and epsilon.
     """
-    normed, *rest = ops.residual_layernorm(values.to(stream.dtype), stream, *norm, bias, *dropout)
+    normed, *rest = ops.residual_layernorm.default(values.to(stream.dtype), stream, *norm, bias, *dropout)
     return normed.to(low), *rest
 
 
@@ -319,13 +293,13 @@ def _add_and_norm_backward(
     """The gradients of values (in ``low``), weight, norm_bias, bias and stream; None for ``low`` without values."""
     inputs = dnormed.to(sum.dtype), dsum, sum, weight, mean, rstd
     if dropout.p:
-        dvalues, *gradients, dstream = ops.residual_layernorm_dropout_backward(*inputs, *dropout, needs)
+        dvalues, *gradients, dstream = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, needs)
     elif needs[3]:
         mask = needs[0] or needs[4], *needs[1:4]
-        dstream, *gradients = ops.residual_layernorm_bias_backward(*inputs, mask)
+        dstream, *gradients = ops.residual_layernorm_bias_backward.default(*inputs, mask)
         dvalues = dstream
     else:
-        dstream, *gradients = ops.residual_layernorm_backward(*inputs, (needs[0] or needs[4], *needs[1:3]))
+        dstream, *gradients = ops.residual_layernorm_backward.default(*inputs, (needs[0] or needs[4], *needs[1:3]))
         dvalues, gradients = dstream, [*gradients, None]
     return dvalues.to(low) if low is not None and needs[0] else None, *gradients, dstream
 

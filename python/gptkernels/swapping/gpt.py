@@ -13,15 +13,16 @@ from torch import Tensor
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.fused_layer import Dtypes, dtypes_of, plan_of, run
+from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
+from gptkernels.swapping.parts import parts_of
 from gptkernels.swapping.transformer import (
     Pending,
     add,
     add_and_norm,
     attend,
     called,
-    head_and_loss,
     layer,
     mlp,
     pending_of,
@@ -121,12 +122,17 @@ def looks_like_block(module: Any) -> bool:
     )
 
 
-def _layer(block: Any, stream: Tensor, pending: Pending | None, draws: Draws) -> tuple[Tensor, Pending]:
+KINDS = "gpt block", "gpt attention", "gpt mlp"
+
+
+def _layer(
+    block: Any, dtypes: Dtypes | None, stream: Tensor, pending: Pending | None, draws: Draws
+) -> tuple[Tensor, Pending]:
     """As one node of autograd's graph where that is possible."""
     attn = block.attn
     p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
-    if p is not None:
-        planned = plan_of(block, stream, pending, attn.n_head, None, p, ("gpt attention", "gpt mlp"))
+    if p is not None and dtypes is not None and (parts := parts_of(block, KINDS)) is not None:
+        planned = plan_of(parts, dtypes, stream, pending, attn.n_head, None, p)
         if planned is not None:
             return run(planned, stream, pending, draws)[:2]
 
@@ -153,7 +159,7 @@ def block(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        return add(*_layer(self, x, None, Draws(3, x)))
+        return add(*_layer(self, dtypes_of(x), x, None, Draws(3, x)))
 
     return {"forward": forward}
 
@@ -197,10 +203,11 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         hidden = torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight)
         draws = Draws(3 * len(trunk.h) + 1, hidden)
         hidden = drop(hidden, trunk._modules.get("drop"), draws)
+        dtypes = dtypes_of(hidden)
         pending: Pending | None = None
         for one in trunk.h:
             if untouched(one, "gpt block"):
-                hidden, pending = _layer(one, hidden, pending, draws)
+                hidden, pending = _layer(one, dtypes, hidden, pending, draws)
             else:
                 hidden, pending = one(add(hidden, pending)), None
         hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]

@@ -19,15 +19,16 @@ from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import Planned, plan_of, run
+from gptkernels.swapping.fused_layer import dtypes_of, plan_of, run
+from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
+from gptkernels.swapping.parts import Parts, parts_of, probability
 from gptkernels.swapping.transformer import (
     Pending,
     add,
     add_and_norm,
     attend,
     called,
-    head_and_loss,
     layer,
     mlp,
     pending_of,
@@ -207,8 +208,9 @@ def model(original: Any) -> Namespace:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = complete(args, kwargs)
-        if (reason := _why_not_model(self, options)) is not None:
-            count(self, reason)
+        found = _why_not_model(self, options) or _blocks(self)
+        if isinstance(found, str):
+            count(self, found)
             return original.forward(self, *args, **kwargs)
         use_cache = options.get("use_cache")
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -221,9 +223,14 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
+        dtypes = dtypes_of(hidden) if start == 0 and masks == (None, None, None) else None
         pending: Pending | None = None
-        for i, one in enumerate(self.h):
-            planned = _plan(one, hidden, pending) if start == 0 and masks == (None, None, None) else None
+        for i, (one, parts) in enumerate(found):
+            planned = None
+            if parts is not None and dtypes is not None:
+                attn = parts.attn
+                p = probability(parts.attn_dropout)
+                planned = plan_of(parts, dtypes, hidden, pending, attn.num_heads, scale_of(attn), p)
             if planned is None:
                 hidden, pending = layer(
                     *(hidden, pending, one),
@@ -285,14 +292,27 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         # Theirs lets a query that sees no key see all of them, future ones too.
         if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
             return "attention_mask with attn_implementation='eager'"
+    return why_not(self.wpe.weight if embeds is None else embeds)
+
+
+def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
+    """Each block, and its parts where they are as the swap left them; or why the model is not computed by one loop."""
+    found: list[tuple[Any, Parts | None]] = []
+    compiling = torch.compiler.is_compiling()
     for one in self.h:
-        if not untouched(one, "Hugging Face GPT2Block") or not untouched(one.attn, "Hugging Face GPT2Attention"):
-            return "a block or its attention was replaced, hooked or wrapped"
-        if dropout_of(one.attn.attn_dropout) is None:
-            return "attn_dropout was replaced or hooked"
+        parts = None if compiling else parts_of(one, KINDS)
+        if parts is None:
+            if not untouched(one, KINDS[0]) or not untouched(one.attn, KINDS[1]):
+                return "a block or its attention was replaced, hooked or wrapped"
+            if dropout_of(one.attn.attn_dropout) is None:
+                return "attn_dropout was replaced or hooked"
         if one.training and getattr(one, "gradient_checkpointing", False):
             return "gradient checkpointing"
-    return why_not(self.wpe.weight if embeds is None else embeds)
+        found.append((one, parts))
+    return found
+
+
+KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 _KNOWN = (
@@ -340,14 +360,6 @@ def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
         if bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
             return None, begin.int(), end.int()
     return seen[:, None, None], None, None
-
-
-def _plan(block: Any, stream: Tensor, pending: Pending | None) -> Planned | None:
-    """The block as one node of autograd's graph; None where it must be computed otherwise."""
-    attention = block.attn
-    kinds = "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
-    dropout_p = dropout_of(attention.attn_dropout)
-    return plan_of(block, stream, pending, attention.num_heads, scale_of(attention), dropout_p or 0.0, kinds)
 
 
 def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: Draws) -> Pending:

@@ -7,8 +7,6 @@ called in place of the kernel. Shapes: B batch, T tokens, C channels.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
@@ -128,57 +126,3 @@ def layer(
 def called(module: Any, x: Tensor) -> Pending:
     """A sublayer that is called as a module."""
     return Pending(module(x))
-
-
-# ---- the output head -------------------------------------------------------------------------------------------------
-
-
-def padded_weight(weight: Tensor) -> Tensor:
-    """The head's weight (V, C) with V rounded up to a multiple of 64 by rows of zeros, in autocast's dtype.
-
-    Rows of logits then start at multiples of 128 bytes, which matrix products on tensor cores need: GPT-2's 50257
-    columns of 16 bits do not.
-    """
-    device = weight.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        weight = weight.to(torch.get_autocast_dtype(device))
-    padding = -weight.shape[0] % 64
-    return F.pad(weight, (0, 0, 0, padding)) if padding else weight
-
-
-def head_and_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    divisor: Any = None,
-    return_logits: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """Logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
-
-    Args:
-        hidden: (..., C).
-        weight: (V, C).
-        targets: (...), int64 or int32.
-        ignore_index: the target of rows that do not count.
-        divisor: what the sum of the losses is divided by; None is the number of targets that count.
-        return_logits: False computes them in chunks, so that they never exist as a whole, and returns None.
-
-    Returns:
-        logits or None; loss, 0-dim, float32 (float64 for float64).
-    """
-    V = weight.shape[0]
-    padded = padded_weight(weight)
-    if not return_logits:
-        reduction = "mean" if divisor is None else "sum"
-        loss = functional.linear_cross_entropy(
-            hidden, padded, targets, vocab_size=V, ignore_index=ignore_index, reduction=reduction
-        )
-        return None, loss if divisor is None else loss / divisor
-    logits = functional.linear(hidden, padded)
-    losses, _ = torch.ops.gptkernels.fused_classifier(
-        logits.view(-1, padded.shape[0]), targets.reshape(-1), V, ignore_index
-    )
-    if divisor is None:
-        divisor = (targets != ignore_index).sum()
-    return logits[..., :V], losses.sum() / divisor
