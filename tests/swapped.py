@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import gptkernels
 import published
 from gptkernels import functional
+from gptkernels.swapping.dropout import Draws, Dropout
 from helpers import assert_as_exact_as_torch, error_of
 
 V, T = 101, 24
@@ -167,10 +168,10 @@ def assert_as_exact(ours, torchs, exact, others=()):
 
 
 @contextlib.contextmanager
-def attention_with_our_dropout(monkeypatch):
-    """Let torch's attention drop what our kernel drops: the same numbers are drawn, and the mask asked of our op.
+def our_dropout(monkeypatch):
+    """Let torch's attention and dropout drop what our kernels drop.
 
-    Residual and embedding dropouts then draw the same numbers from torch's generator on both sides.
+    The same numbers are given out one after another, and the masks asked of our ops.
     """
     count = iter(range(10**6))
 
@@ -191,7 +192,15 @@ def attention_with_our_dropout(monkeypatch):
             p = p * torch.ops.gptkernels.attention_dropout_mask(*p.shape, dropout_p, seed, offset) / (1 - dropout_p)
         return p @ value
 
+    def dropout(input, p=0.5, training=True, inplace=False):
+        if not (training and p):
+            return input
+        kept = torch.ops.gptkernels.dropout_mask(input.numel(), p, *numbers(p, input)).view(input.shape)
+        return input * kept / (1 - p)
+
     with monkeypatch.context() as patch:
         patch.setattr(functional, "_dropout_numbers", numbers)
+        patch.setattr(Draws, "__call__", lambda draws, p: Dropout(p, *numbers(p, draws._like)))
         patch.setattr(F, "scaled_dot_product_attention", attention)
+        patch.setattr(F, "dropout", dropout)
         yield

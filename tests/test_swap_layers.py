@@ -13,7 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 
 import gptkernels
 import published
+from gptkernels import functional
 from gptkernels.swapping import Report
+from gptkernels.swapping.dropout import Draws
+from gptkernels.swapping.head import head_and_loss
 from helpers import assert_as_exact_as_torch, gradients, raises
 
 
@@ -99,7 +102,7 @@ def test_what_is_left_has_a_reason():
         "scaled": "its forward is not torch.nn.Linear's",
         "weighted": "no kernel serves its option weight",
         "smooth": "no kernel serves its option label_smoothing",
-        "drop": "it stays torch's",
+        "drop": "it stays torch's; a swapped parent reads its p",
         "conv": "there is no kernel for it",
         "lazy": "it is lazy: run the model once, then swap",
         "own": "it has a forward of its own",
@@ -120,7 +123,7 @@ def test_report(caplog):
         line,
         "modules  class",
         "* (2)    Linear   ->     Linear",
-        "2        Dropout  left:  it stays torch's",
+        "2        Dropout  left:  it stays torch's; a swapped parent reads its p",
     ]
     model[0](torch.randn(3, 4, dtype=torch.float32)), model[1].bfloat16()
     with raises("dtype|BFloat16"):
@@ -404,3 +407,118 @@ def test_swapping_calls_nothing_and_draws_nothing():
         gptkernels.swap(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == training
+
+
+# ---- dropout's numbers -----------------------------------------------------------------------------------------------
+
+
+def test_a_forwards_numbers_are_one_draw(device, monkeypatch):
+    """One launch for all of a model's dropouts, none without dropout, and another mask each."""
+    config = published.Config(16, 64, 3, 2, 16, 0.5)
+    model = gptkernels.swap(published.GPT(config).to(device))
+    tokens = torch.arange(32, device=device).view(2, 16)
+    counts, draw = [], functional._draw_numbers
+
+    def note(count, like):
+        counts.append(count)
+        return draw(count, like)
+
+    monkeypatch.setattr(functional, "_draw_numbers", note)
+    model(tokens, tokens)
+    assert counts == [1 + 3 * 3 + 1]
+    model.eval()(tokens, tokens)
+    assert len(counts) == 1
+
+
+def test_dropouts_numbers(device):
+    like = torch.empty(0, device=device)
+    torch.manual_seed(0)
+    draws = Draws(3, like)
+    assert draws(0.0) == (0.0, None, None)
+    first = [draws(0.5) for _ in range(5)]
+    assert all(one.p == 0.5 and one.seed.shape == one.offset.shape == () for one in first)
+    assert len({one.offset.item() for one in first}) == 5
+    torch.manual_seed(0)
+    again = Draws(3, like)
+    assert [(one.seed.item(), one.offset.item()) for one in first] == [
+        (one.seed.item(), one.offset.item()) for one in (again(0.5) for _ in range(5))
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_no_mask_is_stored(compiled, device):
+    """Dropout keeps nothing of its data's size for the backward."""
+    kept = []
+    for p in (0.0, 0.5):
+        model = gptkernels.swap(published.GPT(published.Config(16, 64, 2, 2, 16, p)).to(device))
+        tokens = torch.arange(32, device=device).view(2, 16)
+        call = torch.compile(model, backend="aot_eager") if compiled else model
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, s=sizes: s.append(t.numel()) or t, lambda t: t):
+            call(tokens, tokens)
+        kept.append(sum(size for size in sizes if size > 1))
+    assert kept[1] <= kept[0]
+
+
+# ---- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("used", ["loss", "a part of the loss", "logits", "both"])
+@pytest.mark.parametrize("divisor", [None, 7, torch.tensor(7)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_head_and_loss(autocast, divisor, used, device):
+    """Against the formula in float64, beside torch: outputs, and the gradients by either output or both."""
+    hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 5, 16), (77, 16)])
+    targets = torch.randint(77, (3, 5), device=device)
+    targets[1, 2] = -1
+    outside = 1e-2 * torch.randn(3, 5, 77, device=device)
+
+    def ours(hidden, weight):
+        count = divisor.to(device) if isinstance(divisor, torch.Tensor) else divisor
+        return head_and_loss(hidden, weight, targets, -1, count)
+
+    def torchs(hidden, weight):
+        logits = F.linear(hidden, weight)
+        reduction = "mean" if divisor is None else "sum"
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction=reduction)
+        return logits, loss if divisor is None else loss / int(divisor)
+
+    def run(function, dtype, low):
+        leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            logits, loss = function(*leaves)
+        total = {
+            "loss": loss,
+            "a part of the loss": loss / 3,
+            "logits": (logits.to(outside.dtype) * outside).sum(),
+            "both": loss / 3 + (logits.to(outside.dtype) * outside).sum(),
+        }[used]
+        return [logits.detach(), loss.detach(), *torch.autograd.grad(total, leaves)]
+
+    results = (
+        run(ours, torch.float32, autocast),
+        run(torchs, torch.float32, autocast),
+        run(torchs, torch.float64, False),
+    )
+    for name, a, b, c in zip(("logits", "loss", "dhidden", "dweight"), *results, strict=True):
+        least = (
+            (b.double() - c).abs().mean().item()
+            if name != "loss"
+            else (results[1][0].double() - results[2][0]).abs().mean().item()
+        )
+        assert_as_exact_as_torch(a, b, c, name, least)
+
+
+def test_the_heads_second_derivative(device):
+    hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(3, 5, 16), (77, 16)])
+    targets = torch.randint(77, (3, 5), device=device)
+
+    def torchs(hidden, weight):
+        return F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+
+    found = []
+    for loss in (head_and_loss(hidden, weight, targets, -100)[1], torchs(hidden, weight)):
+        first = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (hidden, weight)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)

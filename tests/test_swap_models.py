@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import gptkernels
-from swapped import FAMILIES, all_families, assert_as_exact, attention_with_our_dropout, made, results, three
+from swapped import FAMILIES, all_families, assert_as_exact, made, our_dropout, results, three
 
 both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 
@@ -46,27 +46,27 @@ def test_ten_steps(family, autocast, device):
     assert apart[0] <= 2 * apart[1] + losses[2].abs().max().item() * (2**-8 if autocast else 1e-6), apart
 
 
+@both
 @pytest.mark.parametrize(
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
-def test_dropout(family, device, monkeypatch):
-    """With attention's mask taken from our op, a training step with dropout everywhere is the same.
+def test_dropout(family, autocast, device, monkeypatch):
+    """With the masks taken from our ops, a training step with dropout everywhere is the same.
 
     llm.c has no dropout, and nanoGPT before torch 2 applies a dropout layer whose mask it alone draws.
     """
-    if device.type == "cuda":
-        pytest.skip("torch's dropout draws other numbers for other dtypes there")
     models = three(family, device, dropout=0.2)[:3]
     _, call = made(family, device)
 
-    def step(model, draw):
-        with attention_with_our_dropout(monkeypatch):
-            torch.manual_seed(3)
-            return results(model.train(), call, device, draw=draw)
+    def step(model, low, draw):
+        with our_dropout(monkeypatch):
+            return results(model.train(), call, device, low, draw)
 
-    found = [[step(model, draw) for model in models] for draw in range(4)]
+    found = [
+        [step(m, low, draw) for m, low in zip(models, (autocast, autocast, False), strict=True)] for draw in range(4)
+    ]
     assert_as_exact(*found[0], [pair[1:] for pair in found[1:]])
-    without = results(made(family, device)[0].train(), call, device)
+    without = results(made(family, device)[0].train(), call, device, autocast)
     assert not torch.allclose(without["output 0"], found[0][0]["output 0"], rtol=1e-3)
 
 

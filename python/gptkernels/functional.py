@@ -388,10 +388,13 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Seed and offset of a dropout mask, drawn on the device by torch's generator: a CUDA graph draws anew."""
-    if dropout_p == 0:
-        return None, None
-    return torch.randint(2**63 - 1, (2,), device=like.device).unbind()
+    """Seed and offset of a dropout mask; None where nothing is dropped."""
+    return _draw_numbers(2, like) if dropout_p else (None, None)
+
+
+def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
+    """0-dim int64 numbers, drawn on the device by torch's generator: a CUDA graph draws anew."""
+    return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> D
     kind = type(module)
     if kind.__module__.startswith(("torch.", "transformers.", "gptkernels.")):
         if isinstance(module, torch.nn.Dropout):
-            return "it stays torch's"
+            return "it stays torch's; a swapped parent reads its p"
         return None if module._modules else "there is no kernel for it"
     found = _by_trial(module, decisions, tried)
     if isinstance(found, tuple):

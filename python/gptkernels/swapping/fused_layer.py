@@ -19,10 +19,12 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops import _forward, ops
-from gptkernels.ops._autocast import KEYS
 from gptkernels.ops._register import differentiate
-from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.below import Below
+from gptkernels.swapping.dropout import Draws, Dropout, apply
 from gptkernels.swapping.layers import gelu_form, norm_of
+from gptkernels.swapping.parts import Parts, probability
+from gptkernels.swapping.transformer import Pending
 
 
 class Plan(NamedTuple):
@@ -39,258 +41,296 @@ class Plan(NamedTuple):
     low: torch.dtype  # of matrix products
 
 
-MATRICES = (2, 3, 4, 5, 8, 9, 10, 11)  # where the linear layers' are among a block's 12 parameters
-TOTAL_1 = 6  # where the sum of its inputs is, among what is kept for the backward
+class Planned(NamedTuple):
+    """A block that can be one node."""
+
+    plan: Plan
+    parameters: tuple[Any, ...]
+    last_bias: Tensor | None  # of the MLP's c_proj, added with its output after the block
 
 
-def plan_of(
-    block: Any, stream: Tensor, heads: int, scale: float | None, attention_p: float, kinds: Sequence[str]
-) -> tuple[Plan, tuple[Any, ...]] | None:
-    """The plan and the parameters; None where the block must be computed otherwise.
+# A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
+# MLP's c_proj.
+MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
+TOTAL_1 = 4  # where the sum of its inputs is, among what is kept for the backward
 
-    Args:
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
-        stream: (B, T, C).
-        heads: NH.
-        scale: of the scores, or None.
-        attention_p: the probability of attention's dropout.
-        kinds: the replacements that the block's attention and MLP are when they are as the swap left them.
-    """
+
+class Dtypes(NamedTuple):
+    """Of a forward pass: of matrix products, and of the residual stream, the norms and the parameters."""
+
+    low: torch.dtype
+    wide: torch.dtype
+
+
+def dtypes_of(stream: Tensor) -> Dtypes | None:
+    """None where no block of this forward pass can be one node."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _forward.active():
         return None
-    attention, mlp = block.attn, block.mlp
-    if not (untouched(attention, kinds[0]) and untouched(mlp, kinds[1])):
-        return None
-    names = mlp._modules.keys() - {"c_fc", "c_proj", "dropout"}
-    if len(names) != 1:
-        return None
-    act = mlp._modules[next(iter(names))]
-    linears = attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj
-    if not (
-        untouched(act, "GELU")
-        and untouched(block.ln_1, "LayerNorm")
-        and untouched(block.ln_2, "LayerNorm")
-        and all(untouched(one, "Linear") for one in linears)
-    ):
-        return None
-    residual_p = _probability(attention._modules.get("resid_dropout"))
-    mlp_p = _probability(mlp._modules.get("dropout"))
-    if residual_p is None or mlp_p is None or stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
-        return None
-    norms = norm_of(block.ln_1), norm_of(block.ln_2)
-    parameters = (
-        *norms[0][:2],
-        *(t for one in linears[:2] for t in (one.weight, one.bias)),
-        *norms[1][:2],
-        *(t for one in linears[2:] for t in (one.weight, one.bias)),
-    )
     device = stream.device.type
     autocast = torch.is_autocast_enabled(device)
     low = torch.get_autocast_dtype(device) if autocast else stream.dtype
     wide = torch.float32 if autocast else stream.dtype
-    if stream.dtype != wide or any(t is not None and t.dtype != wide for t in parameters):
+    return Dtypes(low, wide) if stream.dtype == wide else None
+
+
+def plan_of(
+    parts: Parts, dtypes: Dtypes, stream: Tensor, pending: Pending | None, heads: int, scale: float | None, p: float
+) -> Planned | None:
+    """The block as it is now; None where it must be computed otherwise.
+
+    Args:
+        parts: the block's.
+        dtypes: of the forward pass.
+        stream: (B, T, C).
+        pending: yet to be added to it.
+        heads: NH.
+        scale: of the scores, or None.
+        p: the probability of attention's dropout.
+    """
+    if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None
-    return (
-        Plan(
-            epsilons=(norms[0][2], norms[1][2]),
-            heads=heads,
-            scale=scale,
-            attention_p=attention_p,
-            residual_p=residual_p,
-            mlp_p=mlp_p,
-            tanh=gelu_form(act) == "tanh",
-            transposed=linears[0]._gptkernels_transposed,
-            low=low,
-        ),
-        parameters,
+    first, second = norm_of(parts.ln_1), norm_of(parts.ln_2)
+    (qkv_w, qkv_b), (out_w, out_b) = _matrix(parts.c_attn), _matrix(parts.attn_proj)
+    (fc_w, fc_b), (proj_w, last_bias) = _matrix(parts.c_fc), _matrix(parts.mlp_proj)
+    parameters = (*first[:2], qkv_w, qkv_b, out_w, out_b, *second[:2], fc_w, fc_b, proj_w)
+    for t in (*parameters, last_bias, None if pending is None else pending.bias):
+        if t is not None and t.dtype != dtypes.wide:
+            return None
+    plan = Plan(
+        (first[2], second[2]),
+        heads,
+        scale,
+        p,
+        probability(parts.resid_dropout),
+        probability(parts.mlp_dropout),
+        gelu_form(parts.act) == "tanh",
+        parts.c_attn._gptkernels_transposed,
+        dtypes.low,
     )
+    return Planned(plan, parameters, last_bias)
 
 
-def _probability(dropout: Any) -> float | None:
-    return 0.0 if dropout is None else dropout_of(dropout)
+def _matrix(linear: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear layer; its own dictionary is asked first, ``torch.nn.Module`` takes longer."""
+    parameters = linear.__dict__["_parameters"]
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return linear.weight, linear.bias
 
 
-def run(
-    plan: Plan, parameters: Sequence[Tensor | None], stream: Tensor, pending: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws) -> tuple[Tensor, Pending, Tensor]:
     """The stream, what is to be added to it, and qkv (B, T, 3C)."""
-    seed, offset = functional._dropout_numbers(plan.attention_p, stream)
-    return _Layer.apply(plan, stream, pending, seed, offset, *parameters)[:3]  # type: ignore[no-any-return]
+    plan, parameters, last_bias = planned
+    values, bias, before = (None, None, Dropout()) if pending is None else pending
+    dropouts = before, draws(plan.attention_p), draws(plan.residual_p)
+    after = draws(plan.mlp_p)
+    stream, values, qkv, _ = _apply(plan, dropouts, stream, values, bias, *parameters)
+    return stream, Pending(values, last_bias, after), qkv
 
 
 # ---- the node --------------------------------------------------------------------------------------------------------
 
 
-class _Below:
-    """Below autograd and autocast."""
-
-    def __init__(self, device_type: str) -> None:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
-        self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
-
-    def __enter__(self) -> None:
-        for guard in self.guards:
-            guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
-
-
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: Plan, stream: Tensor, pending: Tensor | None, seed: Any, offset: Any, *parameters: Any):  # type: ignore[no-untyped-def]
-        """stream, pending (B, T, C) -> stream, pending (B, T, C), qkv (B, T, 3C), and the sum of the inputs.
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any,
+        plan: Plan,
+        dropouts: Sequence[Dropout],
+        stream: Tensor,
+        values: Tensor | None,
+        bias: Tensor | None,
+        *parameters: Any,
+    ):
+        """The block's outputs, and the sum of its inputs.
 
         The sum is all that the backward needs of the inputs. It is an output so that a second derivative finds its way
-        from the sum to them; None without pending.
+        from the sum to them.
+
+        Args:
+            ctx: autograd's.
+            plan: as made by ``plan_of``.
+            dropouts: of the values, of attention's probabilities, and of attention's output.
+            stream: (B, T, C).
+            values: (B, T, C), to be added to the stream; or None.
+            bias: (C), to be added to the values; or None.
+            parameters: the block's.
+
+        Returns:
+            stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
-        with _Below(stream.device.type):
+        with Below(stream.device.type):
             matrices = _cast([parameters[i] for i in MATRICES], plan.low)
-            outputs, kept = _compute(plan, stream, pending, seed, offset, parameters, matrices, (None, None))
-        ctx.save_for_backward(seed, offset, *parameters, *kept)
-        ctx.plan = plan
-        ctx.pending_dtype = None if pending is None else pending.dtype
+            outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
+        ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
+        ctx.plan, ctx.probabilities = plan, [one.p for one in dropouts]
+        ctx.values_dtype = None if values is None else values.dtype
         ctx.set_materialize_grads(False)
-        return *outputs, None if pending is None else kept[TOTAL_1]
+        return *outputs, None if values is None else kept[TOTAL_1]
 
     @staticmethod
     def backward(ctx: Any, dtotal: Any, dout: Any, dqkv_outside: Any, dsum: Any):  # type: ignore[no-untyped-def]
         """All gradients that are wanted."""
         plan, saved = ctx.plan, ctx.saved_tensors
-        _, need_stream, need_pending, _, _, *needs = ctx.needs_input_grad
+        _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
+        dropouts = [Dropout(p, *saved[2 * i : 2 * i + 2]) for i, p in enumerate(ctx.probabilities)]
         if torch.is_grad_enabled():
-            return _differentiably(ctx, (dtotal, dout, dqkv_outside), dsum)
-        seed, offset, *parameters = saved[:14]
-        mask_1, mask_2, qkv_w, out_w, fc_w, proj_w = saved[14:20]
-        total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[20:27]
-        total_2, mean_2, rstd_2, normed_2, pre, post = saved[27:]
-        wide = total_1.dtype
-        with _Below(total_1.device.type):
-            found: list[Tensor | None] = [None] * 12
-            dout = _or_zeros(dout, total_2, plan.low)
-            dout = _drop_backward(dout, mask_2, plan.mlp_p)
+            return _differentiably(ctx, dropouts, saved[6:], (dtotal, dout, dqkv_outside), dsum)
+        parameters = saved[6:17]
+        qkv_w, out_w, fc_w, proj_w, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[17:28]
+        total_2, mean_2, rstd_2, normed_2, pre, post = saved[28:]
+        with Below(total_1.device.type):
+            found: list[Tensor | None] = [None] * 11
+            dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
             if plan.tanh:
-                dnormed, *found[8:] = ops.mlp_backward(dout, normed_2, fc_w, proj_w, pre, post, (True, *needs[8:]))
+                mask = (True, *needs[8:], False)
+                dnormed, *found[8:], _ = ops.mlp_backward.default(dout, normed_2, fc_w, proj_w, pre, post, mask)
             else:
-                dpost, *found[10:] = ops.linear_backward(dout, post, proj_w, (True, *needs[10:]))
-                dpre = ops.gelu_backward(dpost, pre, approximate="none")
-                dnormed, *found[8:10] = ops.linear_backward(dpre, normed_2, fc_w, (True, *needs[8:10]))
-            dtotal, *found[6:8] = ops.residual_layernorm_backward(
-                dnormed.to(wide), dtotal, total_2, parameters[6], mean_2, rstd_2, (True, *needs[6:8])
+                dpost, found[10], _ = ops.linear_backward.default(dout, post, proj_w, (True, needs[10], False))
+                dpre = ops.gelu_backward.default(dpost, pre, approximate="none")
+                dnormed, *found[8:10] = ops.linear_backward.default(dpre, normed_2, fc_w, (True, *needs[8:10]))
+            inputs = dnormed, dtotal, total_2, parameters[6], mean_2, rstd_2
+            dadded, *found[6:8], found[5], dtotal = _add_and_norm_backward(
+                *inputs, dropouts[2], plan.low, (True, *needs[6:8], needs[5], True)
             )
-            dadded = _drop_backward(dtotal.to(plan.low), mask_1, plan.residual_p)
-            dattended, *found[4:6] = ops.linear_backward(dadded, attended, out_w, (True, *needs[4:6]))
+            dattended, found[4], _ = ops.linear_backward.default(dadded, attended, out_w, (True, needs[4], False))
             del dadded
-            dqkv = ops.attention_backward(
-                dattended, qkv, attended, logsumexp, plan.heads, plan.scale, plan.attention_p, seed, offset
+            dqkv = ops.attention_backward.default(
+                dattended, qkv, attended, logsumexp, plan.heads, plan.scale, *dropouts[1]
             )
             if dqkv_outside is not None:
                 dqkv = dqkv + dqkv_outside
-            need_dnormed = need_stream or need_pending or needs[0] or needs[1]
-            dnormed, *found[2:4] = ops.linear_backward(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
-            dstream = None
+            need_inputs = need_stream or need_values or need_bias
+            need_dnormed = need_inputs or needs[0] or needs[1]
+            dnormed, *found[2:4] = ops.linear_backward.default(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
+            dvalues = dbias = dstream = None
             if need_dnormed:
-                dstream, *found[:2] = ops.residual_layernorm_backward(
-                    dnormed.to(wide), dtotal, total_1, parameters[0], mean_1, rstd_1, (True, *needs[:2])
+                dtotal = dtotal if dsum is None else dtotal + dsum
+                inputs = dnormed, dtotal, total_1, parameters[0], mean_1, rstd_1
+                dvalues, *found[:2], dbias, dstream = _add_and_norm_backward(
+                    *inputs, dropouts[0], ctx.values_dtype, (need_values, *needs[:2], need_bias, need_stream)
                 )
-                if dsum is not None:
-                    dstream = dstream + dsum
             _cast_gradients(found, parameters, needs, plan)
-            return _returned(ctx, dstream, [g if need else None for g, need in zip(found, needs, strict=True)])
+            wanted = [dstream, dvalues, dbias, *found]
+            return None, None, *(g if need else None for g, need in zip(wanted, ctx.needs_input_grad[2:], strict=True))
 
 
-def _returned(ctx: Any, dsum: Tensor | None, gradients: Sequence[Any]) -> tuple[Any, ...]:
-    """The backward's outputs: the gradient of the inputs' sum is that of each."""
-    need_stream, need_pending = ctx.needs_input_grad[1:3]
-    dstream = dsum if need_stream else None
-    dpending = dsum.to(ctx.pending_dtype) if need_pending and dsum is not None else None
-    return None, dstream, dpending, None, None, *gradients
+# Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
+_apply = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
 def _compute(
     plan: Plan,
+    dropouts: Sequence[Dropout],
     stream: Tensor,
-    pending: Tensor | None,
-    seed: Tensor | None,
-    offset: Tensor | None,
+    values: Tensor | None,
+    bias: Tensor | None,
     parameters: Sequence[Any],
     matrices: Sequence[Any],
-    masks: Sequence[Tensor | None],
 ) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
     """The block's three outputs, and what its backward needs.
 
     Args:
         plan: as made by ``plan_of``.
-        stream: (B, T, C).
-        pending: (B, T, C) or None.
-        seed: of attention's dropout.
-        offset: of attention's dropout.
-        parameters: the block's, of which the norms' are used here.
+        dropouts: as of ``_Layer``.
+        stream: as of ``_Layer``.
+        values: as of ``_Layer``.
+        bias: as of ``_Layer``.
+        parameters: the block's, of which the norms' and the bias of attention's c_proj are used here.
         matrices: the others, in the dtype of matrix products.
-        masks: what the two dropouts keep; None to draw it.
     """
-    wide, low = stream.dtype, plan.low
-    qkv_w, qkv_b, out_w, out_b, fc_w, fc_b, proj_w, proj_b = _as_linear(matrices, plan)
-    if pending is None:
+    qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices, plan)
+    if values is None:
         total_1 = stream
-        normed, mean_1, rstd_1 = ops.layernorm(stream, *parameters[:2], plan.epsilons[0])
+        normed, mean_1, rstd_1 = ops.layernorm.default(stream, *parameters[:2], plan.epsilons[0])
+        normed_1 = normed.to(plan.low)
+        del normed
     else:
-        normed, total_1, mean_1, rstd_1 = ops.residual_layernorm(
-            pending.to(wide), stream, *parameters[:2], plan.epsilons[0]
-        )
-    normed_1 = normed.to(low)
-    del normed
-    qkv = ops.linear(normed_1, qkv_w, qkv_b)
-    attended, logsumexp = ops.attention(qkv, plan.heads, plan.scale, plan.attention_p, seed, offset)
-    added, mask_1 = _drop(ops.linear(attended, out_w, out_b), plan.residual_p, masks[0])
-    normed, total_2, mean_2, rstd_2 = ops.residual_layernorm(
-        added.to(wide), total_1, *parameters[6:8], plan.epsilons[1]
-    )
+        norm = (*parameters[:2], plan.epsilons[0])
+        normed_1, total_1, mean_1, rstd_1 = _add_and_norm(values, bias, dropouts[0], stream, norm, plan.low)
+    qkv = ops.linear.default(normed_1, qkv_w, qkv_b)
+    attended, logsumexp = ops.attention.default(qkv, plan.heads, plan.scale, *dropouts[1])
+    added = ops.linear.default(attended, out_w, None)
+    norm = (*parameters[6:8], plan.epsilons[1])
+    normed_2, total_2, mean_2, rstd_2 = _add_and_norm(added, parameters[5], dropouts[2], total_1, norm, plan.low)
     del added
-    normed_2 = normed.to(low)
-    del normed
     if plan.tanh:
-        out, pre, post = ops.mlp(normed_2, fc_w, fc_b, proj_w, proj_b)
+        out, pre, post = ops.mlp.default(normed_2, fc_w, fc_b, proj_w, None)
     else:
-        pre = ops.linear(normed_2, fc_w, fc_b)
-        post = ops.gelu(pre, approximate="none")
-        out = ops.linear(post, proj_w, proj_b)
-    out, mask_2 = _drop(out, plan.mlp_p, masks[1])
+        pre = ops.linear.default(normed_2, fc_w, fc_b)
+        post = ops.gelu.default(pre, approximate="none")
+        out = ops.linear.default(post, proj_w, None)
     kept = (
-        *(mask_1, mask_2, qkv_w, out_w, fc_w, proj_w),
+        *(qkv_w, out_w, fc_w, proj_w),
         *(total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp),
         *(total_2, mean_2, rstd_2, normed_2, pre, post),
     )
     return (total_2, out, qkv), kept
 
 
-def _differentiably(ctx: Any, grads: Sequence[Any], dsum: Tensor | None) -> tuple[Any, ...]:
+def _add_and_norm(
+    values: Tensor, bias: Tensor | None, dropout: Dropout, stream: Tensor, norm: Sequence[Any], low: torch.dtype
+) -> tuple[Tensor, ...]:
+    """The norm in ``low`` of dropout(values + bias) + stream; that sum, its mean and its rstd.
+
+    ``norm`` is its weight, bias and epsilon.
+    """
+    normed, *rest = ops.residual_layernorm.default(values.to(stream.dtype), stream, *norm, bias, *dropout)
+    return normed.to(low), *rest
+
+
+def _add_and_norm_backward(
+    dnormed: Tensor,
+    dsum: Tensor | None,
+    sum: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    dropout: Dropout,
+    low: torch.dtype | None,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of values (in ``low``), weight, norm_bias, bias and stream; None for ``low`` without values."""
+    inputs = dnormed.to(sum.dtype), dsum, sum, weight, mean, rstd
+    if dropout.p:
+        dvalues, *gradients, dstream = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, needs)
+    elif needs[3]:
+        mask = needs[0] or needs[4], *needs[1:4]
+        dstream, *gradients = ops.residual_layernorm_bias_backward.default(*inputs, mask)
+        dvalues = dstream
+    else:
+        dstream, *gradients = ops.residual_layernorm_backward.default(*inputs, (needs[0] or needs[4], *needs[1:3]))
+        dvalues, gradients = dstream, [*gradients, None]
+    return dvalues.to(low) if low is not None and needs[0] else None, *gradients, dstream
+
+
+def _differentiably(
+    ctx: Any, dropouts: Sequence[Dropout], saved: Sequence[Any], grads: Sequence[Any], dsum: Tensor | None
+) -> tuple[Any, ...]:
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
-    plan, saved = ctx.plan, ctx.saved_tensors
-    seed, offset, *parameters = saved[:14]
-    kept = saved[14:]
+    plan, parameters, total = ctx.plan, saved[:11], saved[11 + TOTAL_1]
+    need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[2:]
 
     def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         with torch.autocast(total.device.type, enabled=False):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
-            return _compute(plan, total, None, seed, offset, parameters, matrices, kept[:2])[0]
+            return _compute(plan, dropouts, total, None, None, parameters, matrices)[0]
 
-    needs = any(ctx.needs_input_grad[1:3]), *ctx.needs_input_grad[5:]
-    dtotal, *gradients = differentiate(formula, (kept[TOTAL_1], *parameters), needs, grads)
+    need_sum = need_stream or need_values or need_bias
+    dtotal, *gradients = differentiate(formula, (total, *parameters), (need_sum, *needs), grads)
     if dsum is not None:
         dtotal = dsum if dtotal is None else dtotal + dsum
-    return _returned(ctx, dtotal, gradients)
-
-
-def _or_zeros(dout: Tensor | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of the block's output, zeros where it was not used."""
-    return torch.zeros_like(like, dtype=dtype) if dout is None else dout
+    dvalues = dbias = None
+    if dtotal is not None and (need_values or need_bias):
+        dvalues = apply(dtotal, dropouts[0])
+        dbias = dvalues.flatten(0, -2).sum(0) if need_bias else None
+        dvalues = dvalues.to(ctx.values_dtype) if need_values else None
+    return None, None, dtotal if need_stream else None, dvalues, dbias, *gradients
 
 
 def _as_linear(matrices: Sequence[Any], plan: Plan) -> list[Any]:
     """Weights as (out, in) views, biases as they are."""
-    return [t.t() if plan.transposed and i % 2 == 0 else t for i, t in enumerate(matrices)]
+    return [t.t() if plan.transposed and t is not None and t.dim() == 2 else t for t in matrices]
 
 
 def _cast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
@@ -313,21 +353,3 @@ def _cast_gradients(found: list[Any], parameters: Sequence[Any], needs: Sequence
     if wanted and plan.low != parameters[wanted[0]].dtype:
         for i, t in zip(wanted, _cast([found[i] for i in wanted], parameters[wanted[0]].dtype), strict=True):
             found[i] = t
-
-
-def _drop(x: Tensor, p: float, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    if not p:
-        return x, None
-    if mask is not None:
-        return x * mask.to(x.dtype) * _kept_scale(p), mask
-    return torch.native_dropout(x, p, True)
-
-
-def _kept_scale(p: float) -> float:
-    return 1 / (1 - p) if p < 1 else 0.0
-
-
-def _drop_backward(dout: Tensor, mask: Tensor | None, p: float) -> Tensor:
-    if mask is None:
-        return dout
-    return torch.ops.aten.native_dropout_backward(dout, mask, _kept_scale(p))  # type: ignore[no-any-return]

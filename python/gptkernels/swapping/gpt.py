@@ -10,12 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptkernels import functional
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
-from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.dropout import Draws, drop
+from gptkernels.swapping.fused_layer import Dtypes, dtypes_of, plan_of, run
+from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
+from gptkernels.swapping.parts import parts_of
+from gptkernels.swapping.transformer import (
+    Pending,
+    add,
+    add_and_norm,
+    attend,
+    called,
+    layer,
+    mlp,
+    pending_of,
+    project,
+)
 
 
 def children(module: torch.nn.Module) -> set[str]:
@@ -59,10 +71,15 @@ def attention(original: Any) -> Namespace:
         if p is None or (reason := why_not(x)) is not None:
             count(self, "attn_dropout was changed" if p is None else str(reason))
             return original.forward(self, x)
-        out = functional.causal_attention(project(x, self.c_attn), self.n_head, dropout_p=p)
-        return drop(project(out, self.c_proj), self._modules.get("resid_dropout"))
+        draws = Draws(2, x)
+        return drop(project(_attended(self, x, p, draws), self.c_proj), self._modules.get("resid_dropout"), draws)
 
     return {"forward": forward}
+
+
+def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
+    """Attention without its last linear layer."""
+    return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
 # ---- feed-forward ----------------------------------------------------------------------------------------------------
@@ -88,7 +105,7 @@ def feed_forward(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        return drop(mlp(x, self.c_fc, activation(self), self.c_proj), self._modules.get("dropout"))
+        return drop(mlp(x, self.c_fc, activation(self), self.c_proj), self._modules.get("dropout"), Draws(1, x))
 
     return {"forward": forward}
 
@@ -105,18 +122,33 @@ def looks_like_block(module: Any) -> bool:
     )
 
 
-def _call(module: Any, x: Tensor) -> Tensor:
-    return module(x)  # type: ignore[no-any-return]
+KINDS = "gpt block", "gpt attention", "gpt mlp"
 
 
-def _layer(block: Any, stream: Tensor, pending: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _layer(
+    block: Any, dtypes: Dtypes | None, stream: Tensor, pending: Pending | None, draws: Draws
+) -> tuple[Tensor, Pending]:
     """As one node of autograd's graph where that is possible."""
-    if isinstance(heads := getattr(block.attn, "n_head", None), int):
-        p = attention_dropout(block.attn)
-        planned = None if p is None else plan_of(block, stream, heads, None, p, ("gpt attention", "gpt mlp"))
+    attn = block.attn
+    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
+    if p is not None and dtypes is not None and (parts := parts_of(block, KINDS)) is not None:
+        planned = plan_of(parts, dtypes, stream, pending, attn.n_head, None, p)
         if planned is not None:
-            return run(planned[0], planned[1], stream, pending)[:2]
-    return layer(stream, pending, block, _call, _call)
+            return run(planned, stream, pending, draws)[:2]
+
+    def attend(attn: Any, x: Tensor) -> Pending:
+        if p is None or why_not(x) is not None:
+            return called(attn, x)
+        values = project(_attended(attn, x, p, draws), attn.c_proj, bias=False)
+        return pending_of(values, attn.c_proj, attn._modules.get("resid_dropout"), draws)
+
+    def feed_forward(one: Any, x: Tensor) -> Pending:
+        if not untouched(one, "gpt mlp") or why_not(x) is not None:
+            return called(one, x)
+        values = mlp(x, one.c_fc, activation(one), one.c_proj, bias=False)
+        return pending_of(values, one.c_proj, one._modules.get("dropout"), draws)
+
+    return layer(stream, pending, block, attend, feed_forward)
 
 
 @replacement("gpt block")
@@ -127,8 +159,7 @@ def block(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        stream, pending = _layer(self, x, None)
-        return stream + pending  # type: ignore[operator]
+        return add(*_layer(self, dtypes_of(x), x, None, Draws(3, x)))
 
     return {"forward": forward}
 
@@ -169,13 +200,16 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         if reason is not None:
             count(self, reason)
             return original.forward(self, idx, targets, *args, **kwargs)
-        hidden = drop(torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight), trunk._modules.get("drop"))
-        pending: Tensor | None = None
+        hidden = torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight)
+        draws = Draws(3 * len(trunk.h) + 1, hidden)
+        hidden = drop(hidden, trunk._modules.get("drop"), draws)
+        dtypes = dtypes_of(hidden)
+        pending: Pending | None = None
         for one in trunk.h:
             if untouched(one, "gpt block"):
-                hidden, pending = _layer(one, hidden, pending)
+                hidden, pending = _layer(one, dtypes, hidden, pending, draws)
             else:
-                hidden, pending = one(hidden if pending is None else hidden + pending), None
+                hidden, pending = one(add(hidden, pending)), None
         hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]
         return_logits = kwargs.get("return_logits", True)
         if targets is None:

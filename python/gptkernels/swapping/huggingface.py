@@ -18,9 +18,22 @@ from gptkernels import functional
 from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
-from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.dropout import Draws, drop
+from gptkernels.swapping.fused_layer import dtypes_of, plan_of, run
+from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import add_and_norm, drop, head_and_loss, layer, mlp, project
+from gptkernels.swapping.parts import Parts, parts_of, probability
+from gptkernels.swapping.transformer import (
+    Pending,
+    add,
+    add_and_norm,
+    attend,
+    called,
+    layer,
+    mlp,
+    pending_of,
+    project,
+)
 
 IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
 SERVED = ("sdpa", "gptkernels")  # implementations of attention that give no probabilities
@@ -63,9 +76,16 @@ def feed_forward(original: Any) -> Namespace:
         if (reason := why_not(hidden_states)) is not None:
             count(self, reason)
             return original.forward(self, hidden_states)
-        return drop(mlp(hidden_states, self.c_fc, self.act, self.c_proj), self.dropout)
+        return drop(mlp(hidden_states, self.c_fc, self.act, self.c_proj), self.dropout, Draws(1, hidden_states))
 
     return {"forward": forward}
+
+
+def _feed_forward(self: Any, x: Tensor, draws: Draws) -> Pending:
+    """A block's MLP; called as a module where it was replaced, hooked or wrapped."""
+    if not untouched(self, "Hugging Face GPT2MLP") or why_not(x) is not None:
+        return called(self, x)
+    return pending_of(mlp(x, self.c_fc, self.act, self.c_proj, bias=False), self.c_proj, self.dropout, draws)
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
@@ -82,11 +102,11 @@ def attention(original: Any) -> Namespace:
         if (reason := _why_not_attention(self, hidden, options)) is not None:
             count(self, reason)
             return original.forward(self, *args, **kwargs)
-        dropout_p = dropout_of(self.attn_dropout) or 0.0
+        dropout_p, draws = dropout_of(self.attn_dropout) or 0.0, Draws(2, hidden)
         qkv = project(hidden, self.c_attn)
         mask, cache = options.get("attention_mask"), options.get("past_key_values")
         if mask is None and cache is None:
-            out = functional.causal_attention(qkv, self.num_heads, scale_of(self), dropout_p)
+            out = attend(qkv, self.num_heads, scale_of(self), draws(dropout_p))
         else:
             query, key, value = unpack(qkv, self.num_heads)
             if cache is not None:
@@ -100,7 +120,7 @@ def attention(original: Any) -> Namespace:
                 query, key, value, mask, dropout_p, causal, scale=scale_of(self)
             )
             out = out.transpose(1, 2).flatten(2)
-        return drop(project(out, self.c_proj), self.resid_dropout), None
+        return drop(project(out, self.c_proj), self.resid_dropout, draws), None
 
     return {"forward": forward}
 
@@ -163,24 +183,19 @@ def block(original: Any) -> Namespace:
             count(self, reason)
             return original.forward(self, *args, **kwargs)
         options.pop("encoder_hidden_states", None), options.pop("encoder_attention_mask", None)
-        weights = None
+        weights, draws = None, Draws(1, hidden)
 
-        def attend(attention: Any, normed: Tensor) -> Tensor:
+        def attend(attention: Any, normed: Tensor) -> Pending:
             nonlocal weights
             out, weights = attention(normed, **options)
-            return out
+            return Pending(out)
 
-        stream, pending = layer(hidden, None, self, attend, _call)
-        hidden = stream + pending
+        hidden = add(*layer(hidden, None, self, attend, lambda m, x: _feed_forward(m, x, draws)))
         if not gives_a_tuple:
             return hidden
         return (hidden, weights) if options.get("output_attentions") else (hidden,)
 
     return {"forward": forward}
-
-
-def _call(module: Any, x: Tensor) -> Tensor:
-    return module(x)  # type: ignore[no-any-return]
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -193,8 +208,9 @@ def model(original: Any) -> Namespace:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = complete(args, kwargs)
-        if (reason := _why_not_model(self, options)) is not None:
-            count(self, reason)
+        found = _why_not_model(self, options) or _blocks(self)
+        if isinstance(found, str):
+            count(self, found)
             return original.forward(self, *args, **kwargs)
         use_cache = options.get("use_cache")
         use_cache = self.config.use_cache if use_cache is None else use_cache
@@ -203,17 +219,26 @@ def model(original: Any) -> Namespace:
         if cache is None and use_cache:
             cache = sys.modules["transformers.cache_utils"].DynamicCache(config=self.config)
         tokens = options.get("input_ids")
-        hidden = drop(_embed(self, options, start), self.drop)
+        hidden = _embed(self, options, start)
+        draws = Draws(3 * len(self.h) + 1, hidden)
+        hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
-        pending = None
-        for i, one in enumerate(self.h):
-            planned = _plan(one, hidden) if start == 0 and masks == (None, None, None) else None
+        dtypes = dtypes_of(hidden) if start == 0 and masks == (None, None, None) else None
+        pending: Pending | None = None
+        for i, (one, parts) in enumerate(found):
+            planned = None
+            if parts is not None and dtypes is not None:
+                attn = parts.attn
+                p = probability(parts.attn_dropout)
+                planned = plan_of(parts, dtypes, hidden, pending, attn.num_heads, scale_of(attn), p)
             if planned is None:
                 hidden, pending = layer(
-                    *(hidden, pending, one, lambda m, x, i=i: _attend(m, x, masks, cache, i), _call)  # type: ignore[misc]
+                    *(hidden, pending, one),
+                    lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
+                    lambda m, x: _feed_forward(m, x, draws),
                 )
             else:
-                hidden, pending, qkv = run(planned[0], planned[1], hidden, pending)
+                hidden, pending, qkv = run(planned, hidden, pending, draws)
                 if cache is not None:
                     _, key, value = unpack(qkv, one.attn.num_heads)
                     _cached(cache, key, value, i)
@@ -267,14 +292,27 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         # Theirs lets a query that sees no key see all of them, future ones too.
         if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
             return "attention_mask with attn_implementation='eager'"
+    return why_not(self.wpe.weight if embeds is None else embeds)
+
+
+def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
+    """Each block, and its parts where they are as the swap left them; or why the model is not computed by one loop."""
+    found: list[tuple[Any, Parts | None]] = []
+    compiling = torch.compiler.is_compiling()
     for one in self.h:
-        if not untouched(one, "Hugging Face GPT2Block") or not untouched(one.attn, "Hugging Face GPT2Attention"):
-            return "a block or its attention was replaced, hooked or wrapped"
-        if dropout_of(one.attn.attn_dropout) is None:
-            return "attn_dropout was replaced or hooked"
+        parts = None if compiling else parts_of(one, KINDS)
+        if parts is None:
+            if not untouched(one, KINDS[0]) or not untouched(one.attn, KINDS[1]):
+                return "a block or its attention was replaced, hooked or wrapped"
+            if dropout_of(one.attn.attn_dropout) is None:
+                return "attn_dropout was replaced or hooked"
         if one.training and getattr(one, "gradient_checkpointing", False):
             return "gradient checkpointing"
-    return why_not(self.wpe.weight if embeds is None else embeds)
+        found.append((one, parts))
+    return found
+
+
+KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 _KNOWN = (
@@ -324,15 +362,7 @@ def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
     return seen[:, None, None], None, None
 
 
-def _plan(block: Any, stream: Tensor) -> Any:
-    """The block as one node of autograd's graph; None where it must be computed otherwise."""
-    attention = block.attn
-    kinds = "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
-    dropout_p = dropout_of(attention.attn_dropout)
-    return plan_of(block, stream, attention.num_heads, scale_of(attention), dropout_p or 0.0, kinds)
-
-
-def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int) -> Tensor:
+def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: Draws) -> Pending:
     """A GPT2Attention with what the model's loop knows about masks and cache."""
     qkv = project(x, self.c_attn)
     dropout_p = dropout_of(self.attn_dropout) or 0.0
@@ -345,7 +375,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int) -> Tenso
         query, key, value = unpack(qkv, self.num_heads)
         key, value = _cached(cache, key, value, index)
     if start == 0 and attn_mask is None and begin is None:
-        out = functional.causal_attention(qkv, self.num_heads, scale, dropout_p)
+        out = attend(qkv, self.num_heads, scale, draws(dropout_p))
     else:
         if query is None:
             query, key, value = unpack(qkv, self.num_heads)
@@ -358,7 +388,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int) -> Tenso
             key_end=end,
         )
         out = out.transpose(1, 2).flatten(2)
-    return drop(project(out, self.c_proj), self.resid_dropout)
+    return pending_of(project(out, self.c_proj, bias=False), self.c_proj, self.resid_dropout, draws)
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:

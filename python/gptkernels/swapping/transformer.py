@@ -5,15 +5,36 @@ called in place of the kernel. Shapes: B batch, T tokens, C channels.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels.ops import ops
 from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.dropout import NONE, Draws, Dropout, apply
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
+
+# ---- the residual stream ---------------------------------------------------------------------------------------------
+
+
+class Pending(NamedTuple):
+    """What is yet to be added to the residual stream: dropout(values + bias), values (B, T, C), bias (C) or None."""
+
+    values: Tensor
+    bias: Tensor | None = None
+    dropout: Dropout = NONE
+
+
+def add(stream: Tensor, pending: Pending | None) -> Tensor:
+    """The stream with what is pending."""
+    return stream if pending is None else stream + finished(pending)
+
+
+def finished(pending: Pending) -> Tensor:
+    """What is to be added, as one tensor."""
+    values, bias, dropout = pending
+    return apply(values if bias is None else values + bias.to(values.dtype), dropout)
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
@@ -21,59 +42,74 @@ def norm(x: Tensor, module: Any) -> Tensor:
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
-    return functional.layer_norm(x, weight.shape, weight, bias, eps)
+    return ops.layernorm(x, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
 
-def add_and_norm(stream: Tensor, pending: Tensor | None, module: Any) -> tuple[Tensor, Tensor]:
+def add_and_norm(stream: Tensor, pending: Pending | None, module: Any) -> tuple[Tensor, Tensor]:
     """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream."""
-    if pending is None:
+    if pending is None or not untouched(module, "LayerNorm"):
+        stream = add(stream, pending)
         return norm(stream, module), stream
-    if not untouched(module, "LayerNorm"):
-        stream = pending + stream
-        return module(stream), stream
-    weight, bias, eps = norm_of(module)
-    return functional.residual_layer_norm(pending, stream, weight.shape, weight, bias, eps)
+    values, x_bias, dropout = pending
+    normed, stream, _, _ = ops.residual_layernorm(values, stream, *norm_of(module), x_bias, *dropout)
+    return normed, stream
 
 
-def project(x: Tensor, module: Any) -> Tensor:
-    """A linear layer, or a Conv1D: (..., in) -> (..., out)."""
+# ---- sublayers -------------------------------------------------------------------------------------------------------
+
+
+def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
+    """A linear layer, or a Conv1D: (..., in) -> (..., out). Without its bias only what is not called as a module."""
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
-    return functional.linear(x, weight_of(module), module.bias)
+    return functional.linear(x, weight_of(module), module.bias if bias else None)
 
 
-def drop(x: Tensor, module: Any) -> Tensor:
-    """A dropout layer; None is none."""
-    if module is None:
-        return x
-    p = dropout_of(module)
-    if p is None:
-        return module(x)  # type: ignore[no-any-return]
-    return F.dropout(x, p) if p else x
-
-
-def mlp(x: Tensor, fc: Any, act: Any, proj: Any) -> Tensor:
-    """linear(act(linear(x))), as one operator where it is the tanh GELU's."""
+def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
+    """linear(act(linear(x))), as one operator where it is the tanh GELU's; ``bias`` is as in ``project``."""
     if untouched(act, "GELU"):
         form = gelu_form(act)
         if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
-            return functional.mlp(x, weight_of(fc), fc.bias, weight_of(proj), proj.bias)
-        return project(functional.gelu(project(x, fc), form), proj)
-    return project(act(project(x, fc)), proj)
+            return functional.mlp(x, weight_of(fc), fc.bias, weight_of(proj), proj.bias if bias else None)
+        return project(functional.gelu(project(x, fc), form), proj, bias)
+    return project(act(project(x, fc)), proj, bias)
+
+
+def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
+    """What a sublayer adds to the stream.
+
+    Args:
+        values: (B, T, C), ``proj``'s output without its bias.
+        proj: the linear layer that ``project`` or ``mlp`` has computed last.
+        module: the dropout after it, or None.
+        draws: where its numbers come from.
+    """
+    pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
+    if module is None:
+        return pending
+    p = dropout_of(module)
+    return Pending(module(finished(pending))) if p is None else pending._replace(dropout=draws(p))
+
+
+def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
+    """Causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
+    if qkv.shape[2] > 3 * functional.MAX_HEAD_SIZE * num_heads:
+        return functional.causal_attention(qkv, num_heads, scale, dropout.p)
+    return ops.attention(qkv, num_heads, scale, *dropout)[0]  # type: ignore[no-any-return]
 
 
 def layer(
     stream: Tensor,
-    pending: Tensor | None,
+    pending: Pending | None,
     block: Any,
-    attend: Callable[[Any, Tensor], Tensor],
-    feed_forward: Callable[[Any, Tensor], Tensor],
-) -> tuple[Tensor, Tensor]:
+    attend: Callable[[Any, Tensor], Pending],
+    feed_forward: Callable[[Any, Tensor], Pending],
+) -> tuple[Tensor, Pending]:
     """A block without its last residual addition, which is done together with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.
-        pending: (B, T, C), not yet added to it; None if nothing is.
+        pending: not yet added to it; None if nothing is.
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
         attend: computes ``block.attn`` of the first norm.
         feed_forward: computes ``block.mlp`` of the second.
@@ -82,60 +118,11 @@ def layer(
         The stream, and what is now to be added to it.
     """
     normed, stream = add_and_norm(stream, pending, block.ln_1)
-    attended = attend(block.attn, normed)
-    normed, stream = add_and_norm(stream, attended, block.ln_2)
+    pending = attend(block.attn, normed)
+    normed, stream = add_and_norm(stream, pending, block.ln_2)
     return stream, feed_forward(block.mlp, normed)
 
 
-# ---- the output head -------------------------------------------------------------------------------------------------
-
-
-def padded_weight(weight: Tensor) -> Tensor:
-    """The head's weight (V, C) with V rounded up to a multiple of 64 by rows of zeros, in autocast's dtype.
-
-    Rows of logits then start at multiples of 128 bytes, which matrix products on tensor cores need: GPT-2's 50257
-    columns of 16 bits do not.
-    """
-    device = weight.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        weight = weight.to(torch.get_autocast_dtype(device))
-    padding = -weight.shape[0] % 64
-    return F.pad(weight, (0, 0, 0, padding)) if padding else weight
-
-
-def head_and_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    divisor: Any = None,
-    return_logits: bool = True,
-) -> tuple[Tensor | None, Tensor]:
-    """Logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
-
-    Args:
-        hidden: (..., C).
-        weight: (V, C).
-        targets: (...), int64 or int32.
-        ignore_index: the target of rows that do not count.
-        divisor: what the sum of the losses is divided by; None is the number of targets that count.
-        return_logits: False computes them in chunks, so that they never exist as a whole, and returns None.
-
-    Returns:
-        logits or None; loss, 0-dim, float32 (float64 for float64).
-    """
-    V = weight.shape[0]
-    padded = padded_weight(weight)
-    if not return_logits:
-        reduction = "mean" if divisor is None else "sum"
-        loss = functional.linear_cross_entropy(
-            hidden, padded, targets, vocab_size=V, ignore_index=ignore_index, reduction=reduction
-        )
-        return None, loss if divisor is None else loss / divisor
-    logits = functional.linear(hidden, padded)
-    losses, _ = torch.ops.gptkernels.fused_classifier(
-        logits.view(-1, padded.shape[0]), targets.reshape(-1), V, ignore_index
-    )
-    if divisor is None:
-        divisor = (targets != ignore_index).sum()
-    return logits[..., :V], losses.sum() / divisor
+def called(module: Any, x: Tensor) -> Pending:
+    """A sublayer that is called as a module."""
+    return Pending(module(x))

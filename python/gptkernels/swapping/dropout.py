@@ -1,0 +1,63 @@
+"""What the dropouts of a forward pass drop. Their masks are drawn from numbers; none is stored.
+
+A model has 3L + 1 dropouts, L layers. The numbers of all of them are drawn by one launch: one seed, and an offset each.
+They come from torch's generator of the device, so that they are right under CUDA graphs, ``torch.compile`` and
+activation checkpointing, which all know it.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gptkernels import functional
+from gptkernels.ops import ops
+from gptkernels.swapping.checks import dropout_of
+
+
+class Dropout(NamedTuple):
+    """One dropout: p, and the 0-dim seed and offset of its mask, which are None where p is 0."""
+
+    p: float = 0.0
+    seed: Tensor | None = None
+    offset: Tensor | None = None
+
+
+NONE = Dropout()
+
+
+class Draws:
+    """The numbers of a forward's dropouts, in the order in which they are asked for.
+
+    Args:
+        dropouts: how many there are at most.
+        like: a tensor on the device.
+    """
+
+    def __init__(self, dropouts: int, like: Tensor) -> None:
+        self._dropouts, self._like = dropouts, like
+        self._seed: Tensor | None = None
+        self._offsets: list[Tensor] = []
+
+    def __call__(self, p: float) -> Dropout:
+        """The next one. Nothing is drawn for a p of 0."""
+        if p == 0:
+            return NONE
+        if not self._offsets:
+            self._seed, *self._offsets = functional._draw_numbers(1 + self._dropouts, self._like)
+            self._offsets.reverse()
+        return Dropout(p, self._seed, self._offsets.pop())
+
+
+def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
+    """A dropout layer; None is none."""
+    if module is None:
+        return x
+    p = dropout_of(module)
+    if p is None:
+        return module(x)  # type: ignore[no-any-return]
+    return apply(x, draws(p))
+
+
+def apply(x: Tensor, dropout: Dropout) -> Tensor:
+    """x with elements dropped."""
+    return x if dropout.p == 0 else ops.dropout(x, *dropout)  # type: ignore[no-any-return]
