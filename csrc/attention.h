@@ -78,6 +78,12 @@ struct AttentionBackward {
   void* workspace = nullptr;  // attention_backward_workspace bytes
 };
 
+// The factor of dquery and dkey. A softmax over one key is constant: its gradient is 0, without roundings.
+template <typename T>
+constexpr double gradient_scale(const AttentionBackward<T>& p) {
+  return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
+}
+
 // Bytes of scratch memory that the launchers want; any alignment that an allocator gives (at least 256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);

@@ -489,14 +489,8 @@ def test_one_key(dtype, device):
     q, k, v, dout = tensors(2, 3, 3, 1, 1, 64, dtype, device)
     q = q * 4
     out, found = ours(q, k, v)[0], gradients(lambda *t: ours(*t)[0], (q, k, v), dout)
-    if device.type == "cpu":
-        assert torch.equal(out, v)
-        assert not any(t.any() for t in found[:2])
-    else:
-        eps = torch.finfo(dtype).eps
-        torch.testing.assert_close(out, v, rtol=2 * eps, atol=0)
-        for t in found[:2]:
-            torch.testing.assert_close(t, torch.zeros_like(t), rtol=0, atol=64 * eps)
+    assert not any(t.any() for t in found[:2])
+    torch.testing.assert_close(out, v, rtol=0 if device.type == "cpu" else 2 * torch.finfo(dtype).eps, atol=0)
     torch.testing.assert_close(found[2], dout, rtol=16 * torch.finfo(dtype).eps, atol=0)
 
 

@@ -470,7 +470,7 @@ template <int kSize, typename T>
   }
   T* dquery = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + query * p.dquery.token;
   for (int64_t i = 0; i < tile.rows; ++i)
-    for (int64_t d = 0; d < size; ++d) store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(p.scale));
+    for (int64_t d = 0; d < size; ++d) store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(gradient_scale(p)));
 }
 
 // Tasks [begin, end): each has sums of its own of dkey and dvalue, and every `splits`-th of the tiles of queries of all
@@ -513,7 +513,7 @@ void add_splits(const AttentionBackward<T>& p, int64_t splits, int64_t begin, in
         }
       }
     };
-    add(p.dkey, sums, A(p.scale));
+    add(p.dkey, sums, A(gradient_scale(p)));
     add(p.dvalue, sums + slab, A(1));
   }
 }

@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads)
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      scales[m][r] = static_cast<float>(p.scale);
+      scales[m][r] = static_cast<float>(gradient_scale(p));
       if constexpr (kExact) {
         const float total = warp_reduce<Sum, 4>(sum[m][r]);
         const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
@@ -377,7 +377,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      key_scale[m][r] = static_cast<float>(p.scale);
+      key_scale[m][r] = static_cast<float>(gradient_scale(p));
       value_scale[m][r] = keep_scale;
     }
   const int rows = keys - row - warp_row;

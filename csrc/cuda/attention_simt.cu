@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kSimtThreads)
       const int64_t index = head * s.queries + at;
       const A correction = logsumexp_correction(total, p.logsumexp[index]);
       if (tx == 0) rows.correction[index] = correction;
-      const A factor = correction * static_cast<A>(p.scale);
+      const A factor = correction * static_cast<A>(gradient_scale(p));
       T* to = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + at * p.dquery.token;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c)
@@ -424,7 +424,7 @@ __global__ void __launch_bounds__(kSimtThreads)
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) {
         if (tx + 16 * c >= s.head_size) continue;
-        dkey_to[tx + 16 * c] = static_cast<T>(dkey[i][c] * static_cast<A>(p.scale));
+        dkey_to[tx + 16 * c] = static_cast<T>(dkey[i][c] * static_cast<A>(gradient_scale(p)));
         dvalue_to[tx + 16 * c] = static_cast<T>(dvalue[i][c]);
       }
     }

@@ -421,12 +421,18 @@ def product(a, b):
     return torch.stack([(x.squeeze(0) @ y.squeeze(0)).view(shape) for x, y in pairs], dim)
 
 
+def attention_takes_denormals(draw, dtype):
+    """On CUDA exact float32 is three products of TF32: of what is below 2^-115 they keep 11 bits."""
+    return dtype != torch.float32 or draw.device.type == "cpu"
+
+
 def packed_attention(draw, name, kernel, torchs):
     dtype = draw.dtype()
     heads = draw.size("heads", 6, 1)
     head = draw.choose("head", (1, 2, 8, 16, 64, 3, 5, 7, 32, 33, 72, 80, 128))
     batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 1)
     scale = draw.choose("scale", (None, 0.125, 1.0, 0.0, -0.5))
+    denormal = name == "attention_probabilities" or attention_takes_denormals(draw, dtype)
 
     def merged(function):
         def of(qkv):
@@ -440,8 +446,9 @@ def packed_attention(draw, name, kernel, torchs):
         lambda qkv: kernel(qkv, heads, scale),
         merged(torchs),
         merged(attention_formula),
-        {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none")},
+        {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none", denormal=denormal)},
         any_threads=False,
+        denormal_gradients=denormal,
         nan_gradients=False,  # of a query, it reaches keys that the query does not see, by 0 * NaN in a product
     )
 
@@ -469,7 +476,9 @@ def scaled_dot_product_attention(draw):
     shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
     head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
     scale = draw.choose("scale", (None, 0.125, 1.0))
-    args = {name: draw.tensor(name, (*shape, head), dtype, special="none") for name in ("query", "key", "value")}
+    denormal = attention_takes_denormals(draw, dtype)
+    names = "query", "key", "value"
+    args = {name: draw.tensor(name, (*shape, head), dtype, special="none", denormal=denormal) for name in names}
     return Call(
         f"scaled_dot_product_attention(query, key, value, is_causal=True, scale={scale})",
         lambda *qkv: ops.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0],
@@ -477,6 +486,7 @@ def scaled_dot_product_attention(draw):
         lambda *qkv: attention_formula(*qkv, scale),
         args,
         any_threads=False,
+        denormal_gradients=denormal,
         nan_gradients=False,
     )
 
