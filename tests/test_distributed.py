@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gptkernels
@@ -175,6 +175,23 @@ def uneven(folder):
     return regression(model, AdamW(model.parameters(), lr=LR, max_grad_norm=0.01))
 
 
+def masters(folder):
+    """bfloat16 parameters with float32 copies, which are split alike."""
+    model = uneven_model().bfloat16()
+    if dist.is_initialized():
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=True)
+    for i in range(STEPS):
+        for j, p in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(10 * i + j)
+            grad = torch.randn(p.shape, generator=generator).bfloat16()
+            p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+        optimizer.step()
+    copies = [state["master_param"] for state in optimizer.state.values()]
+    assert all(isinstance(p, DTensor) == dist.is_initialized() for p in copies)
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in [*copies, *map(torch.detach, model.parameters())]]
+
+
 def mixed_precision(folder):
     """bfloat16 in the forward and the backward, float32 gradients, parameters and state."""
     model = model_of(torch.float32)
@@ -224,8 +241,8 @@ def restored(model, folder):
 
 
 WAYS = [
-    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, uneven, mixed_precision,
-    mixed_precision_with_torchs, saved,
+    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, uneven, masters,
+    mixed_precision, mixed_precision_with_torchs, saved,
 ]  # fmt: skip
 
 
@@ -303,6 +320,13 @@ def test_parts_of_different_sizes(results):
     found = losses_of(results, uneven)
     assert found[0] == pytest.approx(parameters, rel=1e-6, abs=1e-9)
     assert found[1] == pytest.approx(norms, rel=1e-6)
+
+
+def test_master_weights(results):
+    """To the bit: the update of an element is a matter of its own."""
+    for a, b in zip(losses_of(results, masters), masters(None), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):

@@ -85,7 +85,8 @@ def other_bits(x):
         (other_bits, {"float32"}, "the same call gave other bits"),
     ],
 )
-def test_what_is_wrong_is_found(wrong, failing, message, device):
+def test_what_is_wrong_is_found(wrong, failing, message, device, monkeypatch):
+    monkeypatch.setattr("gptkernels.testing.checks.TRIALS", (1, 3))
     case = next(case for case in CASES if case.name == "gelu, tanh")
 
     def draw(draw):
