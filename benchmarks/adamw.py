@@ -10,7 +10,7 @@ SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024
 CPU_SIZES = [(2, 128, 256, 128)]
 TINY = (1, 8, 16, 8)
 MAX_NORM = 1.0
-# A step large enough to be seen in bfloat16, so that one which does not happen is called wrong.
+# Large enough to change bfloat16 parameters, so that a step that does nothing is found to be wrong.
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR = 0.1
 

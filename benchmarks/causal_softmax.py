@@ -24,7 +24,7 @@ def derivative(dout, out):
 
 def cases(device, dtype, batch, heads, tokens):
     scores, dout = (torch.randn(batch, heads, tokens, tokens, device=device, dtype=dtype) for _ in range(2))
-    # What people add where nothing is compiled: its gradient costs nothing.
+    # The mask that eager code adds: its gradient costs nothing.
     mask = torch.full((tokens, tokens), float("-inf"), device=device, dtype=dtype).triu(1)
     out = ops.causal_softmax(scores)
     shape = f"{batch}x{heads}x{tokens}x{tokens}"

@@ -27,7 +27,7 @@ struct AdamwOptions {
   uint64_t rounding_seed;
 };
 
-// The arrays that stochastic rounding tells apart.
+// The arrays that are rounded stochastically: each has random bits of its own.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
 // Optional scalars on the tensors' device (or null). The kernel reads them there, so a CUDA graph can replay with new
@@ -36,7 +36,7 @@ struct AdamwNumbers {
   const float* lr;          // or null: wide_lr
   const double* wide_lr;    // or null: options.lr
   const float* grad_scale;  // the gradients are divided by it
-  const float* grad_norm;   // of the gradients so divided; they are clipped to options.max_grad_norm
+  const float* grad_norm;   // their norm after that division; they are clipped to options.max_grad_norm
   const float* found_inf;   // when it is not 0, nothing changes
 };
 
@@ -64,7 +64,7 @@ Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 // The factors of a tensor's step. Computed in float64: for small t, 1 - beta^t has few accurate digits in float32.
 template <typename A>
 struct AdamwFactors {
-  A gradient;  // clips and unscales; negative to climb
+  A gradient;  // the gradient's: clipping, 1 / grad_scale, and -1 to maximize
   A decay;     // 1 - lr * weight_decay
   A beta1;
   A weight1;  // 1 - beta1
@@ -109,7 +109,7 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  // From the nearer end, as torch.lerp: with beta1 = 0 the average is g, whatever it was.
+  // As torch.lerp, which starts from the value with the larger weight: with beta1 = 0 the result is exactly g.
   exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;

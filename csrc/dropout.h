@@ -1,5 +1,5 @@
-// Dropout: out = x / (1 - probability) where the mask keeps an element, else 0 * x. Nothing is stored: whoever needs
-// the mask again, as a backward does, draws it again.
+// Dropout: out = x / (1 - probability) where the mask keeps an element, else 0 * x. The mask is not stored:
+// the backward computes it again from the seed.
 #pragma once
 
 #include "device.h"
@@ -26,7 +26,7 @@ struct DropoutForward {
 template <typename T>
 Status dropout_forward(const DropoutForward<T>& p, Stream stream);
 
-// mask (size): true where an element is kept. For tests and for those who want to see it.
+// mask (size): true where an element is kept. For tests and debugging.
 Status dropout_mask(bool* mask, int64_t size, const DropoutArguments& arguments, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

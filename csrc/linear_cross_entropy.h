@@ -1,4 +1,4 @@
-// The reduction of a chunked cross-entropy, on the device: the host never learns how many rows take part.
+// The reduction of a chunked cross-entropy, on the device: the host does not know how many rows take part.
 //
 // Both sums are over N values in an order that N alone fixes.
 #pragma once

@@ -17,7 +17,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// a * b, in one instruction of a GPU.
+// The 64-bit product, in one instruction of a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -28,10 +28,10 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The authors' fewest rounds that pass BigCrush; attention on a GPU waits for these multiplications.
+// The fewest rounds with which the authors' generator passes BigCrush. Each round costs attention's kernels time.
 constexpr int kPhiloxRounds = 7;
 
-// One of a counter's rounds.
+// One round, for one counter.
 GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
   const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
   const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
@@ -47,8 +47,8 @@ GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
   k1 += 0xBB67AE85u;
 }
 
-// 128 random bits for each of kCounters 128-bit counters under a 64-bit key, in place of the counters. Counters go
-// through the rounds together: the chain of one is long, and they share the rounds' keys.
+// Replaces each of kCounters 128-bit counters by 128 random bits, with a 64-bit key. The inner loop is over the
+// counters: their operations do not depend on each other, and a round's key is the same for all.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -75,7 +75,7 @@ GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot)
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// The offset takes a counter's top word; its upper half joins the key.
+// A counter has room for the lower 32 bits of the offset; the upper 32 bits are combined with the key.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }
@@ -100,8 +100,8 @@ GPTKERNELS_HOST_DEVICE DropoutGroup dropout_group(int64_t row, int64_t column) {
           static_cast<int>((row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2)};
 }
 
-// The 8 elements' bits of kGroups groups: words[i] of the one that is i * row_step rows and i * column_step columns (of
-// groups) from the first. `head` is b * NH + h.
+// The random bits of kGroups groups: words[i] are those of group (group_row + i * row_step, group_column + i *
+// column_step). `head` is b * NH + h.
 template <int kGroups>
 GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
                                           uint32_t group_column, uint32_t row_step, uint32_t column_step,

@@ -49,8 +49,8 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
         nonlocal cycles
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # What a kernel has touched as `evict_last` (torch.compile's reductions do) outlives any flush, and the next
-            # kernel in turn would find up to a tenth of its input there.
+            # Lines that a kernel has marked evict_last, as torch.compile's reductions do, survive the flush below: the
+            # next kernel would find up to a tenth of its input in the cache.
             if error := forget_persisting():
                 raise RuntimeError(f"cuCtxResetPersistingL2Cache: CUDA error {error}")
             flush.sum()  # four times the cache, read: nothing is left to be written back when the clock starts

@@ -2,8 +2,8 @@
 
 import torch
 
-# Of the largest element, and of the mean, of what is right. Far more than any sound kernel errs by, far less than any
-# wrong one; how exact ours are is the tests' part.
+# Relative to the largest element and to the mean of the exact result. Much more than the error of a correct kernel,
+# much less than that of a wrong one; how exact ours are is checked by the tests.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 

@@ -15,7 +15,7 @@ from benchmarks.harness import roof
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul", re.IGNORECASE)
 BEFORE_PRODUCT, AFTER_PRODUCT = re.compile(r"Memset"), re.compile(r"splitKreduce")  # which cuBLAS launches with it
 
-# What the products of an op compute, in the order of their launches; from the start again where there are more.
+# What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
 PRODUCTS = {
     "linear": ["out"],
     "linear_backward": ["dx", "dweight"],

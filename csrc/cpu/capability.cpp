@@ -1,6 +1,6 @@
 #include "capability.h"
 
-// For Python, by ctypes: the name of the copy that runs, and the error if the environment's wish cannot be met.
+// Called from Python by ctypes: the name of the capability that is used, and CapabilityChoice's error.
 extern "C" __attribute__((visibility("default"))) const char* gptkernels_cpu_capability() {
   return gptkernels::cpu::name(gptkernels::cpu::capability_choice().capability);
 }

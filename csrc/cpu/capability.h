@@ -10,7 +10,8 @@
 
 namespace gptkernels::cpu {
 
-// Ordered: a processor that has one has all before it. kDefault is what the compiler targets without options.
+// In ascending order: a processor that has one has all before it. kDefault is what the compiler targets without
+// options.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -21,7 +22,7 @@ inline const char* name(Capability capability) {
   }
 }
 
-// The most that this processor has.
+// The highest capability of this processor.
 inline Capability processor_capability() {
 #ifdef GPTKERNELS_X86
   __builtin_cpu_init();
@@ -36,22 +37,23 @@ inline Capability processor_capability() {
 
 struct CapabilityChoice {
   Capability capability;
-  std::string error;  // empty, or why the environment's wish cannot be met
+  std::string error;  // empty, or why the capability that was asked for cannot be used
 };
 
-// The environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512) if it is set, else the processor's most.
-inline CapabilityChoice choose_capability(const char* wish, Capability most) {
-  if (wish == nullptr || *wish == '\0') return {most, {}};
+// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512). If it is not set, the
+// choice is the processor's highest capability.
+inline CapabilityChoice choose_capability(const char* requested, Capability most) {
+  if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {
-    if (std::string(wish) != name(capability)) continue;
+    if (std::string(requested) != name(capability)) continue;
     if (capability <= most) return {capability, {}};
-    return {most,
-            std::string("GPTKERNELS_CPU_CAPABILITY asks for ") + wish + ", but this processor has only " + name(most)};
+    return {most, std::string("GPTKERNELS_CPU_CAPABILITY asks for ") + requested + ", but this processor has only " +
+                      name(most)};
   }
-  return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + wish};
+  return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + requested};
 }
 
-// Made once, when it is first asked for.
+// Made at the first call.
 inline const CapabilityChoice& capability_choice() {
   static const CapabilityChoice choice =
       choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());

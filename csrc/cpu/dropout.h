@@ -1,4 +1,4 @@
-// Dropout on the CPU: its arguments, read, and the random bits of dense data, several Philox calls side by side.
+// Dropout on the CPU: its arguments with seed and offset read from memory, and the random bits of dense data.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace gptkernels::cpu {
 
-// DropoutArguments, read.
+// DropoutArguments with seed and offset read from memory.
 struct Dropout {
   bool on = false;
   int64_t seed = 0;
@@ -25,8 +25,8 @@ inline Dropout read(const DropoutArguments& dropout) {
   return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
 }
 
-// Philox calls side by side: `words` holds their counters, and then their results. Round after round over all of them:
-// a loop that compilers vectorize.
+// kCalls calls of Philox. `words` holds their counters, and afterwards their results. Each round is a loop over all
+// calls, which compilers vectorize.
 template <int kCalls>
 inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -41,8 +41,8 @@ inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
   }
 }
 
-// Calls fn(from, to, bits) for runs of the elements [begin, end) of dense data: bits[i - from] are element i's. Inside
-// vectorised().
+// Divides the elements [begin, end) of dense data into runs and calls fn(from, to, bits) for each: bits[i - from] are
+// the random bits of element i. To be called inside vectorised().
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
   constexpr int kGroups = 32;  // of a run
@@ -66,8 +66,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Calls fn(i, factor) for i in [0, size): what dropout multiplies element begin + i of dense data by. Inside
-// vectorised().
+// Calls fn(i, factor) for i in [0, size): dropout multiplies element begin + i of dense data by this factor. To be
+// called inside vectorised().
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   const A kept = A(dropout.factor);

@@ -53,9 +53,9 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1). Four rows are added first, then the sums of a run of kRun rows, then those of
-// the runs, for float32 in float64: the rounding error grows with the length of a run, not with the number of rows. The
-// sum is added to what is in out, if asked for.
+// out = row(0) + ... + row(count - 1), or out += with `accumulate`. Rows are added in groups of four, the groups' sums
+// in runs of kRun rows, and the runs' sums, which are float64 for float32, over all runs. So the rounding error grows
+// with the length of a run, not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;

@@ -1,10 +1,10 @@
-// Vectors of one instruction set, for kernels that hold a block of products in registers, which loops left to the
-// compiler do not. No include guard: attention.cpp includes this file and its kernels once for each instruction set,
-// with GPTKERNELS_ISA the namespace and the compiler's target set.
+// Vectors of one instruction set, for kernels that keep a block of sums in registers. (From plain loops, compilers do
+// not make such kernels.) No include guard: attention.cpp includes this file and its kernels once for each instruction
+// set; GPTKERNELS_ISA is then the namespace, and the compiler targets that instruction set.
 //
 // Vector<A> has: kLanes; kColumns and kRows, the block of vectors that fits into the registers; load, store, set, zero,
-// a * b + c rounded once, and so on. The lanes of an operation do not meet, so that every instruction set gives the
-// same bits (but x86 before FMA, which rounds twice).
+// fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction set gives the same bits
+// (except x86 without FMA, where a * b + c is rounded twice).
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -101,7 +101,7 @@ struct Vector<float> {
     const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), low);
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 p = power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v;
-    // Two factors: the exponent may pass a float's range, and the second product rounds a denormal once.
+    // 2^n as two factors: it may be outside float's range. Only the second product can be denormal and is rounded.
     const __m256i e = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(e, 1);
     return {_mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(e, half)))};
@@ -137,7 +137,7 @@ struct Vector<double> {
 
 #else
 
-// Any processor: loops over lanes, which the compiler turns into what vectors there are.
+// Any other processor: loops over lanes, which the compiler vectorizes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
@@ -161,7 +161,7 @@ struct Vector {
   }
   GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) {
 #ifdef __x86_64__
-    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });  // without FMA instructions a call each
+    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });  // std::fma would be a function call
 #else
     return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
 #endif
@@ -189,8 +189,9 @@ struct Vector {
 #endif
 
 // c (M x N) = a (M x K) b (K x N), or += : element (r, k) of a is at r * row + k * column of its memory, b and c have
-// rows ldb and ldc apart. N is a multiple of 16. Sums run over k in order, `length` at a time, whatever the block of c:
-// so the error of a long sum grows with the number of its parts, and no element depends on its neighbours.
+// rows ldb and ldc apart. N is a multiple of 16. Each sum runs over k in order, in parts of `length` terms, however c
+// is divided into blocks. So the rounding error of a long sum grows with the length and the number of its parts, and no
+// element's bits depend on its neighbours.
 template <typename A>
 struct Left {
   const A* data;

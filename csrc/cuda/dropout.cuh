@@ -6,9 +6,9 @@
 
 namespace gptkernels::cuda {
 
-// Attention's, with its numbers read from the device.
+// Dropout of attention's probabilities, with seed and offset loaded from device memory.
 struct DropoutDraw {
-  bool any = false;  // dropout: also of so small a probability that nothing is dropped
+  bool any = false;  // whether there is dropout, even if its probability is so small that nothing is dropped
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
@@ -28,7 +28,7 @@ struct DropoutDraw {
     return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
-  // Of a word's two elements: those of its lower and its upper 16 bits.
+  // Whether the elements are kept whose random bits are the lower and the upper 16 bits of a word.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
@@ -36,8 +36,8 @@ struct DropoutDraw {
 template <typename A>
 class DenseDropoutDraw;
 
-// Dense data's, as a kernel's argument: what the host can compute is computed. A kernel calls draw() before it waits
-// for its data.
+// Dropout of dense data, as a kernel's argument; the host has computed what it can. draw() loads seed and offset: a
+// kernel calls it early, so that these loads are in flight together with the others.
 template <typename A>
 struct DenseDropout {
   static constexpr bool kOn = true;
@@ -48,13 +48,13 @@ struct DenseDropout {
 
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
-    // A threshold beyond 16 bits keeps nothing; the kernels compare with 16.
+    // A threshold above 16 bits keeps nothing. The kernels compare only 16 bits, so the factor is 0 then.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
   }
   __device__ DenseDropoutDraw<A> draw() const { return DenseDropoutDraw<A>(*this); }
 };
 
-// The same, with its numbers read.
+// The same, with seed and offset loaded.
 template <typename A>
 class DenseDropoutDraw {
  public:
@@ -89,7 +89,7 @@ class DenseDropoutDraw {
   A keep_scale_;
 };
 
-// In place of both, in kernels that also run without dropout.
+// Takes the place of both where a kernel is compiled without dropout.
 struct NoDropout {
   static constexpr bool kOn = false;
   __device__ NoDropout draw() const { return {}; }

@@ -40,9 +40,9 @@ struct GeluTanh {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // s(v) (1 + x v'(x) (1 - s(v))), for 16-bit results, in half the instructions: with e = e^-v, 1 - s is e s. Beyond
-  // kFar, where e is 2^127 (and s, less than the smallest normal number, is 0) or 2^-127 (that is 0), the derivative is
-  // 0 or 1; of an infinity NaN, as by the formula.
+  // The derivative for 16-bit results, s(v) (1 + x v'(x) (1 - s(v))), in half the instructions: with e = e^-v, 1 - s is
+  // e s. x is limited to +-kFar, where e is 2^127 or 2^-127. The approximate instructions flush s, or e, to 0 there,
+  // and the derivative is exactly 0 or 1. An infinite x gives NaN (by x * 0), as the formula does.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float near = fminf(fmaxf(x, -kFar), kFar);

@@ -215,7 +215,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .gelu_alignment = alignment(gelu_matrix(p))};
 }
 
-// The heuristic's choices, the first first. The partial sums of split-K are in the compute type.
+// The heuristic's choices, its best first. The partial sums of split-K are in the compute type.
 template <typename T>
 std::vector<ProductChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle, int most) {
   constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;  // what NVIDIA advises for Hopper
@@ -259,7 +259,7 @@ bool fits(const Matmul<T>& p, const ProductKey& key, const ProductChoice& choice
          static_cast<int64_t>(result.workspaceSize) <= choice.workspace;
 }
 
-// The plans of this process. Whoever uses them holds the mutex.
+// The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 

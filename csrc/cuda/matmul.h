@@ -11,8 +11,8 @@ namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
 // the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
-// j * ld + i. The pointers below `alpha` are null or not, with alpha 1, one batch, and out dense; dgelu_at goes alone.
-// With wide_out or accumulate there is no epilogue.
+// j * ld + i. The pointers below `alpha` may be null. Where one is not, alpha and batches are 1 and out is dense;
+// dgelu_at excludes bias and pre_gelu. With wide_out or accumulate there is no epilogue.
 template <typename T>
 struct Matmul {
   T* out;

@@ -102,7 +102,7 @@ Choices read(const fs::path& path, int device) {
   return found;
 }
 
-// Writes another file and renames it: whoever reads sees all of it or none. Errors are not reported: without a file the
+// Writes a new file and renames it, so that readers see all of it or none. Errors are not reported: without a file the
 // next process times again.
 void write(const fs::path& path, const Choices& choices) {
   std::error_code error;

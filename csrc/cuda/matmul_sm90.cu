@@ -75,8 +75,8 @@ __device__ inline uint32_t piece_offset(int row, int chunk) {
   return row * kPieceRowBytes + ((chunk ^ (row / 2 % 4)) << 4);
 }
 
-// By the threads of which `one` is true, at a barrier in any block of the cluster. (With a release in the cluster's
-// scope, which nothing here needs, it would wait for all of the thread's stores: products took half as long again.)
+// The threads whose `one` is true arrive at a barrier in any block of the cluster. (An arrival with release at cluster
+// scope, which is not needed here, waits for all of the thread's stores: products then took 1.5 times as long.)
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
@@ -104,7 +104,7 @@ __device__ TilePosition tile_at(const WgmmaMatmul<T>& p, int tile, int rank) {
   return {tile / p.tiles_across * (kCluster * kRows) + rank * kRows, tile % p.tiles_across * kColumns};
 }
 
-// By one thread: all tiles' operands into the ring.
+// Called by one thread: loads the operands of all of the block's tiles into the ring.
 template <bool kRowsAreK, typename T>
 __device__ void load_operands(const WgmmaMatmul<T>& p, uint32_t shared, const Barriers& barriers, int rank) {
   constexpr uint16_t kAll = (1 << kCluster) - 1;
@@ -130,8 +130,8 @@ __device__ void load_operands(const WgmmaMatmul<T>& p, uint32_t shared, const Ba
   }
 }
 
-// Sums over the 16 rows of a warp of `values`, of which a thread has 8 columns: its own rows are summed. Every lane
-// returns the sum of one column, that of piece_sum_column.
+// Sums over the 16 rows of a warp. A thread's `values` are 8 columns, already summed over its own rows. Each lane
+// returns the sum of one column, piece_sum_column(lane).
 __device__ inline float sum_over_rows(const float (&values)[8], int lane) {
   float four[4], two[2];
 #pragma unroll
@@ -154,7 +154,7 @@ __device__ inline int piece_sum_column(int lane) {
   return lane / 8 % 4 / 2 * 16 + lane / 8 % 2 * 8 + lane % 4 * 2 + lane / 4 % 2;
 }
 
-// Two of them, or what is in `pair`.
+// Loads two elements of the bias into `pair`, which stays as it is if they are not `inside` the matrix.
 __device__ inline void load_bias(uint32_t& pair, const void* global, bool inside) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
                : "+r"(pair)
@@ -190,9 +190,10 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
     const int warp = __shfl_sync(~0u, thread / 32, 0);
     const uint32_t pieces = shared + kPiecesAt + warpgroup * kBuffers * kPieceBytes;
     float* const piece_sums = reinterpret_cast<float*>(shared_bytes + kSumsAt + warpgroup * kSumsBytes);
-    // A warp's 16 rows of a piece, of them a 16 x 8 part for ldmatrix and stmatrix; the next 16 columns are at ^ 32.
+    // Where this lane's 16 bytes are for ldmatrix and stmatrix, in the warp's 16 rows and the first 16 columns of a
+    // piece; for the next 16 columns it is own ^ 32.
     const uint32_t own = piece_offset(warp * 16 + lane % 16, lane / 16);
-    // Which block of the cluster a lane tells that a stage was read.
+    // Lane 0 reports to block 0 that a stage was read, lane 1 to block 1.
     const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
     float sums[kColumns / 2];
@@ -204,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
     RingPosition<kStages> ring;
 
     const auto issue = [&](bool first) {
-      // wgmma's descriptors have 18 bits of an address; those above say which block of the cluster it is in.
+      // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a block of the cluster.
       const uint32_t stage = (shared & 0x3FFFF) + ring.slot * kStageBytes;
       const uint64_t a = panel_descriptor(stage + warpgroup * 64 * kPanelRowBytes);
       const uint64_t b = panel_descriptor(stage + kABytes, kRowsAreK ? kBPanel : 16);
@@ -314,7 +315,8 @@ __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_
         step(piece == 0, [&] {
           if (any_before) finish(piece);
         });
-      // The bias of the end is loaded where `rounded` is free. Two a word; -0 changes no sum.
+      // The bias is loaded once the registers of `rounded` are free: two elements a word, -0 (which changes no sum)
+      // outside the matrix.
       uint32_t bias[kColumns / 8];
       if constexpr (kFinish == Finish::kGelu) {
 #pragma unroll
@@ -400,7 +402,7 @@ inline bool aligned(const void* pointer, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
 
-// What TMA, 16-byte accesses and 32-bit indices take.
+// Whether sizes and addresses suit TMA, 16-byte accesses and 32-bit indices.
 template <typename T>
 bool can_serve(const Matmul<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -415,9 +417,9 @@ bool can_serve(const Matmul<T>& p) {
          aligned(p.dgelu_at, 16) && aligned(p.bias, 4) && tensor_map_encoder() && built(p);
 }
 
-// Whether it is faster than cuBLASLt (docs/mlp.md has the measurements). A GELU's gradient is not, unless it spares the
-// pass over out that sums its rows. And a block's tile is large: with few of them, multiprocessors stand idle in the
-// end, where cuBLASLt has smaller ones.
+// Whether it is faster than cuBLASLt (docs/mlp.md has the measurements). GELU's gradient is faster only if it also
+// saves the separate pass for the column sums. Tiles are large: where there are few, some SMs are idle at the end, and
+// cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 
 NANOGPT, LLMC = "nanoGPT", "llm.c"
 
-# Flags of the training programs, by who has them: train.py of nanoGPT; train_gpt2.py and train_gpt2.cu of llm.c.
-# None: there is nothing like it here. Names that mean the same here are not listed.
+# The flags of train.py of nanoGPT, and of train_gpt2.py and train_gpt2.cu of llm.c, with the flag that does the same
+# here. None: there is no such flag. Flags that have the same name here are not listed.
 _TRAIN: dict[str, dict[str, str | None]] = {
     NANOGPT: {
         "--out-dir": "--output",

@@ -416,7 +416,7 @@ def embedding(
     Args:
         input: the tokens.
         weight: the table.
-        vocab_size: V; tokens from there to Vp are refused, as the padding that they name must not learn. -1 for Vp.
+        vocab_size: V; tokens from V on are refused, because their rows are padding and must not be trained. -1 for Vp.
         padding_idx: not supported.
         max_norm: not supported.
         norm_type: has a meaning only beside ``max_norm``.
@@ -477,7 +477,7 @@ def cross_entropy(
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
         loss = loss / _count(target, ignore_index)
-    # torch's dtype: the input's, but inside autocast float32, which the losses have.
+    # As torch: the input's dtype, or float32 under autocast. The losses are float32.
     return loss if _in_autocast(input.device.type) else loss.to(input.dtype)
 
 

@@ -229,7 +229,7 @@ class Trainer:
                     self._answer()
             if self.step and _is_due(self.step, config.sample_every):
                 self._sample()
-            # On a GPU the numbers of a step are read when the next one is launched: the GPU never idles.
+            # On a GPU the numbers of a step are read once the next one is launched: the GPU does not wait for the host.
             previous, self._pending = self._pending, self._launch_step()
             self._finish(previous)
             if not self._runs_ahead:

@@ -1,6 +1,5 @@
 // Vectorized memory accesses of 16 bytes. Packed<T, N> (a pack) is N neighbouring elements that one instruction loads
-// or stores. load_within and store_within are for the first and last pack of a row that does not start or end at a
-// multiple of 16 bytes.
+// or stores.
 #pragma once
 
 #include <cstdint>
@@ -101,45 +100,22 @@ __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
   store<N>(p, narrow<T>(values));
 }
 
-// Whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time. A null pointer counts as aligned.
+// Whether all these pointers are multiples of 16 bytes. A null pointer is one.
+template <typename... Pointers>
+bool all_aligned(const Pointers*... pointers) {
+  return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+}
+
+// Whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time.
 template <typename T, typename... Pointers>
 bool can_vectorize(int64_t width, const Pointers*... pointers) {
-  return width % kPack<T> == 0 && ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
+  return width % kPack<T> == 0 && all_aligned(pointers...);
 }
 
 // Whether all these pointers have the same offset from a multiple of 16 bytes.
 template <typename First, typename... Pointers>
 bool same_misalignment(const First* first, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);
-}
-
-// The number of elements between the last multiple of sizeof(Pack) bytes and `row`: the elements of the row before that
-// share a pack with the first ones of this row.
-template <typename Pack, typename T>
-__device__ int elements_before(const T* row) {
-  return reinterpret_cast<uintptr_t>(row) % sizeof(Pack) / sizeof(T);
-}
-
-// Stores the part of a pack that lies within its row: 16 bytes at once if all of it does and it is aligned, else
-// element by element.
-template <int kVec, typename Column, typename T>
-__device__ void store_within(T* row, Column column, Column width, const Packed<T, kVec>& pack) {
-  const bool whole = column >= 0 && column + kVec <= width;
-  if (whole && elements_before<Packed<T, kVec>>(row + column) == 0) return store(row + column, pack);
-#pragma unroll
-  for (int k = 0; k < kVec; ++k)
-    if (column + k >= 0 && column + k < width) row[column + k] = pack.v[k];
-}
-
-// Loads the part of an aligned pack that lies within its row; the other elements become 0.
-template <int kVec, typename Column, typename T>
-__device__ Packed<T, kVec> load_within(const T* row, Column column, Column width) {
-  if (column >= 0 && column + kVec <= width) return load<kVec>(row + column);
-  Packed<T, kVec> pack = {};
-#pragma unroll
-  for (int k = 0; k < kVec; ++k)
-    if (column + k >= 0 && column + k < width) pack.v[k] = row[column + k];
-  return pack;
 }
 
 }  // namespace gptkernels::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "launch.cuh"
+#include "packed.cuh"
 #include "reduce.cuh"
 
 namespace gptkernels::cuda {
@@ -16,6 +17,13 @@ constexpr int kSimpleThreads = 512;
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
+}
+
+// Calls fn(Constant<kVec>()) with the elements that a simple kernel accesses at once: packs of 16 bytes, or single
+// ones.
+template <typename T, typename Fn>
+void with_packs(bool can_vectorize, const Fn& fn) {
+  can_vectorize ? fn(Constant<kPack<T>>{}) : fn(Constant<1>{});
 }
 
 // Calls fn(column) with the first column of each of this thread's packs.

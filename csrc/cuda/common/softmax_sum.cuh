@@ -1,9 +1,12 @@
-// The maximum of a row and the sum of its exponentials, in one pass (online softmax).
+// The maximum of a row and the sum of its exponentials: in one pass (SoftmaxSum, online softmax) where every pass reads
+// the row from memory, in two (MaxSum) where the row is in registers and shared memory.
 #pragma once
 
 #include <limits>
+#include <type_traits>
 
 #include "approximate.cuh"
+#include "packed.cuh"
 #include "reduce.cuh"
 #include "teams.cuh"
 
@@ -51,6 +54,57 @@ struct SoftmaxSum {
     __syncthreads();  // until then, threads may still read the values of the previous call
     warp_reduce();
     BlockMeeting<SoftmaxSum>()(*this, [](SoftmaxSum& of_lane) { of_lane.warp_reduce(); });
+  }
+};
+
+// ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
+
+// exp(scale * x). The scale is part of the factor that turns e^x into 2^x, so it takes no instruction.
+template <typename T>
+struct ScaledExp {
+  float factor;
+
+  __device__ explicit ScaledExp(float scale) : factor(kSixteenBits<T> ? scale * kLog2E : scale) {}
+
+  __device__ float operator()(float x) const {
+    return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
+  }
+
+  // exp(scale * x) / 2^y; for 16-bit types.
+  __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
+};
+
+template <typename T, int N>
+__device__ float largest_of(const Packed<T, N>& pack) {
+  if constexpr (sizeof(T) == 2 && N == 8) {  // two at a time, before their conversion
+    using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+    const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
+    const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(widen(largest.x), widen(largest.y));
+  } else if constexpr (N == 4) {
+    return fmaxf(fmaxf(pack.v[0], pack.v[1]), fmaxf(pack.v[2], pack.v[3]));
+  } else {
+    return widen(pack.v[0]);
+  }
+}
+
+// The maximum of some x, and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite number, so that
+// x - max is never inf - inf, and ignores NaNs, which show in the sum.
+template <typename T>
+struct MaxSum {
+  float max = std::numeric_limits<float>::lowest();
+  sum_t<T> total = 0;
+
+  // Each warp sums relative to its own maximum. So the warps of a team synchronise once, not twice.
+  template <typename Meeting>
+  __device__ MaxSum of_team(Meeting& meeting, const ScaledExp<T>& exponential) const {
+    MaxSum all = *this;
+    meeting(all, [&](MaxSum& of_lane) {
+      const float max = warp_reduce<FiniteMax>(of_lane.max);
+      of_lane.total = warp_reduce<Sum>(of_lane.total * sum_t<T>(exponential(of_lane.max - max)));
+      of_lane.max = max;
+    });
+    return all;
   }
 };
 

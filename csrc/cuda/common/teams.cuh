@@ -5,12 +5,13 @@
 //   kLanes, kOneWarp     how many lanes of a warp share a row, and whether these are the whole team
 //
 //   team           threads of a row       rows of a block     combine values by        used by
-//   -------------  ---------------------  ------------------  -----------------------  ----------------------------
-//   Lanes<k, n>    k: 8, 16 or 32 lanes   n / k               shuffles                 softmax
-//   Warp           32                     blockDim.y          shuffles                 layernorm, fused_classifier
-//   Block          blockDim.x             1                   shared memory            layernorm forward, softmax
+//   -------------  ---------------------  ------------------  -----------------------  -----------------------------
+//   Lanes<k, n>    k: 8, 16 or 32 lanes   n / k               shuffles                 softmax, fused_classifier
+//   Warp           32                     blockDim.y          shuffles                 layernorm
+//   Block          blockDim.x             1                   shared memory            layernorm forward, softmax,
+//                                                                                      fused_classifier
 //   BlockPart      blockDim.x             blockDim.y          shared memory            layernorm backward
-//   Cluster        2 to 16 blocks         1 for a cluster     distributed shared mem.  softmax
+//   Cluster        2 to 16 blocks         1 for a cluster     distributed shared mem.  softmax, fused_classifier
 //
 // Threads 0, 1, 2, ... of a team take packs 0, 1, 2, ... of 16 bytes, so that a warp accesses 512 neighbouring bytes. A
 // row of 768 bfloat16 is 96 packs, which a Warp holds as 3 packs per thread:
@@ -25,13 +26,15 @@
 //
 //   type       where the row is                       used by
 //   ---------  -------------------------------------  ------------------------------------------------------------
-//   Row        registers                              layernorm; narrow rows of fused_classifier
-//   RowPart    registers, the rest in shared memory   softmax: any alignment, up to 4 MB
+//   RowPart    registers, the rest in shared memory   softmax, fused_classifier: any width and alignment, up to 4 MB
+//   Row        registers                              layernorm: whole packs, up to 16384 bfloat16
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: a block per SM walks over all rows
-//   WideRows   a ring in a cluster's shared memory    wide rows of fused_classifier
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// They are in row.cuh, ../softmax_part.cuh, ../layernorm_ring.cuh, ../wide_row.cuh and simple_row.cuh.
+// They are in row_part.cuh, row.cuh, ../layernorm_ring.cuh and simple_row.cuh. Two types hold rows in
+// registers because their kernels are limited by different things. A RowPart is for kernels limited by the memory: it
+// takes any row and 4 packs per thread. layernorm's are limited by instructions: a Row has up to 7 packs per thread and
+// knows at compile time which of them need no bounds check, which is 3 to 7 % of its kernels' time (docs/layernorm.md).
 #pragma once
 
 #include <cstdint>

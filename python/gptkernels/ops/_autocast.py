@@ -104,7 +104,7 @@ def _new_casts() -> _Casts:
     casts = _Casts()
     with _disable_current_modes(), _disable_saved_tensors_hooks(), torch.inference_mode(False), torch.enable_grad():
         rows, weight = torch.ones(0, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
-        # At the CPU's autocast key, whichever device type's autocast is on: the cache is one.
+        # With the CPU's autocast key, whatever device type autocast is enabled for: all share one cache.
         autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         product = torch.ops.aten.linear.default.redispatch(autocast_cpu, rows, weight.requires_grad_())
         product.grad_fn._saved_mat2._base.gptkernels_casts = casts

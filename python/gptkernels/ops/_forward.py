@@ -35,12 +35,12 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
             del ctx.forward_mode  # the outputs know their ctx: do not leave a cycle
             several = isinstance(outputs, tuple)
             outputs = outputs if several else (outputs,)
-            # Torch has turned forward mode off; for a transform further out it stays on.
+            # Torch disables forward mode here. An outer forward-mode transform needs it.
             with forward_ad._set_fwd_grad_enabled(True):
                 primals = [a if t is None else unpack(a).primal for a, t in zip(args, tangents, strict=True)]
                 found = rule(primals, tangents, outputs)
             found = found if isinstance(found, tuple) else (found,)
-            # Torch takes None for an output that is marked as non-differentiable, and for no other.
+            # Torch accepts a tangent of None only for an output that is marked as non-differentiable.
             found = tuple(
                 torch.zeros_like(out) if t is None and all(out is not c for c in constant) else t
                 for t, out in zip(found, outputs, strict=True)

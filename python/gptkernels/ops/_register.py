@@ -189,7 +189,7 @@ def differentiate(
         return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view joins this piece of graph to the inputs' own, so that third derivatives pass through.
+        # A view connects this part of the graph to the inputs, so that third derivatives pass through.
         variables = [
             (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if t is not None and need else t
             for t, need in zip(inputs, needs, strict=True)

@@ -62,7 +62,7 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """As Encoder's, added to the head's gradient in place: that comes from one product and nobody else has it."""
+        """As Encoder's, added in place to the tied head's gradient, to which nothing else refers."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None

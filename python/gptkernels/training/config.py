@@ -51,7 +51,7 @@ GROUPS = {
 }
 """The titles of the flags' groups, in the order in which help has them."""
 
-# Options of which one is given at most: in a resumed run, the one given takes the other's place.
+# Pairs of options that exclude each other. In a resumed run, the one that is given replaces the other.
 _EXCLUSIVE = (
     ("steps", "epochs"),
     ("data", "train_files"),

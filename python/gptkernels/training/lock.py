@@ -12,7 +12,7 @@ from pathlib import Path
 LOCK_FILE = ".gptkernels"
 """The locked file. It stays in the folder, and says that what lies there is a run of this program's."""
 
-# Of file systems that have no locks, as some of clusters are mounted.
+# What flock fails with on a file system without locks, such as some network file systems of clusters.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 

@@ -44,7 +44,7 @@ class Step:
         self._skipping = Skipping(*max_scores, processes.device) if any(max_scores) else None
         self.outliers = OutlierDetector(processes.device if self._skipping else "cpu")
         if self._skipping:
-            # A graph holds the place of these three: every step writes into them.
+            # A captured graph keeps the addresses of these three tensors, so every step writes into them in place.
             self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
             optimizer.found_inf = torch.zeros((), device=processes.device)
         interrupts = self._skipping is not None or processes.world_size > 1

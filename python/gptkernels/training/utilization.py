@@ -7,8 +7,8 @@ import sys
 
 import torch
 
-# Dense bfloat16 of the tensor cores, in 1e12 operations a second, from NVIDIA's data sheets. The first that begins the
-# device's name holds: a longer name comes before its beginning.
+# The tensor cores' peak rate for dense bfloat16 products, in 1e12 operations per second, from NVIDIA's data sheets. The
+# first entry that the device's name starts with is used, so a longer name comes before its own prefix.
 _PEAKS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200 NVL": 835.5,

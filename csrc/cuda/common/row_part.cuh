@@ -1,0 +1,215 @@
+// The part of a row that one thread of its team (teams.cuh) works on, at any width and any alignment: which columns
+// these are, their loads, and their stores.
+//
+// Packs are 16 bytes at multiples of 16 bytes, wherever the row starts. Fewer than kVec elements are left before the
+// first pack (the head) and after the last (the tail); each of the row's first 2 * kVec threads takes at most one of
+// them. A row of 21 bfloat16 that starts 10 bytes after a multiple of 16:
+//
+//   address      0                16               32               48
+//                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |
+//                           head   pack 0           pack 1           tail
+//   thread                  0 1 2  0                1                8 9
+#pragma once
+
+#include <cuda_pipeline.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "packed.cuh"
+
+namespace gptkernels::cuda {
+
+// The places of a thread's elements. A kernel works on them by generic lambdas, which are called with one of these.
+struct PackAt {
+  int i;  // this thread's pack i
+};
+struct InRegisters : PackAt {};  // i < kItems
+struct InShared : PackAt {};     // i >= kItems
+struct AtEdge {};                // one element, of the head or the tail
+
+// The elements at a place, as float32.
+template <int N>
+struct Values {
+  float v[N];
+};
+
+// float32 values at a thread's places in registers.
+template <int kItems, int kVec>
+struct RowValues {
+  Values<kVec> packs[kItems];
+  Values<1> edge;
+  __device__ auto& operator[](InRegisters at) { return packs[at.i]; }
+  __device__ auto& operator[](AtEdge) { return edge; }
+};
+
+// This thread's columns: every threads()-th pack, of which the first kItems are in registers, and at most one edge
+// element. With kOverflow there may be more packs than kItems, which are in shared memory. Then the threads are counted
+// from the start of the first pack's 128-byte line, so that each warp writes whole lines; the threads before the first
+// pack have none there. Without kHasHeadTail rows consist of whole packs. With kMasked only the first columns of a row
+// are read; the others, which are masked, are written as 0.
+template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
+class RowColumns {
+ public:
+  using T = T_;
+  static constexpr int kVec = kPack<T>;
+  static constexpr int kItems = kItems_;
+  static constexpr bool kOverflow = kOverflow_;
+
+  // For this team's row of the (rows, width) matrix at `base`. kMasked: `columns` of it are not masked. Beyond the last
+  // row there are no columns.
+  __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
+    if (Team::row() >= rows) width = 0;
+    width_ = static_cast<int>(width);
+    columns_ = kMasked ? min(columns, width_) : width_;
+    const int thread = Team::thread();
+    const int head = kHasHeadTail ? min(elements_to(kVec, base + begin_), width_) : 0;
+    const int before = kOverflow ? (kLine - elements_to(kLine, base + begin_ + head)) % kLine : 0;
+    first_ = head - before + thread * kVec;
+    end_ = kHasHeadTail ? head + (width_ - head) / kVec * kVec : width_;
+    if (kHasHeadTail) edge_ = thread >= kVec ? end_ + thread - kVec : thread < head ? thread : width_;
+  }
+
+  __device__ int64_t begin() const { return begin_; }  // the row's offset in the matrix
+
+  // The first column of a place.
+  __device__ int column(PackAt at) const { return first_ + at.i * Team::threads() * kVec; }
+  __device__ int column(AtEdge) const { return edge_; }
+
+  // Calls fn(place) for this thread's places, but not for those where all columns are masked.
+  template <typename Fn>
+  __device__ void each(const Fn& fn) const {
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (unmasked({i})) fn(InRegisters{i});
+    if constexpr (kOverflow) {
+      wait_for_copies();
+      for (int i = kItems; unmasked({i}); ++i) fn(InShared{i});
+    }
+    if (unmasked(AtEdge{})) fn(AtEdge{});
+  }
+
+  // Writes this thread's part of the row: Values fn(place), and 0 where columns are masked.
+  template <typename Fn>
+  __device__ void store(T* base, const Fn& fn) const {
+    T* row = base + begin_;
+    const auto store_pack = [&](auto at) {
+      Values<kVec> y = {};
+      if (!kMasked || unmasked(at)) y = fn(at);
+      mask(y.v, at, 0.f);
+      store_narrow<kVec>(row + column(at), y.v);
+    };
+#pragma unroll
+    for (int i = 0; i < kItems; ++i)
+      if (has({i})) store_pack(InRegisters{i});
+    if constexpr (kOverflow) {
+      wait_for_copies();
+      for (int i = kItems; has({i}); ++i) store_pack(InShared{i});
+    }
+    if (kHasHeadTail && edge_ < width_) row[edge_] = narrow<T>(unmasked(AtEdge{}) ? fn(AtEdge{}).v[0] : 0.f);
+  }
+
+  // Whether any column of a place is unmasked.
+  __device__ bool unmasked(PackAt at) const { return within(column(at), kMasked ? min(columns_, end_) : end_); }
+  __device__ bool unmasked(AtEdge) const { return kHasHeadTail && edge_ < columns_; }
+
+  // Replaces the masked elements at a place.
+  template <typename Element, int N>
+  __device__ void mask(Element (&x)[N], auto at, Element by) const {
+    if constexpr (kMasked) {
+      if (column(at) + N <= columns_) return;
+#pragma unroll
+      for (int k = 0; k < N; ++k)
+        if (column(at) + k >= columns_) x[k] = by;
+    }
+  }
+
+  // Replaces the element of `column` if it is at this place.
+  template <typename Element, int N>
+  __device__ void replace(Element (&x)[N], auto at, int column, Element by) const {
+    const int k_there = column - this->column(at);
+    if (static_cast<unsigned>(k_there) >= N) return;
+#pragma unroll
+    for (int k = 0; k < N; ++k)
+      if (k == k_there) x[k] = by;
+  }
+
+ private:
+  static constexpr int kLine = 128 / sizeof(T);
+
+  // The number of elements from p to the next address that is a multiple of so many elements.
+  static __device__ int elements_to(int multiple, const T* p) {
+    return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
+  }
+
+  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // RowPart's, to shared memory
+
+  __device__ bool has(PackAt at) const { return within(column(at), end_); }
+  static __device__ bool within(int column, int end) {
+    return kOverflow ? static_cast<unsigned>(column) < static_cast<unsigned>(end) : column < end;
+  }
+
+  int64_t begin_;
+  int width_;
+  int columns_;  // that are not masked
+  int first_;
+  int end_;
+  int edge_ = 0;
+};
+
+// The elements of these columns, in the dtype of memory: for 16-bit types half the registers of float32. A thread
+// accesses only its own slots in shared memory.
+template <typename Columns>
+class RowPart {
+  using T = typename Columns::T;
+  static constexpr int kVec = Columns::kVec;
+
+ public:
+  // Issues every load before the first value is used, to have as many bytes in flight as possible. `slots` is the
+  // block's shared memory: one pack for each thread and pack beyond kItems.
+  __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
+    const T* row = base + columns.begin();
+#pragma unroll
+    for (int i = 0; i < Columns::kItems; ++i)
+      if (columns.unmasked({i})) packs_[i] = load<kVec>(row + columns.column({i}));
+    if constexpr (Columns::kOverflow) {
+      for (int i = Columns::kItems; columns.unmasked({i}); ++i)
+        __pipeline_memcpy_async(&raw(InShared{i}), row + columns.column({i}), sizeof(Slot));
+      __pipeline_commit();
+    }
+    if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
+  }
+
+  // The elements at a place, in the dtype of memory.
+  __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
+  __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
+  __device__ auto& raw(AtEdge) { return edge_; }
+
+  // The same, as float32. The asm statement hides from the compiler that an earlier pass converted the same pack;
+  // otherwise it keeps the float32 values, in twice as many registers, to save the conversion.
+  template <typename Place>
+  __device__ auto operator[](Place at) {
+    auto& packed = raw(at);
+    if constexpr (sizeof(T) == 2 && std::is_same_v<Place, InRegisters>) {
+      auto& words = reinterpret_cast<uint4&>(packed);
+      asm("" : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+    }
+    Values<sizeof(packed) / sizeof(T)> x;
+    widen(x.v, packed);
+    return x;
+  }
+
+  // Replaces the elements at a place.
+  template <typename Place, int N>
+  __device__ void set(Place at, const Values<N>& x) {
+    raw(at) = narrow<T>(x.v);
+  }
+
+ private:
+  using Slot = Packed<T, kVec>;
+  Slot packs_[Columns::kItems];
+  Slot* slots_;
+  Packed<T, 1> edge_;
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,221 @@
+// The launch of kernels that keep a row in registers and shared memory between its load and its store (row_part.cuh):
+//
+//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes             rows_by_lanes_kernel
+//   up to 4096 packs (64 KB)       in registers of a block                       rows_by_block_kernel
+//   up to about 160 KB             in registers and shared memory of a block     rows_by_block_kernel
+//   up to 4 MB (sm_90 and later)   in those of a cluster of up to 16 blocks      rows_by_cluster_kernel
+//
+// What is done with a row is an Op:
+//
+//   struct Op {
+//     using T, Arguments;                    Arguments has rows and width
+//     static constexpr RowShapes kShapes;
+//     template <bool kHasHeadTail, bool kOverflow>
+//     static constexpr int kThreads;         the most threads of a block
+//     template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
+//     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   for the team's row
+//   };
+//
+// `slots` is shared memory: `overflow` packs for each of the block's threads, for one array after another.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "launch.cuh"
+#include "row_part.cuh"
+#include "teams.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kRowItems = 4;  // packs per thread in registers
+
+// What an Op can choose, as measurements say.
+struct RowShapes {
+  int arrays = 1;                 // that are kept
+  int resident = 2;               // blocks on an SM, 1 or 2. Of two, one loads while the other computes
+  bool overflow_in_block = true;  // whether a block may keep packs in shared memory; otherwise a cluster does
+  int cluster_packs = 2048;       // of a row, for each block of a cluster
+  int cluster_items = 12;         // packs per thread of a cluster, at most
+  bool wide_head_tail = false;    // compile rows that a warp cannot hold always with head and tail
+};
+
+// ---- kernels --------------------------------------------------------------------------------------------------------
+
+// The threads of a block of Lanes teams. Small blocks balance best.
+template <int kItems>
+constexpr int kLanesThreads = kItems == 1 ? 128 : 64;
+
+template <typename Op, int kLanes, int kItems, bool kHasHeadTail>
+__global__ void __launch_bounds__(kLanesThreads<kItems>) rows_by_lanes_kernel(const typename Op::Arguments p) {
+  Op::template run<Lanes<kLanes, kLanesThreads<kItems>>, kItems, kHasHeadTail, false>(p, nullptr, 0);
+}
+
+template <typename Op, bool kHasHeadTail, bool kOverflow>
+constexpr int kRowThreads = Op::template kThreads<kHasHeadTail, kOverflow>;
+template <typename Op, bool kHasHeadTail, bool kOverflow>
+constexpr int kRowBlocks = Op::kShapes.resident == 2 ? kTwoBlocks<kRowThreads<Op, kHasHeadTail, kOverflow>> : 0;
+
+template <typename Op, int kItems, bool kHasHeadTail, bool kOverflow>
+__global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, kOverflow>, kRowBlocks<Op, kHasHeadTail, kOverflow>)
+    rows_by_block_kernel(const typename Op::Arguments p, int overflow) {
+  extern __shared__ uint4 slots[];
+  Op::template run<Block, kItems, kHasHeadTail, kOverflow>(p, slots, overflow);
+}
+
+template <typename Op, int kItems, bool kHasHeadTail>
+__global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlocks<Op, kHasHeadTail, true>)
+    rows_by_cluster_kernel(const typename Op::Arguments p, int overflow) {
+#if GPTKERNELS_HOPPER
+  extern __shared__ uint4 slots[];
+  Op::template run<Cluster, kItems, kHasHeadTail, true>(p, slots, overflow);
+#endif
+}
+
+// ---- shapes ---------------------------------------------------------------------------------------------------------
+
+// The block for a row of so many packs in each of `arrays` arrays, or for a cluster block's part of such a row. Packs
+// beyond the registers are in shared memory.
+struct BlockShape {
+  unsigned threads;
+  int overflow;  // packs per thread in shared memory, of each array
+  int64_t shared_bytes;
+
+  BlockShape(int64_t packs, int arrays, int64_t threads)
+      : threads(static_cast<unsigned>(threads)),
+        overflow(static_cast<int>(std::max<int64_t>(ceil_div(packs, threads) - kRowItems, 0))),
+        shared_bytes(arrays * overflow * threads * 16) {}
+};
+
+// The fewest whole warps' threads that hold so many packs with `items` each.
+inline int64_t threads_for(int64_t packs, int64_t items) {
+  return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
+}
+
+inline BlockShape block_shape(int64_t packs, int arrays, int64_t most_threads) {
+  const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kRowItems);
+  return {packs, arrays, threads_for(packs, items)};
+}
+
+// The packs of a row, plus those of its first 128-byte line that lie before it (RowColumns' kOverflow).
+template <typename T>
+int64_t packs_on_lines(int64_t width, const T* base) {
+  const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
+  return width / kPack<T> + (begin_there ? 0 : 7);
+}
+
+struct ClusterShape {
+  int64_t blocks;
+  BlockShape block;
+};
+
+// The fewest blocks with at most cluster_packs of the row each: 32 or 64 KB. An SM then has blocks of several rows,
+// some of which load while others compute or synchronise.
+inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t most_blocks, int64_t most_threads) {
+  constexpr int64_t kStep = 256;
+  int64_t blocks = 2;
+  while (blocks < most_blocks && ceil_div(packs, blocks) > op.cluster_packs + 7) blocks *= 2;
+  const int64_t part = ceil_div(packs, blocks);
+  const int64_t threads = std::min(ceil_div(part, kStep * op.cluster_items) * kStep, most_threads);
+  return {blocks, {part, op.arrays, threads}};
+}
+
+// The most blocks, a power of 2, in a cluster of this kernel on the current device, whatever the blocks' shape; 1 if
+// there are no clusters.
+template <auto kKernel, int kMostThreads>
+int64_t most_cluster_blocks() {
+  if (!built_for_hopper<kKernel>()) return 1;
+  return once_a_device([](int) {
+    cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    const cudaLaunchConfig_t config =
+        launch_config(kMostBlocks, kMostThreads, max_dynamic_shared_memory<kKernel>(), nullptr, nullptr);
+    int most = 1;
+    cudaOccupancyMaxPotentialClusterSize(&most, kKernel, &config);
+    int blocks = 1;
+    while (2 * blocks <= std::min(most, kMostBlocks)) blocks *= 2;
+    return blocks;
+  });
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+// Launches one cluster per row, if a cluster can hold a row. (Rows this wide are never too many for a grid.)
+template <typename Op, bool kHasHeadTail>
+bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
+  constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
+  constexpr int kThreads = kRowThreads<Op, kHasHeadTail, true>;
+  const int64_t most_blocks = most_cluster_blocks<kernel, kThreads>();
+  const auto [blocks, block] = cluster_shape(Op::kShapes, line_packs, most_blocks, kThreads);
+  if (most_blocks == 1 || block.shared_bytes > max_dynamic_shared_memory<kernel>()) return false;
+  cudaLaunchAttribute cluster = cluster_of(static_cast<unsigned>(blocks));
+  const cudaLaunchConfig_t config =
+      launch_config(static_cast<unsigned>(p.rows * blocks), block.threads, block.shared_bytes, stream, &cluster);
+  cudaLaunchKernelEx(&config, kernel, p, block.overflow);
+  return true;
+}
+
+// Rows that a warp cannot hold.
+template <typename Op, bool kHasHeadTail>
+bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
+  const int64_t packs = p.width / kPack<typename Op::T>;
+  const unsigned grid = grid_size(p.rows);
+  constexpr int kThreads = kRowThreads<Op, kHasHeadTail, false>;
+  if (packs <= kThreads * kRowItems) {
+    const auto launch = [&](auto items) {
+      const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
+      rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
+    };
+    // 3 packs per thread where 4 would leave more of them beyond the row's end.
+    if constexpr (!kHasHeadTail)
+      if (const int64_t threads = threads_for(packs, 3);
+          threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
+        return launch(Constant<3>{}), true;
+    return launch(Constant<kRowItems>{}), true;
+  }
+  const int64_t line_packs = packs_on_lines(p.width, base);
+  if constexpr (Op::kShapes.overflow_in_block) {
+    constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
+    constexpr int kResident = Op::kShapes.resident;
+    constexpr int kReserved = 1024;  // bytes that CUDA reserves in each block
+    const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
+    if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
+      kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
+      return true;
+    }
+  }
+  return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
+}
+
+// Returns false if no kernel takes these rows: more than a grid has blocks, or too wide. `base` is the array by whose
+// addresses the columns are divided (RowColumns); all arrays have the same offset from 16 bytes. `aligned`: rows start
+// at multiples of 16 bytes. Such rows are compiled without head and tail, and narrow ones share a warp.
+template <typename Op>
+bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
+  if (p.rows > std::numeric_limits<int>::max()) return false;
+  const int64_t packs = p.width / kPack<typename Op::T>;
+  const int items = static_cast<int>(std::max<int64_t>(ceil_div(packs, kWarp), 1));
+  const auto by_lanes = [&](auto lanes, auto items, auto head_tail) {
+    constexpr int kThreads = kLanesThreads<items.value>;
+    rows_by_lanes_kernel<Op, lanes.value, items.value, head_tail.value>
+        <<<grid_size(ceil_div(p.rows, kThreads / lanes.value)), kThreads, 0, stream>>>(p);
+  };
+  const auto by_warp = [&](auto fewest, auto head_tail) {
+    if (items > kRowItems)
+      return launch_wide_rows < Op, Op::kShapes.wide_head_tail || head_tail.value > (p, base, stream);
+    with_constant<fewest.value, kRowItems>(items, [&](auto items) { by_lanes(Constant<32>{}, items, head_tail); });
+    return true;
+  };
+  if (!aligned) return by_warp(Constant<1>{}, std::true_type{});
+  if (packs > 32) return by_warp(Constant<2>{}, std::false_type{});
+  if (packs <= 8)
+    by_lanes(Constant<8>{}, Constant<1>{}, std::false_type{});
+  else if (packs <= 16)
+    by_lanes(Constant<8>{}, Constant<2>{}, std::false_type{});
+  else
+    by_lanes(Constant<16>{}, Constant<2>{}, std::false_type{});
+  return true;
+}
+
+}  // namespace gptkernels::cuda

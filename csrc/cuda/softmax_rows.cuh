@@ -1,0 +1,36 @@
+// What softmax's kernels are called with, for whole rows and for rows under the causal mask.
+#pragma once
+
+#include <cstdint>
+
+#include "../device.h"
+
+namespace gptkernels::cuda {
+
+template <typename T>
+struct SoftmaxRows {
+  T* out;
+  const T* x;
+  int64_t rows;
+  int64_t width;
+  accumulate_t<T> scale;  // of x
+};
+
+template <typename T>
+struct SoftmaxBackwardRows {
+  T* dx;
+  const T* dout;
+  const T* out;
+  int64_t rows;
+  int64_t width;
+  accumulate_t<T> scale;
+};
+
+// How many columns of a row the softmax is over: all, or under the causal mask those up to the diagonal of its square
+// matrix. The others are masked.
+template <bool kCausal, typename Index>
+__device__ Index columns_of(Index row, Index width) {
+  return kCausal ? row % width + 1 : width;
+}
+
+}  // namespace gptkernels::cuda
