@@ -123,9 +123,7 @@ void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int6
   T* dx = p.dx + row * p.width;
   const A avg_g = sum_g / A(p.width);
   const A slope = sum_gc / A(p.width) * rstd * rstd;
-  const auto gradient = [&](int64_t i) {
-    return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * slope) * rstd;
-  };
+  const auto gradient = [&](int64_t i) { return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * slope) * rstd; };
   const auto write = [&](const auto& value) {
     if (dropped.dresidual) {
       T* dresidual = dropped.dresidual + row * p.width;

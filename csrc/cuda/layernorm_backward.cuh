@@ -40,6 +40,8 @@ __device__ inline double product(double a, double b) {
 
 // ---- any row: one block, which reads x and dout again in the second pass ----
 
+// c = x - mean. The sum is one of g * c: those of g * n have roundings that do not cancel in a short row, and the
+// gradient of a constant dout would not be 0.
 template <typename T, int kVec, typename Dropped>
 __global__ void __launch_bounds__(kSimpleThreads)
     layernorm_backward_simple_kernel(const LayernormBackward<T> p, const Dropped dropped) {
@@ -47,27 +49,27 @@ __global__ void __launch_bounds__(kSimpleThreads)
   const auto draw = dropped.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const A mean = p.mean[row], rstd = p.rstd[row];
-    A n[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gn = 0;
+    A c[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gc = 0;
     const auto load_pack = [&](int64_t column) {
-      load_wide<kVec>(n, p.x + row * p.width + column);
+      load_wide<kVec>(c, p.x + row * p.width + column);
       load_wide<kVec>(g, p.dout + row * p.width + column);
       if (p.weight) load_wide<kVec>(weight, p.weight + column);
       for (int k = 0; k < kVec; ++k) {
-        n[k] = (n[k] - mean) * rstd;
+        c[k] -= mean;
         if (p.weight) g[k] = product(g[k], weight[k]);
       }
     };
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_pack(column);
-      for (int k = 0; k < kVec; ++k) sum_g += g[k], sum_gn += g[k] * n[k];
+      for (int k = 0; k < kVec; ++k) sum_g += g[k], sum_gc += g[k] * c[k];
     });
     const A avg_g = block_sum(sum_g) / A(p.width);
-    const A avg_gn = block_sum(sum_gn) / A(p.width);
+    const A slope = block_sum(sum_gc) / A(p.width) * rstd * rstd;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       A dsum[kVec] = {};
       load_pack(column);
       if (p.dsum) load_wide<kVec>(dsum, p.dsum + row * p.width + column);
-      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - c[k] * slope) * rstd + dsum[k];
       if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * p.width + column, g);
       draw.apply(g, row * p.width + column);
       store_narrow<kVec>(p.dx + row * p.width + column, g);
