@@ -99,6 +99,13 @@ __global__ void __launch_bounds__(kDecodeAttentionThreads)
 
 constexpr int kDecodeSplits = 8;
 
+// Not where the compiler refuses it; the kernel is then empty and never launched.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define DECODE_CLUSTER
+#else
+#define DECODE_CLUSTER __cluster_dims__(kDecodeSplits, 1, 1)
+#endif
+
 // kLanes lanes share a key: a pack for each. Key j is of the keys that the cluster reads at once, the (j % kAtOnce)-th.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
@@ -128,7 +135,7 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
 // The keys and values of earlier tokens were written before the step that this kernel is part of, so they are loaded
 // before it waits for the previous kernel, which wrote the query and the newest key and value.
 template <typename T, int kLanes>
-__global__ void __cluster_dims__(kDecodeSplits, 1, 1) __launch_bounds__(kDecodeAttentionThreads)
+__global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
     decode_attention_kernel(const __grid_constant__ DecodeAttention<T> p) {
 #if __CUDA_ARCH__ >= 900
   using A = accumulate_t<T>;

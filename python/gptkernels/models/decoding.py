@@ -53,10 +53,10 @@ class Draw(NamedTuple):
 
 
 class TokenStream(Iterator[Tensor]):
-    """The tokens of each step, (B,): on the device of the prompt, or by :meth:`on_host` where they are read first.
+    """The tokens of each step, (B,) on the device of the prompt; by :meth:`on_host` without a copy to the device.
 
     Args:
-        steps: tensors on any device.
+        steps: tensors on the host.
         like: the prompt.
     """
 
@@ -79,7 +79,7 @@ class TokenStream(Iterator[Tensor]):
 
 @torch.no_grad()
 def steps(model: "GPT2", prompt: Tensor, count: int, draw: Draw) -> Iterator[Tensor]:
-    """The tokens of ``count`` steps, int64 (B,) each, after a prompt (B, T) of at most ``block_size`` tokens.
+    """The tokens of ``count`` steps, int64 (B,) on the host, after a prompt (B, T) of at most ``block_size`` tokens.
 
     Raises:
         FloatingPointError: at a step, whose logits are NaN or infinite.
@@ -89,17 +89,16 @@ def steps(model: "GPT2", prompt: Tensor, count: int, draw: Draw) -> Iterator[Ten
     last = length + count
     weights = None
     while length < last:
-        if length > prompt.shape[1] and weights is None:
+        if length == prompt.shape[1] + 1:
             weights = _Weights.of(model, prompt)
         graphed = min(last, model.config.block_size + 1) - length
         if weights is not None and prompt.is_cuda and graphed >= _Graphs.FEWEST and length > prompt.shape[1] + 1:
             # The steps before have loaded the kernels, which a capture may not do.
             yield from _Graphs(state, weights).run(length, graphed)
             length += graphed
-            weights = None
             continue
         state.step(length, weights)
-        tokens = state.sequences[:, length].clone()
+        tokens = state.sequences[:, length].to("cpu", copy=True)
         if bool((tokens < 0).any()):
             raise _not_finite()
         yield tokens
