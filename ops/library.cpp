@@ -126,4 +126,18 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "float? max_grad_norm=None, int? rounding_seed=None) -> ()");
 
   m.def("global_norm(Tensor[] tensors) -> Tensor");
+
+  // The logits that follow each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values go to
+  // keys_values (L, 2, B, NH, capacity, HS), which has those of the tokens before; B is at most 8. layers has, for each
+  // layer, the tensors of ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: the weight and, if there is a norm_bias, the bias.
+  m.def(
+      "decode(Tensor sequences, Tensor lengths, Tensor wte, Tensor wpe, Tensor[] layers, Tensor norm_weight, "
+      "Tensor? norm_bias, Tensor head, Tensor(a!) keys_values, int num_heads, SymInt vocab_size=-1, float eps=1e-5, "
+      "str approximate='tanh') -> Tensor");
+
+  // Adds a token to each sequence: sequences[b, lengths[b]] is drawn from logits[b] (V), and lengths[b] becomes one
+  // more. noise (B, V) is float32 and exponentially distributed; without it the likeliest token is taken.
+  m.def(
+      "sample_(Tensor logits, Tensor? noise, Tensor(a!) sequences, Tensor(b!) lengths, float temperature=1.0, "
+      "int? top_k=None, float? top_p=None) -> ()");
 }

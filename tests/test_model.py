@@ -728,13 +728,9 @@ def test_stream(device):
 
 
 def test_a_cached_step_runs_on_our_kernels(device):
-    """All of it: no batched matrix product of torch's is left."""
+    """All of it, as two operators; by its modules where one must be called or there are many sequences."""
     ours, _ = pair(torch.float32, device)
-    stream = ours.stream(torch.randint(65, (2, 3), device=device), 4, temperature=0)
-    next(stream)
-    with Calls() as calls:
-        next(stream)
-    assert calls.kernels() == {
+    modules = {
         "encoder": 1,
         "layernorm": 1,
         "residual_layernorm": 6,
@@ -742,7 +738,19 @@ def test_a_cached_step_runs_on_our_kernels(device):
         "mlp": 3,
         "linear": 7,
     }
-    assert "aten::bmm" not in calls.counts
+
+    def kernels(sequences):
+        stream = ours.stream(torch.randint(65, (sequences, 3), device=device), 4, temperature=0)
+        next(stream)
+        with Calls() as calls:
+            next(stream)
+        assert "aten::bmm" not in calls.counts
+        return calls.kernels()
+
+    assert kernels(8) == {"decode": 1, "sample_": 1}
+    assert kernels(9) == {**modules, "sample_": 1}
+    ours.transformer.h[1].mlp.c_fc.register_forward_hook(lambda *_: None)
+    assert kernels(2) == {**modules, "mlp": 2, "linear": 9, "gelu": 1, "sample_": 1}
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

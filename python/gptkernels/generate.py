@@ -14,6 +14,7 @@ from torch import Tensor
 from gptkernels.checkpoint import find_non_finite
 from gptkernels.data import Tokenizer, find_tokenizer_file, load_tokenizer, stream_text
 from gptkernels.models import GPT2
+from gptkernels.models.decoding import TokenStream
 from gptkernels.training.model import model_file
 from gptkernels.training.processes import pick_device
 from gptkernels.training.progress import printable
@@ -126,11 +127,16 @@ def _check(sampling: Sampling) -> None:
 
 
 def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
-    for tokens in stream:
-        token = int(tokens)
+    for token in _on_host(stream):
         if token == eot:
             return
         yield token
+
+
+def _on_host(stream: Iterator[Tensor]) -> Iterator[int]:
+    if isinstance(stream, TokenStream):
+        return (token for (token,) in stream.on_host())
+    return (int(tokens) for tokens in stream)
 
 
 def _ask() -> str | None:

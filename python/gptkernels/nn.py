@@ -193,12 +193,14 @@ class KeyValueCache:
 
     Args:
         capacity: the most tokens it will hold.
+        memory: (2, B, NH, capacity, HS), where the keys and values go; made when the first tokens come if None.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
         self.capacity = capacity
         self.length = 0
-        self._keys_values = torch.empty(0)  # (2, B, NH, capacity, HS), made when the first tokens come
+        self._memory = memory
+        self._keys_values = torch.empty(0)
 
     def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
         """Add the tokens of ``qkv`` (B, T, 3C), and attend from them to all so far.
@@ -218,7 +220,10 @@ class KeyValueCache:
         # (3, B, NH, T, HS): each head's keys lie together.
         query, *key_value = unpack(qkv, num_heads)
         if not begin:
-            self._keys_values = qkv.new_empty(2, B, num_heads, self.capacity, query.shape[-1])
+            shape = (2, B, num_heads, self.capacity, query.shape[-1])
+            given = self._memory
+            fits = given is not None and given.shape == shape and given.dtype == qkv.dtype
+            self._keys_values = given if fits else qkv.new_empty(shape)  # type: ignore[assignment]
         elif self._keys_values.shape[1] != B:
             raise ValueError(f"KeyValueCache: it holds {self._keys_values.shape[1]} sequences, got {B}")
         for i in (0, 1):

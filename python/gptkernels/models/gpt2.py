@@ -6,7 +6,7 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
+from gptkernels.models.decoding import Draw, TokenStream, steps
 from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
 from gptkernels.models.recompute import may_draw
@@ -355,14 +356,15 @@ class GPT2(Files, NanoGPT):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
+        top_p: float | None = None,
     ) -> Tensor:
         """``tokens`` with ``max_new_tokens`` more: :meth:`stream`, collected.
 
         Returns:
             (B, T + max_new_tokens), of tokens' dtype.
         """
-        new = self.stream(tokens, max_new_tokens, temperature, top_k, generator)
-        return torch.cat([tokens, *(token[:, None] for token in new)], dim=1)
+        new = [*self.stream(tokens, max_new_tokens, temperature, top_k, generator, top_p).steps]
+        return torch.cat([tokens, torch.stack(new, 1).to(tokens)], dim=1) if new else tokens.clone()
 
     def stream(
         self,
@@ -371,12 +373,16 @@ class GPT2(Files, NanoGPT):
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
-    ) -> Iterator[Tensor]:
+        top_p: float | None = None,
+    ) -> TokenStream:
         """The continuation of ``tokens``, a (B,) tensor a step, as soon as it is known.
 
         Keys and values of earlier tokens are kept, so that a step costs one token's work. Once there are more than
         ``block_size`` tokens the oldest are dropped: every position then changes, so that each step runs the whole
         window again.
+
+        A step of at most 8 sequences is one operator, unless a module has been replaced or hooked and so must be
+        called. On CUDA it is captured as a graph, which gives the same tokens.
 
         Args:
             tokens: (B, T), int64 or int32, T at least 1; of more than ``block_size`` the last ones are used.
@@ -384,10 +390,12 @@ class GPT2(Files, NanoGPT):
             temperature: what the logits are divided by; 0 always takes the likeliest token.
             top_k: only the k likeliest tokens are drawn from; None draws from all.
             generator: makes the draws reproducible; on the model's device. None is torch's own.
+            top_p: of the tokens that top_k leaves, only the likeliest are drawn from, as few as together have this
+                share of the probability; None draws from all.
 
         Raises:
-            ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, or top_k is
-                below 1.
+            ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, top_k is
+                below 1, or top_p is not above 0 and at most 1.
             TypeError: tokens has another dtype.
             FloatingPointError: at a step, whose logits are NaN or infinite.
         """
@@ -397,35 +405,9 @@ class GPT2(Files, NanoGPT):
             raise ValueError("GPT2: generation starts from at least one token, got none")
         if max_new_tokens < 0:
             raise ValueError(f"GPT2: max_new_tokens must be at least 0, got {max_new_tokens}")
-        if temperature < 0:
-            raise ValueError(f"GPT2: temperature must be at least 0, got {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"GPT2: top_k must be at least 1, got {top_k}")
-        return self._stream(window, max_new_tokens, temperature, top_k, generator)
-
-    @torch.no_grad()
-    def _stream(
-        self,
-        window: Tensor,
-        max_new_tokens: int,
-        temperature: float,
-        top_k: int | None,
-        generator: torch.Generator | None,
-    ) -> Iterator[Tensor]:
-        block_size = self.config.block_size
-        capacity = min(block_size, window.shape[1] + max_new_tokens)
-        caches = [nn.KeyValueCache(capacity) for _ in range(self.config.n_layer)]
-        unseen = window
-        for _ in range(max_new_tokens):
-            if window.shape[1] <= block_size:
-                hidden = self.transformer(unseen, caches)
-            else:
-                window = window[:, -block_size:]
-                hidden = self.transformer(window)
-            logits = self.lm_head(hidden[:, -1])[:, : self.config.vocab_size]
-            unseen = _draw(logits, temperature, top_k, generator).to(window.dtype)
-            window = torch.cat([window, unseen], dim=1)
-            yield unseen[:, 0]
+        draw = Draw(temperature, top_k, top_p, generator)
+        draw.check()
+        return TokenStream(steps(self, window, max_new_tokens, draw), tokens)
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
@@ -438,16 +420,3 @@ def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_:
         weight = state_dict.get(name)
         if weight is not None and weight.dim() == 2 and weight.shape[0] != Vp and weight.shape[0] >= V:
             state_dict[name] = torch.cat([weight[:V], weight.new_zeros(Vp - V, weight.shape[1])])
-
-
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """(B, V) -> (B, 1)."""
-    if temperature:
-        logits = logits.float() / temperature
-    if not bool(logits.amax(-1).isfinite().all()):  # torch.multinomial would end the process's CUDA context
-        raise FloatingPointError("GPT2: the logits are NaN or infinite: the model has diverged, and can write nothing")
-    if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    return torch.multinomial(functional.softmax(logits, -1), 1, generator=generator)

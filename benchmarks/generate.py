@@ -1,0 +1,150 @@
+"""``python -m benchmarks.generate``: tokens a second of decoding, ours beside Hugging Face's generate.
+
+All have GPT-2's shape, random weights and top-k sampling. Ours are checked to give the same tokens with and without
+CUDA graphs. The floor is the time in which the memory can read what a token needs: the weights, and the keys and values
+so far.
+"""
+
+import argparse
+import sys
+import time
+
+import torch
+
+from benchmarks.harness.machine import describe, title
+from benchmarks.harness.report import markdown
+from benchmarks.harness.roof import copy
+from benchmarks.harness.timing import kernel_times
+from gptkernels.models import GPT2, GPT2Config, decoding
+from gptkernels.models.gpt2 import PRESETS
+
+VARIANTS = {
+    "graph": "ours",
+    "eager": "ours without a CUDA graph",
+    "modules": "ours, each module called",
+    "huggingface": "transformers' generate",
+    "huggingface-static": "transformers' generate, compiled, with a static cache",
+}
+HEADER = ["", "B", "tokens/s", "us a step", "of the floor"]
+TEMPERATURE, TOP_K = 0.8, 40
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__)
+    add = parser.add_argument
+    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
+    add("--model", choices=PRESETS, default="gpt2")
+    add("--batch", default="1", help="sequences, comma-separated (default: %(default)s)")
+    add("--tokens", type=int, default=1024, help="new ones, after a prompt of one (default: %(default)s)")
+    add("--layers", type=int, help="other than the model's")
+    add("--repeats", type=int, default=3, help="the fastest counts (default: %(default)s)")
+    add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    return parser
+
+
+def main(arguments=None):
+    cli = parser()
+    arguments = cli.parse_args(arguments)
+    names = arguments.variants.split(",")
+    for name in names:
+        if name not in VARIANTS:
+            cli.error(f"there is no {name}; there is {', '.join(VARIANTS)}")
+    device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+    changes = {} if arguments.layers is None else {"n_layer": arguments.layers}
+    config = GPT2Config.preset(arguments.model, **changes)
+    print(title(describe(device)), flush=True)
+    nbytes = 1 << (31 if device.type == "cuda" else 27)
+    speed = nbytes / kernel_times([copy(nbytes, device)], device, 5)[0].median
+    print(f"the memory: {speed / 1e9:.0f} GB/s; {config}", flush=True)
+    print(markdown(HEADER, [], texts=1), flush=True)
+    for batch in map(int, arguments.batch.split(",")):
+        bytes_a_step = step_bytes(config, dtype, batch, arguments.tokens)
+        for name in names:
+            seconds = measure(name, config, dtype, device, batch, arguments.tokens, arguments.repeats)
+            cells = [VARIANTS[name], str(batch), f"{batch * arguments.tokens / seconds:.0f}"]
+            step = seconds / arguments.tokens
+            cells += [f"{1e6 * step:.1f}", f"{bytes_a_step / speed / step:.0%}"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
+def step_bytes(config, dtype, batch, tokens):
+    """What a step reads on average: every matrix once, and half of the keys and values."""
+    C, L = config.n_embd, config.n_layer
+    elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
+    return elements * dtype.itemsize
+
+
+def measure(name, config, dtype, device, batch, tokens, repeats):
+    """Seconds for all tokens: the fastest of several runs, after two that are not counted."""
+    make = ours if name in ("graph", "eager", "modules") else huggingface
+    generate = make(name, config, dtype, device, batch, tokens)
+    times = []
+    for _ in range(2 + repeats):
+        _synchronize(device)
+        start = time.perf_counter()
+        generate()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[2:])
+
+
+def _synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def ours(name, config, dtype, device, batch, tokens):
+    torch.manual_seed(0)
+    model = GPT2(config, device, dtype).eval()
+    prompt = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    if name == "modules":
+        model.transformer.register_forward_hook(lambda *_: None)
+
+    def generate():
+        generator = torch.Generator(device).manual_seed(1)
+        return model.generate(prompt, tokens, TEMPERATURE, TOP_K, generator)
+
+    def eager():
+        fewest = decoding._Graphs.FEWEST
+        decoding._Graphs.FEWEST = tokens + 1
+        try:
+            return generate()
+        finally:
+            decoding._Graphs.FEWEST = fewest
+
+    if name == "graph" and not torch.equal(generate(), eager()):
+        raise RuntimeError("the graph gives other tokens")
+    return eager if name == "eager" else generate
+
+
+def huggingface(name, config, dtype, device, batch, tokens):
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    shape = transformers.GPT2Config(
+        n_layer=config.n_layer,
+        n_head=config.n_head,
+        n_embd=config.n_embd,
+        n_positions=max(config.block_size, tokens + 1),
+    )
+    model = transformers.GPT2LMHeadModel(shape).to(device, dtype).eval()
+    prompt = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    options = {"cache_implementation": "static"} if name == "huggingface-static" else {}
+    return lambda: model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        do_sample=True,
+        temperature=TEMPERATURE,
+        top_k=TOP_K,
+        pad_token_id=0,
+        **options,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+// The last token of each of B sequences through GPT-2, for decoding: the keys and values of the tokens before are in a
+// cache, so that every product is of a matrix and a few vectors, and the weights are read once.
+//
+// Shapes: B sequences, L layers, C channels, NH heads, HS = C / NH head size, V vocabulary, Vp rows of the head.
+#pragma once
+
+#include "device.h"
+#include "gelu.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+// A layer's weights; matrices are (out, in). The biases are null in a model without.
+template <typename T>
+struct DecodeLayer {
+  const T* norm1_weight;  // (C)
+  const T* norm1_bias;
+  const T* qkv_weight;  // (3C, C)
+  const T* qkv_bias;
+  const T* proj_weight;  // (C, C)
+  const T* proj_bias;
+  const T* norm2_weight;  // (C)
+  const T* norm2_bias;
+  const T* fc_weight;  // (4C, C)
+  const T* fc_bias;
+  const T* fcproj_weight;  // (C, 4C)
+  const T* fcproj_bias;
+};
+
+template <typename T>
+struct Decode {
+  T* logits;                     // (B, Vp)
+  T* keys_values;                // (L, 2, B, NH, capacity, HS): takes the last token's key and value
+  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, is taken as 0
+  const int64_t* lengths;        // (B), from 1: how many tokens each has. All but the last one are in the cache
+  const T* wte;                  // (V or more, C)
+  const T* wpe;                  // (capacity or more, C)
+  const DecodeLayer<T>* layers;  // (L), in the host's memory
+  const T* norm_weight;          // (C)
+  const T* norm_bias;            // (C) or null
+  const T* head;                 // (Vp, C)
+  int64_t batch;                 // B
+  int64_t sequence_length;       // the most tokens that a row of sequences has
+  int64_t layer_count;           // L
+  int64_t width;                 // C
+  int64_t heads;                 // NH
+  int64_t capacity;              // tokens of a sequence that the cache has room for
+  int64_t vocabulary;            // V
+  int64_t head_rows;             // Vp
+  double eps;                    // of the norms
+  GeluForm gelu;
+  void* workspace;  // decode_workspace bytes
+};
+
+constexpr int64_t kDecodeMaxBatch = 8;
+constexpr int64_t kDecodeMaxHeadSize = 256;
+
+// Bytes of scratch memory: the activations, in float32 (float64 for float64).
+template <typename T>
+int64_t decode_workspace(const Decode<T>& p) {
+  return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;
+}
+
+template <typename T>
+Status decode(const Decode<T>& p, Stream stream);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,257 @@
+"""A decoding step against the model's own full forward, and generation by it: graphed, eager and by modules."""
+
+import pytest
+import torch
+
+from gptkernels.models import GPT2, GPT2Config, decoding
+from gptkernels.nn import KeyValueCache
+from helpers import DTYPES, all_dtypes, assert_as_exact_as_torch, raises
+from reference_gpt2 import ReferenceGPT2
+
+ops = torch.ops.gptkernels
+
+# Of the fast kernels (head sizes 32, 64 and 128 in 16 bits; 124M, wide: packs a lane) and of the simple ones.
+SHAPES = {
+    "64": {"n_layer": 2, "n_head": 3, "n_embd": 192},
+    "32": {"n_layer": 1, "n_head": 4, "n_embd": 128},
+    "128": {"n_layer": 1, "n_head": 2, "n_embd": 256},
+    "20": {"n_layer": 2, "n_head": 2, "n_embd": 40},
+    "5": {"n_layer": 1, "n_head": 3, "n_embd": 15},
+    "124M": {"n_layer": 1, "n_head": 12, "n_embd": 768, "vocab_size": 1000},
+    "256": {"n_layer": 3, "n_head": 4, "n_embd": 256},
+    "512": {"n_layer": 2, "n_head": 8, "n_embd": 512, "bias": False, "activation": "gelu"},
+    "wide": {"n_layer": 1, "n_head": 25, "n_embd": 1600, "block_size": 8},
+    "none": {"n_layer": 2, "n_head": 2, "n_embd": 32, "bias": False, "activation": "gelu"},
+}
+
+
+def make(dtype, device, **changes):
+    config = GPT2Config(**{"block_size": 40, "vocab_size": 65, **changes})
+    torch.manual_seed(3)
+    model = GPT2(config, device, dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.1 if parameter.dim() == 1 else config.n_embd**-0.5
+            parameter.add_(torch.randn(parameter.shape).to(parameter) * scale)
+    return model
+
+
+def references(model):
+    """The model in torch's ops, in its dtype and in float64."""
+    found = []
+    for dtype in (model.lm_head.weight.dtype, torch.float64):
+        reference = ReferenceGPT2(model.config).to(model.lm_head.weight.device, dtype)
+        reference.load_state_dict({name: t.to(dtype) for name, t in model.state_dict().items()})
+        found.append(reference)
+    return found
+
+
+def arguments(model, tokens, capacity=None):
+    """The op's weights, an empty cache, and its options."""
+    weights = decoding._Weights.of(model, tokens)
+    config = model.config
+    size = config.n_head, capacity or config.block_size, config.n_embd // config.n_head
+    cache = torch.full(
+        (config.n_layer, 2, len(tokens), *size), torch.nan, dtype=weights.wte.dtype, device=tokens.device
+    )
+    return weights, cache
+
+
+def logits_of_all(model, tokens):
+    """Logits (B, T, V), a token at a time."""
+    weights, cache = arguments(model, tokens)
+    with torch.no_grad():
+        parts = [
+            weights.decode(tokens, torch.full_like(tokens[:, 0], length), cache)
+            for length in range(1, tokens.shape[1] + 1)
+        ]
+    return torch.stack(parts, 1)[..., : model.config.vocab_size]
+
+
+@all_dtypes
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_the_formula(shape, batch, dtype, device):
+    model = make(dtype, device, **SHAPES[shape])
+    tokens = torch.randint(65, (batch, min(model.config.block_size, 12)), device=device)
+    torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
+    assert_as_exact_as_torch(logits_of_all(model, tokens), torchs, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_long_sequence(dtype, device):
+    """Its keys are spread over the blocks of a cluster."""
+    model = make(dtype, device, **SHAPES["256"], block_size=1024)
+    tokens = torch.randint(65, (1, 1024), device=device)
+    torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
+    with torch.no_grad():
+        weights, cache = arguments(model, tokens)
+        model.transformer(tokens, [KeyValueCache(1024, memory) for memory in cache])
+        for length in (1, 2, 8, 9, 10, 128, 129, 700, 1017, 1023, 1024):
+            found = weights.decode(tokens, torch.tensor([length], device=device), cache)[:, :65]
+            assert_as_exact_as_torch(found, torchs[:, length - 1], exact[:, length - 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_sequences(dtype, device):
+    """Several rounds of the keys that the fast attention has in flight, and sequences of different lengths."""
+    model = make(dtype, device, **SHAPES["64"], block_size=1300)
+    tokens = torch.randint(65, (3, 1300), device=device)
+    torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
+    with torch.no_grad():
+        weights, cache = arguments(model, tokens)
+        model.transformer(tokens, [KeyValueCache(1300, memory) for memory in cache])
+        for lengths in ([1300, 1, 700], [129, 1024, 1025], [64, 1299, 2]):
+            at = torch.tensor(lengths, device=device)
+            rows = torch.arange(3, device=device), at - 1
+            found = weights.decode(tokens, at, cache)[:, :65]
+            assert_as_exact_as_torch(found, torchs[rows], exact[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_step_is_deterministic_and_a_row_does_not_depend_on_others(dtype, device):
+    model = make(dtype, device, **SHAPES["64"])
+    tokens = torch.randint(65, (8, 6), device=device)
+    once = logits_of_all(model, tokens)
+    assert torch.equal(once, logits_of_all(model, tokens))
+    assert torch.equal(once[2:5], logits_of_all(model, tokens[2:5].contiguous()))
+
+
+def test_opcheck(device):
+    model = make(torch.float32, device, **SHAPES["20"])
+    tokens = torch.randint(65, (2, 5), device=device)
+    weights, cache = arguments(model, tokens, 7)
+    wte, wpe, layers, norm_weight, norm_bias, head, *options = weights
+    detached = [t.detach() for t in (wte, wpe, norm_weight, norm_bias, head)]
+    wte, wpe, norm_weight, norm_bias, head = detached
+    given = tokens, torch.tensor([1, 5], device=device), wte, wpe, [t.detach() for t in layers]
+    cache.zero_()
+    torch.library.opcheck(ops.decode.default, (*given, norm_weight, norm_bias, head, cache, *options))
+
+
+def test_bad_arguments(device):
+    model = make(torch.float32, device, **SHAPES["20"])
+    tokens = torch.randint(65, (2, 5), device=device)
+    lengths = torch.tensor([1, 5], device=device)
+    weights, cache = arguments(model, tokens, 7)
+    with torch.no_grad():
+        with raises("decode: sequences must have shape", "at most 8", r"\(9, 5\)"):
+            weights.decode(tokens.new_zeros(9, 5), lengths, cache)
+        with raises("decode: sequences must be int64, got int32"):
+            weights.decode(tokens.int(), lengths, cache)
+        with raises(r"decode: lengths must have shape \(2\), got \(3\)"):
+            weights.decode(tokens, lengths.new_zeros(3), cache)
+        with raises(r"decode: keys_values must have shape \(2, 2, 2, 2, 7, 20\)"):
+            weights.decode(tokens, lengths, cache[:1])
+        with raises("keys_values has room for 41 tokens, but wpe has only 40 positions"):
+            weights.decode(tokens, lengths, cache.new_zeros(2, 2, 2, 2, 41, 20))
+        with raises("layers must have 12 tensors for each layer, got 23"):
+            weights._replace(layers=weights.layers[:-1]).decode(tokens, lengths, cache)
+        with raises(r"layers\[2\] must have shape \(120, 40\), got \(40, 40\)"):
+            layers = [*weights.layers[:2], weights.layers[4], *weights.layers[3:]]
+            weights._replace(layers=layers).decode(tokens, lengths, cache)
+        with raises("wpe must have the dtype of wte"):
+            weights._replace(wpe=weights.wpe.double()).decode(tokens, lengths, cache)
+        with raises("approximate must be 'tanh' or 'none', got 'erf'"):
+            weights._replace(approximate="erf").decode(tokens, lengths, cache)
+        if device.type == "cpu":
+            with raises("length 8 of sequence 1 is not from 1 to 7"):
+                weights.decode(tokens.new_zeros(2, 9), lengths.new_tensor([1, 8]), cache)
+            with raises("token 65 at position 0 is outside the vocabulary of 65"):
+                weights.decode(tokens.new_full((2, 5), 65), lengths, cache)
+    with raises("decode has no derivative"):
+        weights.decode(tokens, lengths, cache)
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+def generate(model, tokens, count, seed=5, **options):
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    return model.generate(tokens, count, generator=generator, **options), generator.get_state()
+
+
+@all_dtypes
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
+def test_the_same_tokens_without_a_graph(options, dtype, device):
+    """And the generator is left where it would be. Also where the window slides after the graphs."""
+    model = make(dtype, device, **SHAPES["256"])
+    for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
+        tokens = torch.randint(65, (batch, prompt), device=device)
+        graphed = generate(model, tokens, count, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoding._Graphs, "FEWEST", 10**9)
+            eager = generate(model, tokens, count, **options)
+        assert torch.equal(graphed[0], eager[0])
+        assert torch.equal(graphed[1], eager[1])
+
+
+def test_a_stopped_stream_leaves_the_generator_at_the_last_token_taken(device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (1, 2), device=device)
+    for count in range(1, 25, 4):
+        generator = torch.Generator(device).manual_seed(2)
+        stream = model.stream(tokens, 38, generator=generator)
+        taken = [next(stream) for _ in range(count)]
+        stream.close()
+        other = torch.Generator(device).manual_seed(2)
+        assert torch.equal(torch.cat([tokens[0], *taken]), model.generate(tokens, count, generator=other)[0])
+        assert torch.equal(generator.get_state(), other.get_state())
+
+
+def test_torchs_own_generator(device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (1, 2), device=device)
+    found = []
+    for fewest in (decoding._Graphs.FEWEST, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoding._Graphs, "FEWEST", fewest)
+            torch.manual_seed(9)
+            found.append((model.generate(tokens, 30), torch.rand(3, device=device)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_by_modules_and_by_the_operator(device):
+    """In float32 no token differs: their logits differ by roundings."""
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (2, 3), device=device)
+    fused = generate(model, tokens, 30)[0]
+    hook = model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)
+    assert torch.equal(generate(model, tokens, 30)[0], fused)
+    hook.remove()
+
+
+def test_what_must_be_called_is_called(device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (2, 3), device=device)
+    assert decoding._Weights.of(model, tokens) is not None
+    assert decoding._Weights.of(model, tokens[:1].repeat(9, 1)) is None
+    with torch.autocast(device.type, torch.bfloat16):
+        assert decoding._Weights.of(model, tokens) is None
+    for name in ("transformer.h.1.ln_2", "lm_head", "transformer.wpe", "transformer.h.0.mlp"):
+        module = model.get_submodule(name)
+        hook = module.register_forward_pre_hook(lambda *_: None)
+        assert decoding._Weights.of(model, tokens) is None
+        hook.remove()
+    model.transformer.h[0].ln_1.eps = 1e-3
+    assert decoding._Weights.of(model, tokens) is None
+    dropped = make(torch.float32, device, **SHAPES["64"], dropout=0.5)
+    assert decoding._Weights.of(dropped, tokens) is not None
+    assert decoding._Weights.of(dropped.train(), tokens) is None
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 20])
+def test_logits_that_are_not_finite(step, device):
+    """The error comes at the step, and the process's CUDA context is as good as before."""
+    model = make(torch.float32, device, **SHAPES["64"])
+    with torch.no_grad():
+        model.transformer.wpe.weight[step] = torch.inf
+    stream = model.stream(torch.zeros(1, 1, dtype=torch.int64, device=device), 30, top_k=5)
+    for _ in range(step):
+        next(stream)
+    with pytest.raises(FloatingPointError, match="the logits are NaN or infinite"):
+        next(stream)
+    with torch.no_grad():
+        model.transformer.wpe.weight[step] = 0
+    assert model.generate(torch.zeros(1, 1, dtype=torch.int64, device=device), 30).shape == (1, 31)

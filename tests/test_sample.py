@@ -1,0 +1,146 @@
+"""The next token against the formula in torch's ops, with the same noise; the distribution; what is refused."""
+
+import pytest
+import torch
+
+from helpers import all_dtypes, raises
+
+ops = torch.ops.gptkernels
+
+
+def formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
+    """What torch.multinomial does, with its noise given, after top-k and top-p."""
+    if noise is None:
+        return logits.argmax(-1)
+    x = logits.float() / temperature
+    if top_k is not None:
+        x = x.masked_fill(x < x.topk(min(top_k, x.shape[-1])).values[:, -1:], -torch.inf)
+    if top_p is not None:
+        p, _ = x.double().softmax(-1).sort(descending=True)
+        cut = (p.cumsum(-1) - p) >= top_p
+        smallest = p.masked_fill(cut, 2).amin(-1, keepdim=True)
+        x = x.masked_fill(x.double().softmax(-1) < smallest, -torch.inf)
+    return (x.softmax(-1) / noise).argmax(-1)
+
+
+def sample(logits, noise, *options):
+    """By the op, the tokens alone."""
+    sequences = torch.full((len(logits), 3), -7, device=logits.device)
+    lengths = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
+    ops.sample_(logits, noise, sequences, lengths, *options)
+    assert (lengths == 2).all()
+    assert (sequences[:, ::2] == -7).all()
+    return sequences[:, 1]
+
+
+def draws(rows, vocabulary, dtype, device, scale=3.0):
+    torch.manual_seed(1)
+    logits = (torch.randn(rows, vocabulary) * scale).to(device, dtype)
+    return logits, torch.empty(rows, vocabulary).exponential_().to(device)
+
+
+OPTIONS = [(), (0.7,), (1.0, 1), (1.3, 5), (1.0, 40, 0.9), (1.0, None, 0.5), (0.9, 10**6, 1.0), (1.0, None, 1e-9)]
+
+
+@all_dtypes
+@pytest.mark.parametrize("vocabulary", [1, 2, 65, 1000, 50257])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_against_the_formula(options, vocabulary, dtype, device):
+    logits, noise = draws(5, vocabulary, dtype, device)
+    assert torch.equal(sample(logits, noise, *options), formula(logits, noise, *options))
+
+
+@all_dtypes
+def test_the_likeliest(dtype, device):
+    logits, _ = draws(6, 5000, dtype, device)
+    logits[0] = 0
+    logits[1] = -torch.inf
+    logits[1, 4321] = -3
+    assert torch.equal(sample(logits, None), formula(logits, None))
+    padded = torch.cat([logits, torch.full_like(logits[:, :7], 100)], 1)
+    assert torch.equal(sample(padded[:, :5000], None), formula(logits, None))
+    assert torch.equal(sample(logits.T.contiguous().T, None), formula(logits, None))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_equal_logits_and_negative_zero(options, device):
+    """All that equal the smallest that is left are left."""
+    logits, noise = draws(4, 3000, torch.float32, device)
+    logits = logits.round()
+    logits[logits == 0] = -0.0
+    logits[:, ::3][logits[:, ::3] == 0] = 0.0
+    assert torch.equal(sample(logits, noise, *options), formula(logits, noise, *options))
+
+
+def test_minus_infinity_is_never_drawn(device):
+    logits, noise = draws(3, 100, torch.float32, device)
+    logits[:, 1:] = -torch.inf
+    noise[:, 1:] = 1e-30
+    for options in OPTIONS:
+        assert (sample(logits, noise, *options) == 0).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_logits_that_are_not_finite(bad, device):
+    logits, noise = draws(3, 700, torch.float32, device)
+    if bad == -torch.inf:
+        logits[1] = bad
+    else:
+        logits[1, 650] = bad
+    for given in (noise, None):
+        found = sample(logits, given)
+        assert found[1] == -1
+        assert (found[[0, 2]] >= 0).all()
+
+
+def test_as_multinomial(device):
+    """The same tokens as torch's, from the same seed."""
+    logits, _ = draws(4, 3000, torch.float32, device, 1.0)
+    for seed in range(20):
+        generator = torch.Generator(device).manual_seed(seed)
+        expected = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        noise = torch.empty_like(logits).exponential_(generator=generator.manual_seed(seed))
+        assert torch.equal(sample(logits, noise), expected)
+
+
+def test_distribution(device):
+    logits = torch.tensor([[0.1, 2.0, -1.0, 1.5, 0.0]], device=device).expand(20000, -1).contiguous()
+    noise = torch.empty_like(logits).exponential_(generator=torch.Generator(device).manual_seed(0))
+    kept = torch.tensor([False, True, False, True, False], device=device)
+    p = logits[0].softmax(0).masked_fill(~kept, 0)
+    found = sample(logits, noise, 1.0, 3, 0.8).bincount(minlength=5) / 20000
+    torch.testing.assert_close(found, p / p.sum(), atol=0.015, rtol=0)
+
+
+def test_opcheck(device):
+    logits, noise = draws(2, 50, torch.float32, device)
+    sequences = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    lengths = torch.tensor([0, 3], device=device)
+    torch.library.opcheck(ops.sample_.default, (logits, noise, sequences, lengths, 0.9, 4, 0.9))
+    torch.library.opcheck(ops.sample_.default, (logits, None, sequences, lengths))
+
+
+def test_bad_arguments(device):
+    logits, noise = draws(2, 50, torch.float32, device)
+    sequences = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    lengths = torch.tensor([0, 3], device=device)
+    for match, args in (
+        (r"logits must have shape \(B, V\)", (logits[0], noise, sequences, lengths)),
+        (r"logits must have shape \(B, V\)", (logits[:, :0], None, sequences, lengths)),
+        (r"noise must have shape \(2, 50\), got \(2, 49\)", (logits, noise[:, 1:], sequences, lengths)),
+        ("noise must be float32, got float64", (logits, noise.double(), sequences, lengths)),
+        ("temperature must be above 0 with noise, got 0", (logits, noise, sequences, lengths, 0.0)),
+        (r"sequences must have shape \(2, T\), got \(1, 4\)", (logits, noise, sequences[:1], lengths)),
+        ("sequences must be int64, got int32", (logits, noise, sequences.int(), lengths)),
+        (r"lengths must have shape \(2\)", (logits, noise, sequences, lengths[:1])),
+        ("top_k must be at least 1, got 0", (logits, noise, sequences, lengths, 1.0, 0)),
+        ("top_p must be above 0 and at most 1, got 1.5", (logits, noise, sequences, lengths, 1.0, None, 1.5)),
+        ("top_p must be above 0 and at most 1, got 0", (logits, noise, sequences, lengths, 1.0, None, 0.0)),
+    ):
+        with raises("sample_: " + match):
+            ops.sample_(*args)
+    if device.type == "cpu":
+        with raises("length 4 of sequence 1 is not from 0 to 3"):
+            ops.sample_(logits, noise, sequences, lengths + 1)
+    with raises("sample_ has no derivative"):
+        ops.sample_(logits.requires_grad_(), noise, sequences, lengths)
