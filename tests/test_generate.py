@@ -48,6 +48,12 @@ def test_temperature_zero_and_top_1_take_the_likeliest_token_whatever_the_seed(c
     assert greedy == write(checkpoint, device, seed=2, top_k=1)
 
 
+def test_top_p(checkpoint, device):
+    """A share that the likeliest token alone has leaves no other; all of the probability leaves all."""
+    assert write(checkpoint, device, seed=1, top_p=1e-6) == write(checkpoint, device, temperature=0.0)
+    assert write(checkpoint, device, seed=1, top_p=1.0) == write(checkpoint, device, seed=1)
+
+
 def test_an_empty_prompt_begins_a_document(checkpoint, device):
     assert write(checkpoint, device, prompt="") == write(checkpoint, device, prompt="\0")
 
@@ -176,6 +182,7 @@ def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, device, 
         (["--temperature", "1e-45"], "--temperature is 1e-45, must be 0 or at least 1e-06"),
         (["--seed", str(2**63)], f"--seed is {2**63}, must be in"),
         (["--temperature", "-1"], "--temperature is -1.0, must be finite and at least 0"),
+        (["--top-p", "0"], "--top-p is 0.0, must be above 0 and at most 1"),
         (["--top-k", "-2"], "--top-k is -2, must be at least 1"),
         (["--max-new-tokens", "-1"], "--max-new-tokens is -1, must be at least 0"),
         (["--device", "abacus"], "device is 'abacus'"),

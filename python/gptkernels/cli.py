@@ -244,6 +244,12 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="draw from the N likeliest; 0: from all (default: 40)",
     )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="of these, draw from the fewest that have this share of the probability (default: from all)",
+    )
     parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the draws (default: 1337)")
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the one beside the checkpoint)"
@@ -258,6 +264,7 @@ def _generate(
     max_new_tokens: int,
     temperature: float,
     top_k: int,
+    top_p: float | None,
     seed: int,
     tokenizer: str | None,
     device: str,
@@ -265,7 +272,7 @@ def _generate(
     from gptkernels.generate import Sampling, Writer
 
     writer = Writer(checkpoint, tokenizer, device, seed)
-    sampling = Sampling(max_new_tokens, temperature, top_k or None)
+    sampling = Sampling(max_new_tokens, temperature, top_k or None, top_p)
     if prompt or not interactive:
         writer.print(prompt, sampling)
     if interactive:

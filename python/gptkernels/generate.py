@@ -29,12 +29,15 @@ MAX_SEED = 2**63 - 1
 class Sampling(NamedTuple):
     """How tokens are drawn: at most `max_new_tokens`, of the `top_k` likeliest (None: of all).
 
+    Of these, of as few as together have the share `top_p` of the probability (None: of all).
+
     Logits are divided by `temperature`; at 0 the likeliest token is taken.
     """
 
     max_new_tokens: int = 256
     temperature: float = 0.8
     top_k: int | None = 40
+    top_p: float | None = None
 
 
 DEFAULT_SAMPLING = Sampling()
@@ -85,6 +88,7 @@ class Writer:
             sampling.temperature,
             sampling.top_k,
             self._generator,
+            **({} if sampling.top_p is None else {"top_p": sampling.top_p}),
         )
         return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
 
@@ -124,6 +128,8 @@ def _check(sampling: Sampling) -> None:
         raise ValueError(f"--temperature is {sampling.temperature}, must be 0 or at least {MIN_TEMPERATURE}")
     if sampling.top_k is not None and sampling.top_k < 1:
         raise ValueError(f"--top-k is {sampling.top_k}, must be at least 1")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise ValueError(f"--top-p is {sampling.top_p}, must be above 0 and at most 1")
 
 
 def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
