@@ -2,6 +2,9 @@
 // a residual it normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum too: the step between
 // two blocks of a transformer in one pass. x_bias is that of the linear layer which made x. Added here it costs
 // nothing, and neither does its gradient, the sums of dx over the rows.
+//
+// T is the dtype of the stream and of the parameters, X that of x, out and their gradients: T, or beside a float32
+// stream 16 bits, as what matrix products in 16 bits make and take. `out` is then rounded to X, and the sum is not.
 #pragma once
 
 #include "device.h"
@@ -9,14 +12,14 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-template <typename T>
+template <typename T, typename X = T>
 struct LayernormForward {
-  T* out;                 // (N, C)
+  X* out;                 // (N, C)
   accumulate_t<T>* mean;  // (N)
   accumulate_t<T>* rstd;  // (N)
   T* sum;                 // (N, C), where there is a residual
-  const T* x;             // (N, C)
-  const T* residual;      // (N, C) or null: none
+  const X* x;             // (N, C)
+  const T* residual;      // (N, C) or null: none; not null where X is not T
   const T* x_bias;        // (C) or null: zeros; only with a residual
   const T* weight;        // (C) or null: ones
   const T* bias;          // (C) or null: zeros
@@ -25,13 +28,13 @@ struct LayernormForward {
   double eps;
 };
 
-template <typename T>
+template <typename T, typename X = T>
 struct LayernormBackward {
-  T* dx;                        // (N, C) or null: not wanted
+  X* dx;                        // (N, C) or null: not wanted
   T* dweight;                   // (C) or null: not wanted
   T* dbias;                     // (C) or null: not wanted
   T* dx_bias;                   // (C) or null: not wanted; dx then is not null
-  const T* dout;                // (N, C)
+  const X* dout;                // (N, C)
   const T* dsum;                // (N, C) or null: the gradient of the sum by other paths, added to dx
   const T* x;                   // (N, C)
   const T* weight;              // (C) or null: ones
@@ -43,6 +46,7 @@ struct LayernormBackward {
 };
 
 // What a dropout of x + x_bias adds to the backward. The gradient of the residual is then not dx, which is its dropout.
+// It is not dx either where X is not T.
 template <typename T>
 struct LayernormDropoutBackward {
   T* dresidual;  // (N, C) or null, as dx
@@ -65,5 +69,13 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream);
 
 template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream);
+
+// X of 16 bits beside a float32 stream; with a probability of 0 seed and offset are not read.
+template <typename X>
+Status layernorm_forward_mixed(const LayernormForward<float, X>& p, const DropoutArguments& dropout, Stream stream);
+
+template <typename X>
+Status layernorm_backward_mixed(const LayernormBackward<float, X>& p, const LayernormDropoutBackward<float>& dropout,
+                                Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

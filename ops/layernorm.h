@@ -25,6 +25,20 @@ struct LayernormDropout {
   DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
 };
 
+// x of 16 bits beside a float32 stream (the residual, the sum and the parameters): csrc/layernorm.h.
+inline bool is_mixed(const Tensor& x, const Tensor& stream) {
+  const auto narrow = x.scalar_type();
+  return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
+}
+
+// fn.template operator()<T, X>() with the stream's dtype and x's, which have been checked.
+template <typename Fn>
+void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
+  if (!is_mixed(x, stream)) return dispatch_floating(stream, [&]<typename T>() { fn.template operator()<T, T>(); });
+  if (x.scalar_type() == ScalarType::BFloat16) return fn.template operator()<float, bfloat16>();
+  fn.template operator()<float, float16>();
+}
+
 // Layernorm of x, or of dropout(x + x_bias) + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
@@ -32,10 +46,16 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
                                       const LayernormDropout& dropout = {}) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
-  check_like(op, "residual", residual, "x", x);
-  check_like(op, "weight", weight, "x", x);
-  check_like(op, "bias", bias, "x", x);
-  check_like(op, "x_bias", x_bias, "x", x);
+  const bool mixed = residual && is_mixed(x, *residual);
+  const Tensor& stream = mixed ? *residual : x;
+  const char* stream_name = mixed ? "residual" : "x";
+  if (mixed)
+    check_same_device(op, "residual", *residual, "x", x);
+  else
+    check_like(op, "residual", residual, "x", x);
+  check_like(op, "weight", weight, stream_name, stream);
+  check_like(op, "bias", bias, stream_name, stream);
+  check_like(op, "x_bias", x_bias, stream_name, stream);
   check_shape(op, "residual", residual, shape_of(x));
   check_shape(op, "weight", weight, {width_of(x)});
   check_shape(op, "bias", bias, {width_of(x)});
@@ -49,24 +69,28 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
   const OptionalTensor weight_dense = dense(weight);
   const OptionalTensor bias_dense = dense(bias);
   LayernormOutputs outputs = {.out = allocate(shape_of(x), x),
-                              .sum = residual ? OptionalTensor(allocate(shape_of(x), x)) : std::nullopt,
+                              .sum = residual ? OptionalTensor(allocate(shape_of(x), stream)) : std::nullopt,
                               .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
                               .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
-  dispatch_floating(x, [&]<typename T>() {
-    const LayernormForward<T> p{.out = pointer<T>(outputs.out),
-                                .mean = pointer<accumulate_t<T>>(outputs.mean),
-                                .rstd = pointer<accumulate_t<T>>(outputs.rstd),
-                                .sum = pointer<T>(outputs.sum),
-                                .x = pointer<T>(x_dense),
-                                .residual = pointer<T>(residual_dense),
-                                .x_bias = pointer<T>(x_bias_dense),
-                                .weight = pointer<T>(weight_dense),
-                                .bias = pointer<T>(bias_dense),
-                                .rows = rows_of(x),
-                                .width = width_of(x),
-                                .eps = eps};
-    launcher.check(dropout.p > 0 ? layernorm_forward(p, dropout.arguments(), launcher.stream())
-                                 : layernorm_forward(p, launcher.stream()));
+  dispatch_layernorm(stream, x, [&]<typename T, typename X>() {
+    const LayernormForward<T, X> p{.out = pointer<X>(outputs.out),
+                                   .mean = pointer<accumulate_t<T>>(outputs.mean),
+                                   .rstd = pointer<accumulate_t<T>>(outputs.rstd),
+                                   .sum = pointer<T>(outputs.sum),
+                                   .x = pointer<X>(x_dense),
+                                   .residual = pointer<T>(residual_dense),
+                                   .x_bias = pointer<T>(x_bias_dense),
+                                   .weight = pointer<T>(weight_dense),
+                                   .bias = pointer<T>(bias_dense),
+                                   .rows = rows_of(x),
+                                   .width = width_of(x),
+                                   .eps = eps};
+    if constexpr (!std::is_same_v<T, X>)
+      launcher.check(layernorm_forward_mixed(p, dropout.arguments(), launcher.stream()));
+    else if (dropout.p > 0)
+      launcher.check(layernorm_forward(p, dropout.arguments(), launcher.stream()));
+    else
+      launcher.check(layernorm_forward(p, launcher.stream()));
   });
   return outputs;
 }
@@ -81,7 +105,7 @@ struct LayernormGradients {
 
 // `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
 // norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual: dx is then
-// dresidual with the dropout applied.
+// dresidual with the dropout applied, in dout's dtype, which may be a narrower one.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
@@ -89,7 +113,12 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
                                                  const LayernormDropout& dropout = {}) {
   check_dim_at_least(op, name, x, 1);
   check_floating(op, name, x);
-  check_like(op, "dout", dout, name, x);
+  const bool with_residual = output_mask.size() > 4;
+  const bool mixed = with_residual && is_mixed(dout, x);
+  if (mixed)
+    check_same_device(op, "dout", dout, name, x);
+  else
+    check_like(op, "dout", dout, name, x);
   check_like(op, "dsum", dsum, name, x);
   check_like(op, "weight", weight, name, x);
   check_same_device(op, "mean", mean, name, x);
@@ -102,6 +131,8 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
   check_shape(op, "mean", mean, leading_shape(x));
   check_shape(op, "rstd", rstd, leading_shape(x));
   dropout.check(op, name, x);
+  if (with_residual && !mixed && !(dropout.seed && dropout.offset))
+    fail(op, "seed and offset must be given where dout has the dtype of ", name);
 
   const Launcher launcher(op, x);
   const bool x_bias_wanted = output_mask.size() > 3 && output_mask[3];
@@ -112,34 +143,37 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
   const OptionalTensor weight_dense = dense(weight);
   const Tensor mean_dense = dense(mean);
   const Tensor rstd_dense = dense(rstd);
-  const bool with_residual = output_mask.size() > 4;
   const bool dx_made = output_mask[0] || x_bias_wanted || (with_residual && output_mask[4]);
-  Tensor dx = allocate_if(dx_made, shape_of(x), x);
+  Tensor dx = allocate_if(dx_made, shape_of(x), dout);
   Tensor dresidual = allocate_if(dx_made && with_residual, shape_of(x), x);
   Tensor dweight = allocate_if(output_mask[1], {width_of(x)}, x);
   Tensor dbias = allocate_if(output_mask[2], {width_of(x)}, x);
   Tensor dx_bias = allocate_if(x_bias_wanted, {width_of(x)}, x);
-  dispatch_floating(x, [&]<typename T>() {
+  dispatch_layernorm(x, dout, [&]<typename T, typename X>() {
     const int64_t scratch = sums_wanted ? layernorm_backward_workspace<T>(rows_of(x), width_of(x)) : 0;
     const Tensor partials = workspace(scratch, x);
-    const LayernormBackward<T> p{.dx = pointer<T>(dx),
-                                 .dweight = pointer<T>(dweight),
-                                 .dbias = pointer<T>(dbias),
-                                 .dx_bias = pointer<T>(dx_bias),
-                                 .dout = pointer<T>(dout_dense),
-                                 .dsum = pointer<T>(dsum_dense),
-                                 .x = pointer<T>(x_dense),
-                                 .weight = pointer<T>(weight_dense),
-                                 .mean = pointer<accumulate_t<T>>(mean_dense),
-                                 .rstd = pointer<accumulate_t<T>>(rstd_dense),
-                                 .workspace = pointer<void>(partials),
-                                 .rows = rows_of(x),
-                                 .width = width_of(x)};
-    launcher.check(with_residual && dx_made
-                       ? layernorm_backward(p, {pointer<T>(dresidual), dropout.arguments()}, launcher.stream())
-                       : layernorm_backward(p, launcher.stream()));
+    const LayernormBackward<T, X> p{.dx = pointer<X>(dx),
+                                    .dweight = pointer<T>(dweight),
+                                    .dbias = pointer<T>(dbias),
+                                    .dx_bias = pointer<T>(dx_bias),
+                                    .dout = pointer<X>(dout_dense),
+                                    .dsum = pointer<T>(dsum_dense),
+                                    .x = pointer<T>(x_dense),
+                                    .weight = pointer<T>(weight_dense),
+                                    .mean = pointer<accumulate_t<T>>(mean_dense),
+                                    .rstd = pointer<accumulate_t<T>>(rstd_dense),
+                                    .workspace = pointer<void>(partials),
+                                    .rows = rows_of(x),
+                                    .width = width_of(x)};
+    const LayernormDropoutBackward<T> dropped{pointer<T>(dresidual), dropout.arguments()};
+    if constexpr (!std::is_same_v<T, X>)
+      launcher.check(layernorm_backward_mixed(p, dropped, launcher.stream()));
+    else if (with_residual && dx_made)
+      launcher.check(layernorm_backward(p, dropped, launcher.stream()));
+    else
+      launcher.check(layernorm_backward(p, launcher.stream()));
   });
-  if (!output_mask[0]) dx = absent(x);
+  if (!output_mask[0]) dx = absent(dout);
   if (with_residual && !output_mask[4]) dresidual = absent(x);
   return {dx, dweight, dbias, dx_bias, dresidual};
 }

@@ -24,8 +24,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. _bias_backward also gives the
-  // gradient of x_bias; without dropout dx is that of the residual too.
+  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. x may have 16 bits where the
+  // residual is float32: out then has x's dtype, all else the residual's. _bias_backward also gives the gradient of
+  // x_bias; without dropout dx is that of the residual too. _dropout_backward gives both, dx in dout's dtype.
   m.def(
       "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
       "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
@@ -38,7 +39,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor rstd, bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
   m.def(
       "residual_layernorm_dropout_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, "
-      "Tensor rstd, float dropout_p, Tensor seed, Tensor offset, bool[5] output_mask) "
+      "Tensor rstd, float dropout_p, Tensor? seed, Tensor? offset, bool[5] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias, Tensor dresidual)");
 
   m.def("softmax(Tensor x) -> Tensor");

@@ -30,10 +30,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
   return {found.dx, found.dweight, found.dbias, found.dx_bias};
 }
 
-// With the gradient of the residual, which dropout of x makes another than dx.
+// With the gradient of the residual, which is another than dx with dropout of x, or where dx has another dtype.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layernorm_dropout_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
-    const Tensor& rstd, double dropout_p, const Tensor& seed, const Tensor& offset,
+    const Tensor& rstd, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
     const std::vector<bool>& output_mask) {
   const auto found = run_layernorm_backward("residual_layernorm_dropout_backward", dout, dsum, "sum", sum, weight, mean,
                                             rstd, output_mask, {dropout_p, seed, offset});

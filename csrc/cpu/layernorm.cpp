@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include "dropout.h"
 #include "simd.h"
@@ -10,11 +11,12 @@ namespace gptkernels::cpu {
 namespace {
 
 // The row to normalise: x, or dropout(x + x_bias) + residual, which is written to p.sum first.
-template <typename T>
-const T* input_row(const LayernormForward<T>& p, const Dropout& dropout, int64_t row) {
+template <typename T, typename X>
+const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
-  const T* x = p.x + row * p.width;
-  if (p.residual == nullptr) return x;
+  const X* x = p.x + row * p.width;
+  if constexpr (std::is_same_v<T, X>)
+    if (p.residual == nullptr) return x;
   const T* residual = p.residual + row * p.width;
   T* sum = p.sum + row * p.width;
   const auto add = [&](const auto& value) {
@@ -36,11 +38,11 @@ const T* input_row(const LayernormForward<T>& p, const Dropout& dropout, int64_t
 // Two passes over the row; the second one reads it from the L1 cache. The first pass computes the mean, the second the
 // variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean of
 // x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
-template <typename T>
-void forward_row(const LayernormForward<T>& p, const Dropout& dropout, int64_t row) {
+template <typename T, typename X>
+void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
   const T* x = input_row(p, dropout, row);
-  T* out = p.out + row * p.width;
+  X* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
   prefetch(x + p.width, p.width);  // load the next row while this one is processed
@@ -83,16 +85,16 @@ struct Partial {
   A* dx_bias;  // (C)
 };
 
-template <typename T>
-Partial<accumulate_t<T>> partial(const LayernormBackward<T>& p, int64_t group) {
+template <typename T, typename X>
+Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group) {
   auto* base = static_cast<accumulate_t<T>*>(p.workspace) + group * 3 * p.width;
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// What a dropout of x adds to the backward.
+// A gradient of the residual that is not dx: with dropout of x, or where x has another dtype.
 template <typename T>
 struct Dropped {
-  T* dresidual = nullptr;  // null: there is no dropout; dx is the residual's gradient too
+  T* dresidual = nullptr;  // null: dx is the residual's gradient too
   Dropout dropout = {};
 };
 
@@ -100,12 +102,12 @@ struct Dropped {
 // row computes the sums of g and g * c. Those of c rather than of c * rstd, whose roundings do not cancel: the gradient
 // of a constant dout would not be 0. The pass also adds the row's terms to dweight and dbias, since it has read x and
 // dout.
-template <bool kSums, typename T, typename Weight>
-void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int64_t row, Partial<accumulate_t<T>> sums,
-                  const Weight& weight) {
+template <bool kSums, typename T, typename X, typename Weight>
+void backward_row(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t row,
+                  Partial<accumulate_t<T>> sums, const Weight& weight) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
-  const T* dout = p.dout + row * p.width;
+  const X* dout = p.dout + row * p.width;
   const A mean = p.mean[row];
   const A rstd = p.rstd[row];
   const auto [sum_g, sum_gc] = sum_two<A>(p.width, [&](int64_t i, A& sum_g, A& sum_gc) {
@@ -120,19 +122,25 @@ void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int6
     }
   });
   if (!p.dx) return;
-  T* dx = p.dx + row * p.width;
+  X* dx = p.dx + row * p.width;
   const A avg_g = sum_g / A(p.width);
   const A slope = sum_gc / A(p.width) * rstd * rstd;
   const auto gradient = [&](int64_t i) { return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * slope) * rstd; };
   const auto write = [&](const auto& value) {
     if (dropped.dresidual) {
       T* dresidual = dropped.dresidual + row * p.width;
-      for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, [&](int64_t i, A factor) {
+      const auto write_both = [&](int64_t i, A factor) {
         const A found = value(i);
         store(dresidual[i], found);
         store(dx[i], found * factor);
         if constexpr (kSums) sums.dx_bias[i] += found * factor;
-      });
+      };
+      if (dropped.dropout.on) {
+        for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, write_both);
+      } else {
+#pragma omp simd
+        for (int64_t i = 0; i < p.width; ++i) write_both(i, A(1));
+      }
     } else if (p.dx_bias) {
 #pragma omp simd
       for (int64_t i = 0; i < p.width; ++i) {
@@ -151,8 +159,8 @@ void backward_row(const LayernormBackward<T>& p, const Dropped<T>& dropped, int6
     write(gradient);
 }
 
-template <typename T>
-void backward_group(const LayernormBackward<T>& p, const Dropped<T>& dropped, int64_t group, int64_t groups) {
+template <typename T, typename X>
+void backward_group(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t group, int64_t groups) {
   const int64_t begin = p.rows * group / groups;
   const int64_t end = p.rows * (group + 1) / groups;
   const bool sums_wanted = p.dweight || p.dbias || p.dx_bias;
@@ -172,8 +180,8 @@ void backward_group(const LayernormBackward<T>& p, const Dropped<T>& dropped, in
     rows([](int64_t) { return accumulate_t<T>(1); });
 }
 
-template <typename T>
-void add_groups(const LayernormBackward<T>& p, int64_t groups, int64_t begin, int64_t end) {
+template <typename T, typename X>
+void add_groups(const LayernormBackward<T, X>& p, int64_t groups, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
   for (int64_t i = begin; i < end; ++i) {
     A dweight = 0;
@@ -190,8 +198,8 @@ void add_groups(const LayernormBackward<T>& p, int64_t groups, int64_t begin, in
   }
 }
 
-template <typename T>
-void forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+template <typename T, typename X>
+void forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t row = begin; row < end; ++row) forward_row(p, dropout, row);
@@ -199,8 +207,8 @@ void forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream
   });
 }
 
-template <typename T>
-void backward(const LayernormBackward<T>& p, const Dropped<T>& dropped, Stream stream) {
+template <typename T, typename X>
+void backward(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, Stream stream) {
   const int64_t groups = row_groups(p.rows);
   parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {
     vectorised([&] {
@@ -243,6 +251,19 @@ Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutB
   return {};
 }
 
+template <typename X>
+Status layernorm_forward_mixed(const LayernormForward<float, X>& p, const DropoutArguments& dropout, Stream stream) {
+  forward(p, read(dropout), stream);
+  return {};
+}
+
+template <typename X>
+Status layernorm_backward_mixed(const LayernormBackward<float, X>& p, const LayernormDropoutBackward<float>& dropout,
+                                Stream stream) {
+  backward(p, {dropout.dresidual, read(dropout.arguments)}, stream);
+  return {};
+}
+
 #define GPTKERNELS_INSTANTIATE(T)                                                                    \
   template Status layernorm_forward<T>(const LayernormForward<T>&, Stream);                          \
   template Status layernorm_forward<T>(const LayernormForward<T>&, const DropoutArguments&, Stream); \
@@ -250,5 +271,12 @@ Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutB
   template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);                        \
   template Status layernorm_backward<T>(const LayernormBackward<T>&, const LayernormDropoutBackward<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+#define GPTKERNELS_INSTANTIATE_MIXED(X)                                                                           \
+  template Status layernorm_forward_mixed<X>(const LayernormForward<float, X>&, const DropoutArguments&, Stream); \
+  template Status layernorm_backward_mixed<X>(const LayernormBackward<float, X>&,                                 \
+                                              const LayernormDropoutBackward<float>&, Stream);
+GPTKERNELS_INSTANTIATE_MIXED(bfloat16)
+GPTKERNELS_INSTANTIATE_MIXED(float16)
 
 }  // namespace gptkernels::cpu

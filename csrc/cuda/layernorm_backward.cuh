@@ -7,10 +7,12 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../layernorm.h"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
+#include "common/row.cuh"
 #include "common/simple_row.cuh"
 #include "dropout.cuh"
 #include "layernorm_ring.cuh"
@@ -29,6 +31,15 @@ struct DroppedGradient {
   __device__ auto draw() const { return dropout.draw(); }
 };
 
+// Without dropout, where dx has another dtype than dresidual.
+template <typename T>
+struct RoundedGradient {
+  static constexpr bool kOn = true;
+  T* dresidual;  // (N, C)
+
+  __device__ NoDropout draw() const { return {}; }
+};
+
 // A product with a rounding of its own. Fused into the subtraction of its average, it would leave a difference where
 // there is none.
 __device__ inline float product(float a, float b) {
@@ -42,9 +53,9 @@ __device__ inline double product(double a, double b) {
 
 // c = x - mean. The sum is one of g * c: those of g * n have roundings that do not cancel in a short row, and the
 // gradient of a constant dout would not be 0.
-template <typename T, int kVec, typename Dropped>
+template <typename T, int kVec, typename X, typename Dropped>
 __global__ void __launch_bounds__(kSimpleThreads)
-    layernorm_backward_simple_kernel(const LayernormBackward<T> p, const Dropped dropped) {
+    layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
   using A = accumulate_t<T>;
   const auto draw = dropped.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
@@ -72,21 +83,34 @@ __global__ void __launch_bounds__(kSimpleThreads)
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - c[k] * slope) * rstd + dsum[k];
       if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * p.width + column, g);
       draw.apply(g, row * p.width + column);
-      store_narrow<kVec>(p.dx + row * p.width + column, g);
+      store_row_pack<kVec>(p.dx + row * p.width + column, g);
     });
   }
 }
 
-// The number of sums over the rows: dweight, dbias, and dx_bias if it is wanted.
-template <typename T>
-__host__ __device__ int column_sums(const LayernormBackward<T>& p) {
-  return p.dx_bias ? 3 : 2;
+// The number of sums over the rows: dweight, dbias, and dx_bias if it is wanted. Where X is not T it is always there,
+// which saves half of the kernels.
+template <typename T, typename X>
+__host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
+  return p.dx_bias || !std::is_same_v<T, X> ? 3 : 2;
+}
+
+// An element of dx as it was before it was rounded to an X narrower than T. dx and dresidual are there already.
+template <typename T, typename X, typename Dropped>
+__device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p, const Dropped& dropped, int64_t element) {
+  if constexpr (std::is_same_v<T, X>) {
+    return widen(p.dx[element]);
+  } else {
+    accumulate_t<T> dx[1] = {widen(dropped.dresidual[element])};
+    dropped.draw().apply(dx, element);
+    return dx[0];
+  }
 }
 
 // Partial sums, (gridDim.y, column_sums, C): a thread takes a column, and every gridDim.y-th row of it in four sums
 // side by side, which round less than one and have their loads in flight together. dx is there already.
-template <typename T>
-__global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) {
+template <typename T, typename X, typename Dropped>
+__global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
   using A = accumulate_t<T>;
   constexpr int kSums = 4;
   const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -98,7 +122,7 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
       const int64_t row = first + k * int64_t(gridDim.y);
       if (row >= p.rows) break;
       const A dout = widen(p.dout[row * p.width + column]);
-      if (p.dx_bias) dx_bias[k] += widen(p.dx[row * p.width + column]);
+      if (p.dx_bias) dx_bias[k] += unrounded_dx(p, dropped, row * p.width + column);
       dweight[k] += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
       dbias[k] += dout;
     }
@@ -107,7 +131,7 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
   partial[column] = total(dweight);
   partial[p.width + column] = total(dbias);
-  if (p.dx_bias) partial[2 * p.width + column] = total(dx_bias);
+  if (column_sums(p) == 3) partial[2 * p.width + column] = total(dx_bias);
 }
 
 // ---- rows of whole packs that fit into registers and shared memory ----
@@ -121,8 +145,7 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T> p) 
 // memory in place of the ring, in float4s: (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x), so that neighbouring
 // threads use neighbouring banks.
 template <typename R, int kArrays>
-__device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void* shared,
-                                 const float (&found)[kArrays][R::kItems][R::kVec]) {
+__device__ void write_block_sums(const auto& p, void* shared, const float (&found)[kArrays][R::kItems][R::kVec]) {
   constexpr int kSums = 4;                                // of a part
   constexpr int kOneArray = R::kItems * R::kVec / kSums;  // in parts
   constexpr int kParts = kArrays * kOneArray;
@@ -156,15 +179,15 @@ __device__ void write_block_sums(const LayernormBackward<typename R::T>& p, void
 }
 
 // kArrays of sums over the rows: those of dweight and dbias, and with three those of dx.
-template <typename R, bool kResidual, int kArrays, typename Dropped>
+template <typename R, bool kResidual, int kArrays, typename X, typename Dropped>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual || Dropped::kOn, kArrays>(R::kItems))
-    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T> p, int stages, const Dropped dropped) {
-  using Ring = RowRing<R, kResidual ? 3 : 2>;
+    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropped dropped) {
+  using Ring = RowRing<R, X, kResidual>;
   constexpr int kVec = R::kVec;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
   const auto draw = dropped.draw();
-  Ring ring(shared, {p.x, p.dout, p.dsum}, p.rows, width, stages);
+  Ring ring(shared, p.x, p.dout, p.dsum, p.rows, width, stages);
   R weight;
   weight.fill(1);
   if (p.weight) weight.load(p.weight, width);
@@ -182,8 +205,9 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
       next_rstd = p.rstd[row + Ring::step()];
     }
     const auto* x_row = ring.next();
-    const auto* dout_row = x_row + width;
-    R x, dout;
+    const X* dout_row = Ring::dout(x_row, width);
+    R x;
+    typename R::template With<X> dout;
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
@@ -223,13 +247,13 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
       float n[kVec];
       float dsum[kVec] = {};
       weigh(i, n, g);
-      if constexpr (kResidual) load_wide<kVec>(dsum, dout_row + width + R::column(i));
+      if constexpr (kResidual) load_wide<kVec>(dsum, Ring::dsum(x_row, width) + R::column(i));
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
       if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * width + R::column(i), g);
       draw.apply(g, row * width + R::column(i));
       if constexpr (kArrays == 3)
         for (int k = 0; k < kVec; ++k) found[2][i][k] += g[k];
-      store_narrow<kVec>(dx + R::column(i), g);
+      store_row_pack<kVec>(dx + R::column(i), g);
     });
   }
   // Teams without a last row still pass its barrier. The kernel does not need this, but compute-sanitizer's racecheck

@@ -44,9 +44,9 @@ __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps)
 
 // kVec columns of weight and bias; ones and zeros where they are absent. kBoth: both are present, which saves the
 // checks.
-template <bool kBoth, int kVec, typename T>
+template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
-                            const LayernormForward<T>& p, auto column) {
+                            const LayernormForward<T, X>& p, auto column) {
   for (int k = 0; k < kVec; ++k) weight[k] = 1, bias[k] = 0;
   if (kBoth || p.weight) load_wide<kVec>(weight, p.weight + column);
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
@@ -54,13 +54,15 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
 
 // ---- any row: one block, which reads the row again in each pass ----
 
-template <typename T, int kVec, typename Dropout>
+template <typename T, int kVec, typename X, typename Dropout>
 __global__ void __launch_bounds__(kSimpleThreads)
-    layernorm_forward_simple_kernel(const LayernormForward<T> p, const Dropout dropout) {
+    layernorm_forward_simple_kernel(const LayernormForward<T, X> p, const Dropout dropout) {
   using A = accumulate_t<T>;
   const auto draw = dropout.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const T* x_row = (p.residual ? p.sum : p.x) + row * p.width;
+    const T* x_row = p.sum + row * p.width;
+    if constexpr (std::is_same_v<T, X>)
+      if (!p.residual) x_row = p.x + row * p.width;
     A x[kVec], sum = 0, rests = 0, squares = 0;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
       load_wide<kVec>(x, x_row + column);
       load_affine<false>(weight, bias, p, column);
       for (int k = 0; k < kVec; ++k) x[k] = (x[k] - m.mean - m.rest) * m.rstd * weight[k] + bias[k];
-      store_narrow<kVec>(p.out + row * p.width + column, x);
+      store_row_pack<kVec>(p.out + row * p.width + column, x);
     });
   }
 }
@@ -128,25 +130,30 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
 // evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache; kept in
 // registers they would leave room for fewer rows per SM.
-template <typename R, bool kResidual, typename Dropout>
+template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
-    layernorm_forward_registers_kernel(const LayernormForward<typename R::T> p, float inverse, const Dropout dropout) {
+    layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,
+                                       const Dropout dropout) {
   constexpr int kVec = R::kVec;
   const int width = static_cast<int>(p.width);
   const int64_t row = R::Team::row();
   if (row >= p.rows) return;
   const auto draw = dropout.draw();
   R packs, residual;
-  packs.load(p.x + row * width, width);
+  typename R::template With<X> x_packs;
+  x_packs.load(p.x + row * width, width);
   if constexpr (kResidual) {
     residual.load(p.residual + row * width, width);
     auto* sum = p.sum + row * p.width;
-    packs.update(width, [&](int i, float (&x)[kVec]) {
+    x_packs.each(width, [&](int i, float (&x)[kVec]) {
       if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + R::column(i)));
       draw.apply(x, row * width + R::column(i));
       add_pack(x, residual.packs[i]);
-      store_narrow<kVec>(sum + R::column(i), x);
+      packs.packs[i] = narrow<typename R::T>(x);
+      store<kVec>(sum + R::column(i), packs.packs[i]);
     });
+  } else {
+    packs = x_packs;
   }
   const Moments<float> m = row_moments(packs, width, inverse, p.eps);
   if (R::Team::thread() == 0) {
@@ -160,7 +167,7 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
       float weight[kVec], bias[kVec];
       load_affine<both.value>(weight, bias, p, R::column(i));
       for (int k = 0; k < kVec; ++k) x[k] = ((x[k] - m.mean) * m.rstd + offset) * weight[k] + bias[k];
-      store_narrow<kVec>(out + R::column(i), x);
+      store_row_pack<kVec>(out + R::column(i), x);
     });
   };
   // Checking both pointers at every pack takes 10 % more instructions. Only a residual's bytes leave time for that.

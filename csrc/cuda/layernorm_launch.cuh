@@ -5,12 +5,14 @@
 //   backward   layernorm_backward_ring_kernel            layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight and dbias, partial_sums_kernel
 //
-// Dropout of x before the addition of the residual changes no shape. Its kernels are instances of the same templates:
-// layernorm_dropout.cu compiles them, layernorm.cu those without.
+// Dropout of x before the addition of the residual changes no shape, and neither does an x of 16 bits beside a float32
+// residual. Their kernels are instances of the same templates: layernorm_dropout.cu and layernorm_mixed.cu compile
+// them, layernorm.cu those without.
 #pragma once
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "../layernorm.h"
 #include "common/launch.cuh"
@@ -38,8 +40,8 @@ inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes)
 
 // Returns whether the rows fit into registers. A residual does not change the shape: layernorm(x + residual) has the
 // same bits with and without fusion.
-template <bool kResidual, typename T, typename Dropout>
-bool launch_forward_registers(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+template <bool kResidual, typename T, typename X, typename Dropout>
+bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   // Two warps finish a row of 768 float32 sooner than one, if more rows follow.
   const int most_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMostWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
@@ -54,20 +56,20 @@ bool launch_forward_registers(const LayernormForward<T>& p, const Dropout& dropo
   return true;
 }
 
-template <int kVec, typename T, typename Dropout>
-void launch_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+template <int kVec, typename T, typename X, typename Dropout>
+void launch_forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8) {
     if (p.residual && launch_forward_registers<true>(p, dropout, stream)) return;
-    if constexpr (!Dropout::kOn)  // what is dropped out is added to a residual
+    if constexpr (!Dropout::kOn && std::is_same_v<T, X>)  // what is dropped out or of another dtype has a residual
       if (!p.residual && launch_forward_registers<false>(p, dropout, stream)) return;
   }
   layernorm_forward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p, dropout);
 }
 
-template <typename T, typename Dropout>
-Status run_layernorm_forward(const LayernormForward<T>& p, const Dropout& dropout, Stream stream) {
+template <typename T, typename X, typename Dropout>
+Status run_layernorm_forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
-  if (can_vectorize<T>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias, p.x_bias))
+  if (can_vectorize<X>(p.width, p.out, p.sum, p.x, p.residual, p.weight, p.bias, p.x_bias))
     launch_forward<kPack<T>>(p, dropout, stream);
   else
     launch_forward<1>(p, dropout, stream);
@@ -77,8 +79,8 @@ Status run_layernorm_forward(const LayernormForward<T>& p, const Dropout& dropou
 // ---- backward ----
 
 // Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
-template <bool kResidual, int kArrays, typename T, typename Dropped>
-int64_t launch_backward_ring(const LayernormBackward<T>& p, const Dropped& dropped, Stream stream) {
+template <bool kResidual, int kArrays, typename T, typename X, typename Dropped>
+int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropped& dropped, Stream stream) {
   // With a third array to wait for, more warps per SM are worth their barriers. With dropout six packs are too many for
   // the registers.
   constexpr int kWarpItems = sizeof(T) == 2 && (kResidual || Dropped::kOn) ? 5 : kMostWarpItems;
@@ -88,8 +90,8 @@ int64_t launch_backward_ring(const LayernormBackward<T>& p, const Dropped& dropp
   if (row.items > 0)
     with_row<T, BlockPart, kWarpItems>(row, [&](auto type) {
       using R = typename decltype(type)::type;
-      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual, kArrays, Dropped>;
-      const int64_t row_bytes = (kResidual ? 3 : 2) * p.width * int64_t(sizeof(T));
+      constexpr auto kKernel = layernorm_backward_ring_kernel<R, kResidual, kArrays, X, Dropped>;
+      const int64_t row_bytes = p.width * int64_t((kResidual ? 2 : 1) * sizeof(T) + sizeof(X));
       const RingShape shape =
           ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
       if (shape.stages == 0) return;
@@ -106,30 +108,32 @@ inline int64_t simple_partials(int64_t rows) {
 }
 
 // Returns the rows of partial sums.
-template <int kVec, typename T, typename Dropped>
-int64_t launch_backward(const LayernormBackward<T>& p, const Dropped& dropped, Stream stream) {
-  if constexpr (kVec > 1 && sizeof(T) < 8)
+template <int kVec, typename T, typename X, typename Dropped>
+int64_t launch_backward(const LayernormBackward<T, X>& p, const Dropped& dropped, Stream stream) {
+  if constexpr (kVec > 1 && sizeof(T) < 8) {
+    constexpr int kLeast = std::is_same_v<T, X> ? 2 : 3;  // column_sums() without dx_bias
     if (const int64_t blocks = p.rows == 0           ? 0
                                : p.dsum && p.dx_bias ? launch_backward_ring<true, 3>(p, dropped, stream)
                                : p.dx_bias           ? launch_backward_ring<false, 3>(p, dropped, stream)
-                               : p.dsum              ? launch_backward_ring<true, 2>(p, dropped, stream)
-                                                     : launch_backward_ring<false, 2>(p, dropped, stream))
+                               : p.dsum              ? launch_backward_ring<true, kLeast>(p, dropped, stream)
+                                                     : launch_backward_ring<false, kLeast>(p, dropped, stream))
       return blocks;
+  }
   if (p.dx && p.rows)
     layernorm_backward_simple_kernel<T, kVec>
         <<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p, dropped);
   constexpr int kThreads = 128;
   const dim3 grid(grid_size(ceil_div(p.width, kThreads)), static_cast<unsigned>(simple_partials(p.rows)));
-  if (p.workspace) layernorm_backward_columns_kernel<T><<<grid, kThreads, 0, stream>>>(p);
+  if (p.workspace) layernorm_backward_columns_kernel<<<grid, kThreads, 0, stream>>>(p, dropped);
   return grid.y;
 }
 
 // `dresidual` is what `dropped` writes to, null for NoDropout.
-template <typename T, typename Dropped>
-Status run_layernorm_backward(const LayernormBackward<T>& p, const Dropped& dropped, const T* dresidual,
+template <typename T, typename X, typename Dropped>
+Status run_layernorm_backward(const LayernormBackward<T, X>& p, const Dropped& dropped, const T* dresidual,
                               Stream stream) {
   if (p.width == 0) return cudaSuccess;
-  const bool vectorize = can_vectorize<T>(p.width, p.dx, dresidual, p.dout, p.dsum, p.x, p.weight);
+  const bool vectorize = can_vectorize<X>(p.width, p.dx, dresidual, p.dout, p.dsum, p.x, p.weight);
   const int64_t partials =
       vectorize ? launch_backward<kPack<T>>(p, dropped, stream) : launch_backward<1>(p, dropped, stream);
   if (p.workspace)

@@ -51,21 +51,22 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
           .shared_bytes = stages * height * row_bytes};
 }
 
-// R is the Row that a team holds; rows of kArrays arrays pass through the ring together. Rows are whole packs.
-template <typename R, int kArrays>
+// R is the Row that a team holds. Rows of x, dout and, with kDsum, dsum pass through the ring together; dout has the
+// dtype X, which may be narrower than the others'. Rows are whole packs of 16 bytes of every array.
+template <typename R, typename X, bool kDsum>
 class RowRing {
   using T = typename R::T;
 
  public:
-  template <int kGiven>
-  __device__ RowRing(void* shared, const T* const (&arrays)[kGiven], int64_t rows, int width, int stages)
+  __device__ RowRing(void* shared, const T* x, const X* dout, const T* dsum, int64_t rows, int width, int stages)
       : width_(width),
         stages_(stages),
         left_(static_cast<int>(rows > R::Team::row() ? (rows - R::Team::row() - 1) / step() + 1 : 0)) {
-    static_assert(kGiven >= kArrays);
-    stage_step_ = static_cast<int>(blockDim.y) * kArrays * width;
-    read_ = write_ = begin_ = static_cast<T*>(shared) + threadIdx.y * kArrays * width;
-    for (int a = 0; a < kArrays; ++a) from_[a] = arrays[a] + R::Team::row() * width;
+    stage_step_ = static_cast<int>(blockDim.y) * kRow * width;
+    read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * kRow * width;
+    x_ = x + R::Team::row() * width;
+    dout_ = dout + R::Team::row() * width;
+    if constexpr (kDsum) dsum_ = dsum + R::Team::row() * width;
     row_step_ = step() * width;
     for (int i = 0; i < stages - 1; ++i) copy();
   }
@@ -73,8 +74,8 @@ class RowRing {
   // A team works on the rows Team::row(), Team::row() + step(), ...
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // The next of these rows in the first array; that of array a follows a * width elements later. This overwrites the
-  // row that the previous call returned.
+  // The next of these rows of x; dout() and dsum() find the others' from it. This overwrites the row that the previous
+  // call returned.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -83,13 +84,22 @@ class RowRing {
       __pipeline_wait_prior(2);
     else
       __pipeline_wait_prior(1);
-    const T* row = read_;
+    const X* row = read_;
     read_ = after(read_);
-    return row;
+    return reinterpret_cast<const T*>(row);
+  }
+
+  static __device__ const X* dout(const T* x_row, int width) { return reinterpret_cast<const X*>(x_row + width); }
+  static __device__ const T* dsum(const T* x_row, int width) {
+    return reinterpret_cast<const T*>(dout(x_row, width) + width);
   }
 
  private:
-  __device__ T* after(T* stage) const {
+  // Shared memory is counted in elements of X, the narrower dtype.
+  static constexpr int kWide = sizeof(T) / sizeof(X);             // of an element of T
+  static constexpr int kRow = kDsum ? 2 * kWide + 1 : kWide + 1;  // of a column of all arrays
+
+  __device__ X* after(X* stage) const {
     stage += stage_step_;
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
@@ -97,23 +107,31 @@ class RowRing {
   // Starts the copy of one more row. Beyond the last row it commits an empty copy, because waiting counts copies.
   __device__ void copy() {
     if (left_ > 0) {
-      for (int a = 0; a < kArrays; ++a) {
-        for (int i = 0; i < R::kItems; ++i)
-          if (R::has(i, width_))
-            __pipeline_memcpy_async(write_ + a * width_ + R::column(i), from_[a] + R::column(i), 16);
-        from_[a] += row_step_;
-      }
+      copy(write_, x_);
+      copy(write_ + kWide * width_, dout_);
+      if constexpr (kDsum) copy(write_ + (kWide + 1) * width_, dsum_);
       --left_;
     }
     write_ = after(write_);
     __pipeline_commit();
   }
 
-  const T* from_[kArrays];
+  // This thread's packs of a row of one array, which then points to the team's next row.
+  template <typename U>
+  __device__ void copy(X* to, const U*& from) {
+    for (int i = 0; i < R::kItems; ++i)
+      if (R::has(i, width_))
+        __pipeline_memcpy_async(reinterpret_cast<U*>(to) + R::column(i), from + R::column(i), R::kVec * sizeof(U));
+    from += row_step_;
+  }
+
+  const T* x_;
+  const X* dout_;
+  const T* dsum_;
   int64_t row_step_;
-  T* begin_;
-  T* read_;
-  T* write_;
+  X* begin_;
+  X* read_;
+  X* write_;
   int width_;
   int stage_step_;
   int stages_;

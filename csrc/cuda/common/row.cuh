@@ -1,5 +1,6 @@
 // A row in the registers of its team (the drawing is in teams.cuh).
 //
+// A pack has kVec elements: 16 bytes, or as many as those of another row, of a wider dtype, that has the same columns.
 // The packs stay in the dtype of memory, which takes half of float32's registers for 16-bit types, and every pass
 // converts them again. The first kUnguarded packs of every thread are always within the row; only the others are
 // compared with the width. (Comparing all of them in every pass takes about 10 % more instructions.)
@@ -12,13 +13,25 @@
 
 namespace gptkernels::cuda {
 
-template <typename T_, typename Team_, int kItems_, int kUnguarded = 0>
+// As store_narrow, with one store also for packs of 8 bytes.
+template <int N, typename T>
+__device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
+  const Packed<T, N> pack = narrow<T>(values);
+  if constexpr (sizeof(pack) == sizeof(uint2))
+    __stwb(reinterpret_cast<uint2*>(p), *reinterpret_cast<const uint2*>(&pack));
+  else
+    store<N>(p, pack);
+}
+
+template <typename T_, typename Team_, int kItems_, int kUnguarded = 0, int kVec_ = kPack<T_>>
 struct Row {
   using T = T_;
   using Team = Team_;
   using A = accumulate_t<T>;
-  static constexpr int kVec = kPack<T>;
-  static constexpr int kItems = kItems_;  // packs per thread
+  static constexpr int kVec = kVec_;
+  template <typename X>
+  using With = Row<X, Team, kItems_, kUnguarded, kVec>;  // a row of X with the same columns in each thread
+  static constexpr int kItems = kItems_;                 // packs per thread
   Packed<T, kVec> packs[kItems];
 
   // The first column of this thread's pack i.

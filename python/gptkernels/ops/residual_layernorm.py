@@ -1,6 +1,8 @@
 """The residual stream's step and the norm after it: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
 x_bias is the bias of the linear layer that has made x: added here, and its gradient summed here, it costs nothing.
+Beside a float32 residual x may have 16 bits: it and ``out`` are then what matrix products make and take, while the
+stream, and everything else, is float32.
 """
 
 import torch
@@ -26,7 +28,7 @@ from gptkernels.ops.layernorm import backward_formula
 
 def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
     statistics = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
-    return x.new_empty(x.shape), x.new_empty(x.shape), statistics, torch.empty_like(statistics)
+    return x.new_empty(x.shape), residual.new_empty(x.shape), statistics, torch.empty_like(statistics)
 
 
 def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
@@ -35,8 +37,9 @@ def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
 
 
 def _fake_dropout_backward(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-    *found, dresidual = _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask)
-    return *found, sum.new_empty(sum.shape) if output_mask[4] else dresidual
+    _, *found, dresidual = _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask)
+    dx = dout.new_empty(sum.shape if output_mask[0] else (0,))
+    return dx, *found, sum.new_empty(sum.shape) if output_mask[4] else dresidual
 
 
 class ResidualLayerNorm(torch.autograd.Function):
@@ -49,27 +52,29 @@ class ResidualLayerNorm(torch.autograd.Function):
             *(ops.residual_layernorm.default, x, residual, weight, bias, eps, x_bias), *(dropout_p, seed, offset)
         )
         ctx.save_for_backward(sum, weight, mean, rstd, seed, offset)
-        ctx.dropout_p = dropout_p
+        ctx.dropout_p, ctx.x_dtype = dropout_p, x.dtype
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         return out, sum, mean, rstd
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """One kernel for all the gradients that are wanted; without dropout x and residual share theirs."""
+        """One kernel for all the gradients that are wanted; x and residual share theirs where they are the same."""
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
+        apart = ctx.dropout_p > 0 or ctx.x_dtype != sum.dtype
         if dout is None:  # the norm was not used
             dweight = dbias = None
             dresidual = dx = dsum
             if dsum is not None and (needs_x or needs_x_bias):
                 dx = drop(dsum, *dropout)
             dx_bias = _sum_of_rows(dx) if needs_x_bias and dsum is not None else None
+            dx = dx if dx is None else dx.to(ctx.x_dtype)
         else:
             inputs = dout, dsum, sum, weight, mean, rstd
             mask = (needs_x or needs_residual, needs_weight, needs_bias, needs_x_bias)
-            if ctx.dropout_p > 0:
+            if apart:
                 mask = (needs_x, *mask[1:], needs_residual)
                 gradients = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, mask)
             elif needs_x_bias:
@@ -78,7 +83,7 @@ class ResidualLayerNorm(torch.autograd.Function):
                 mask = mask[:3]
                 gradients = ops.residual_layernorm_backward.default(*inputs, mask)
             dx, dweight, dbias, dx_bias = (*present(gradients, mask), None)[:4]
-            dresidual = present(gradients, mask)[4] if ctx.dropout_p > 0 else dx
+            dresidual = present(gradients, mask)[4] if apart else dx
         dx, dresidual = dx if needs_x else None, dresidual if needs_residual else None
         return dx, dresidual, dweight, dbias, None, dx_bias, None, None, None
 
@@ -133,7 +138,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
 
 class ResidualLayerNormDropoutBackward(torch.autograd.Function):
-    """As ResidualLayerNormBackward, with dx and dx_bias the dropout of dresidual and its sums."""
+    """As ResidualLayerNormBackward, with dx and dx_bias the dropout of dresidual and its sums; dx has dout's dtype."""
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
@@ -149,6 +154,7 @@ class ResidualLayerNormDropoutBackward(torch.autograd.Function):
         """Dropout is its own derivative; what is left is without it."""
         *saved, seed, offset = ctx.saved_tensors
         ddx, ddweight, ddbias, ddx_bias, ddresidual = present(grads, ctx.output_mask)
+        ddx = ddx if ddx is None else ddx.to(saved[1].dtype)
         if ddx_bias is not None:
             ddx = _with_sums(ddx, ddx_bias, saved[1])
         if ddx is not None:

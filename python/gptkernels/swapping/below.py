@@ -6,12 +6,16 @@ import torch
 
 from gptkernels.ops._autocast import KEYS
 
+_AUTOCAST = {
+    device_type: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for device_type, key in KEYS.items()
+}
+
 
 class Below:
     """Below autograd and autocast."""
 
     def __init__(self, device_type: str) -> None:
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
+        keys = _AUTOCAST[device_type]
         self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
 
     def __enter__(self) -> None:

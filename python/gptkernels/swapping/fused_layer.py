@@ -160,7 +160,7 @@ class _Layer(torch.autograd.Function):
             stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
         with Below(stream.device.type):
-            matrices = _cast([parameters[i] for i in MATRICES], plan.low)
+            matrices = _cast_together([parameters[i] for i in MATRICES], plan.low)
             outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
         ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
         ctx.plan, ctx.probabilities = plan, [one.p for one in dropouts]
@@ -275,7 +275,10 @@ def _add_and_norm(
 
     ``norm`` is its weight, bias and epsilon.
     """
-    normed, *rest = ops.residual_layernorm.default(values.to(stream.dtype), stream, *norm, bias, *dropout)
+    narrow = values.dtype == low != stream.dtype
+    normed, *rest = ops.residual_layernorm.default(
+        values if narrow else values.to(stream.dtype), stream, *norm, bias, *dropout
+    )
     return normed.to(low), *rest
 
 
@@ -291,8 +294,9 @@ def _add_and_norm_backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of values (in ``low``), weight, norm_bias, bias and stream; None for ``low`` without values."""
-    inputs = dnormed.to(sum.dtype), dsum, sum, weight, mean, rstd
-    if dropout.p:
+    narrow = low is not None and dnormed.dtype == low != sum.dtype
+    inputs = dnormed if narrow else dnormed.to(sum.dtype), dsum, sum, weight, mean, rstd
+    if dropout.p or narrow:
         dvalues, *gradients, dstream = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, needs)
     elif needs[3]:
         mask = needs[0] or needs[4], *needs[1:4]
@@ -339,6 +343,18 @@ def _cast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     if given[0].dtype == dtype:
         return list(tensors)
     made = [torch.empty_like(t, dtype=dtype) for t in given]
+    torch._foreach_copy_(made, given)
+    cast = iter(made)
+    return [None if t is None else next(cast) for t in tensors]
+
+
+def _cast_together(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """As ``_cast``, into one allocation: for tensors that live equally long."""
+    given = [t for t in tensors if t is not None]
+    if given[0].dtype == dtype:
+        return list(tensors)
+    flat = given[0].new_empty(sum(t.numel() for t in given), dtype=dtype)
+    made = torch._utils._unflatten_dense_tensors(flat, given)
     torch._foreach_copy_(made, given)
     cast = iter(made)
     return [None if t is None else next(cast) for t in tensors]

@@ -148,7 +148,11 @@ def _layer(
         values = mlp(x, one.c_fc, activation(one), one.c_proj, bias=False)
         return pending_of(values, one.c_proj, one._modules.get("dropout"), draws)
 
-    return layer(stream, pending, block, attend, feed_forward)
+    narrow = (
+        p is not None and untouched(attn.c_attn, "Linear"),
+        untouched(block.mlp, "gpt mlp") and untouched(block.mlp.c_fc, "Linear"),
+    )
+    return layer(stream, pending, block, attend, feed_forward, narrow)
 
 
 @replacement("gpt block")

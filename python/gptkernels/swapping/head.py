@@ -134,6 +134,8 @@ class _HeadAndLoss(torch.autograd.Function):
             return _differentiably(ctx, hidden, weight, targets, (dlogits_outside, dloss))
         needs = ctx.needs_input_grad[:2]
         with Below(hidden.device.type):
+            if dloss is not None:
+                dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
             if dlogits_outside is not None:
                 own = 0 if dloss is None else dlogits * dloss.view(1)
                 dlogits, dloss = (dlogits_outside + own).to(x.dtype), None

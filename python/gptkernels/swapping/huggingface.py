@@ -88,6 +88,11 @@ def _feed_forward(self: Any, x: Tensor, draws: Draws) -> Pending:
     return pending_of(mlp(x, self.c_fc, self.act, self.c_proj, bias=False), self.c_proj, self.dropout, draws)
 
 
+def _reads_by_products(mlp: Any) -> bool:
+    """Whether only a matrix product will read what an MLP is given."""
+    return untouched(mlp, "Hugging Face GPT2MLP") and untouched(mlp.c_fc, "Linear")
+
+
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +195,8 @@ def block(original: Any) -> Namespace:
             out, weights = attention(normed, **options)
             return Pending(out)
 
-        hidden = add(*layer(hidden, None, self, attend, lambda m, x: _feed_forward(m, x, draws)))
+        narrow = False, _reads_by_products(self.mlp)
+        hidden = add(*layer(hidden, None, self, attend, lambda m, x: _feed_forward(m, x, draws), narrow))
         if not gives_a_tuple:
             return hidden
         return (hidden, weights) if options.get("output_attentions") else (hidden,)
@@ -236,6 +242,7 @@ def model(original: Any) -> Namespace:
                     *(hidden, pending, one),
                     lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
                     lambda m, x: _feed_forward(m, x, draws),
+                    (untouched(one.attn.c_attn, "Linear"), _reads_by_products(one.mlp)),
                 )
             else:
                 hidden, pending, qkv = run(planned, hidden, pending, draws)

@@ -7,6 +7,7 @@ called in place of the kernel. Shapes: B batch, T tokens, C channels.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gptkernels import functional
@@ -45,14 +46,31 @@ def norm(x: Tensor, module: Any) -> Tensor:
     return ops.layernorm(x, weight, bias, eps)[0]  # type: ignore[no-any-return]
 
 
-def add_and_norm(stream: Tensor, pending: Pending | None, module: Any) -> tuple[Tensor, Tensor]:
-    """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream."""
+def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
+    """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream.
+
+    With ``narrow`` the norm may have autocast's dtype: only a matrix product will read it.
+    """
     if pending is None or not untouched(module, "LayerNorm"):
         stream = add(stream, pending)
         return norm(stream, module), stream
     values, x_bias, dropout = pending
-    normed, stream, _, _ = ops.residual_layernorm(values, stream, *norm_of(module), x_bias, *dropout)
+    args = values, stream, *norm_of(module), x_bias, *dropout
+    if narrow and _is_narrow(*args):  # inside autocast the operator has layer_norm's dtype, float32
+        with torch.autocast(stream.device.type, enabled=False):
+            normed, stream, _, _ = ops.residual_layernorm(*args)
+    else:
+        normed, stream, _, _ = ops.residual_layernorm(*args)
     return normed, stream
+
+
+def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
+    """Whether values have autocast's 16 bits, and all else is float32."""
+    device = stream.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device) or values.dtype != torch.get_autocast_dtype(device):
+        return False
+    others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
+    return values.dtype in (torch.bfloat16, torch.float16) and all(t.dtype == torch.float32 for t in others)
 
 
 # ---- sublayers -------------------------------------------------------------------------------------------------------
@@ -104,6 +122,7 @@ def layer(
     block: Any,
     attend: Callable[[Any, Tensor], Pending],
     feed_forward: Callable[[Any, Tensor], Pending],
+    narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
     """A block without its last residual addition, which is done together with the norm that follows it.
 
@@ -113,13 +132,14 @@ def layer(
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
         attend: computes ``block.attn`` of the first norm.
         feed_forward: computes ``block.mlp`` of the second.
+        narrow: whether only matrix products read the first norm, and the second.
 
     Returns:
         The stream, and what is now to be added to it.
     """
-    normed, stream = add_and_norm(stream, pending, block.ln_1)
+    normed, stream = add_and_norm(stream, pending, block.ln_1, narrow[0])
     pending = attend(block.attn, normed)
-    normed, stream = add_and_norm(stream, pending, block.ln_2)
+    normed, stream = add_and_norm(stream, pending, block.ln_2, narrow[1])
     return stream, feed_forward(block.mlp, normed)
 
 
