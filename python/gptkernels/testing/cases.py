@@ -545,3 +545,62 @@ def global_norm(draw: Draw) -> Call:
         tensors,
         [call(ops.global_norm, list(tensors))],
     )
+
+
+# ---- generation ------------------------------------------------------------------------------------------------------
+
+
+@case(differentiable=False)
+def decode(draw: Draw) -> Call:
+    """The second token of each sequence through one layer, the first one's keys and values in the cache."""
+    b, v, c, heads = draw.of((1, 5, 4, 2), (3, 65, 15, 3), (4, 300, 192, 3))
+    tokens, lengths = draw.below(v, b, 2), draw.below(1, b) + 2
+    wte, wpe, head = draw.normal(v, c), draw.normal(2, c), draw.normal(v, c, scale=c**-0.5)
+    first = draw.normal(2, b, heads, 1, c // heads)
+    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
+    layer = [draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])]
+    norm = draw.normal(c), draw.normal(c)
+
+    def cache() -> Tensor:
+        return torch.cat([first, torch.zeros_like(first)], 3)[None].contiguous()
+
+    def ours(wte: Tensor, wpe: Tensor, head: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
+        *layer, norm_weight, norm_bias = weights
+        args = tokens, lengths, wte, wpe, layer, norm_weight, norm_bias, head, cache(), heads
+        return ops.decode(*args)  # type: ignore[no-any-return]
+
+    def formula(wte: Tensor, wpe: Tensor, head: Tensor, first: Tensor, *weights: Tensor) -> Tensor:
+        w1, b1, qkv_w, qkv_b, out_w, out_b, w2, b2, fc_w, fc_b, proj_w, proj_b, *norm = weights
+        x = wte[tokens[:, 1]] + wpe[1]
+        query, *key_value = F.linear(normed(x, w1, b1), qkv_w, qkv_b).view(b, 3, heads, 1, -1).unbind(1)
+        key, value = (torch.cat([old, new], 2) for old, new in zip(first, key_value, strict=True))
+        weight = (query @ key.mT * query.shape[-1] ** -0.5).softmax(-1)
+        x = x + F.linear((weight @ value).view(b, c), out_w, out_b)
+        x = x + F.linear(tanh_gelu(F.linear(normed(x, w2, b2), fc_w, fc_b)), proj_w, proj_b)
+        return F.linear(normed(x, *norm), head)
+
+    args = wte, wpe, head, first, *layer, *norm
+    calls = [call(ops.decode, tokens, lengths, wte, wpe, layer, *norm, head, cache(), heads)]
+    return Call(ours, formula, formula, args, calls)
+
+
+@case(differentiable=False)
+def sample_(draw: Draw) -> Call:
+    """The tokens drawn, as numbers of the logits' dtype, which bfloat16 has up to 256."""
+    b, v = draw.of((1, 3), (3, 65), (4, 200))
+    logits, noise = draw.normal(b, v, scale=3), draw.normal(b, v).float().abs() + 0.01
+
+    def fresh() -> tuple[Tensor, Tensor]:
+        return torch.zeros(b, 2, dtype=torch.int64, device=draw.device), draw.below(1, b) + 1
+
+    def ours(logits: Tensor) -> Tensor:
+        sequences, lengths = fresh()
+        ops.sample_(logits, noise, sequences, lengths, 0.9, v // 2)
+        return sequences[:, 1].to(logits.dtype)
+
+    def formula(logits: Tensor) -> Tensor:
+        x = wide(logits) / 0.9
+        x = x.masked_fill(x < x.topk(v // 2).values[:, -1:], -math.inf)
+        return (x.softmax(-1) / noise).argmax(-1).to(logits.dtype)
+
+    return Call(ours, formula, formula, (logits,), [call(ops.sample_, logits, noise, *fresh(), 0.9, v // 2)])
