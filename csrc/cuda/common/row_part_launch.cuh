@@ -202,8 +202,8 @@ bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bo
         <<<grid_size(ceil_div(p.rows, kThreads / lanes.value)), kThreads, 0, stream>>>(p);
   };
   const auto by_warp = [&](auto fewest, auto head_tail) {
-    if (items > kRowItems)
-      return launch_wide_rows < Op, Op::kShapes.wide_head_tail || head_tail.value > (p, base, stream);
+    constexpr bool kWideHeadTail = Op::kShapes.wide_head_tail || head_tail.value;
+    if (items > kRowItems) return launch_wide_rows<Op, kWideHeadTail>(p, base, stream);
     with_constant<fewest.value, kRowItems>(items, [&](auto items) { by_lanes(Constant<32>{}, items, head_tail); });
     return true;
   };
