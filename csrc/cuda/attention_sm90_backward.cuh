@@ -146,6 +146,7 @@ Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
       .pitch = pitch,
       .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
   };
+  arguments.problem.scale = static_cast<float>(gradient_scale(p));  // scores take scale_log2
   if (max_dynamic_shared_memory<kDquery>() < DqueryShape::kSharedBytes ||
       max_dynamic_shared_memory<kDkey>() < DkeyShape::kSharedBytes)
     return cudaErrorInvalidConfiguration;

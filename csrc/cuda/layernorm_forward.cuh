@@ -108,23 +108,29 @@ __device__ inline void store_statistic(float* p, float value) {
 // traffic. `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  float sum[1] = {}, about_mean[2] = {};  // of x; of x - mean and (x - mean)^2
+  // A float32 sum of 16-bit numbers of similar size is exact (they leave 13 bits to spare), and otherwise the largest
+  // of them dominate. Then sum - C * mean gives the rest without a sum of its own, which would have roundings: a row of
+  // equal numbers would not become 0.
+  constexpr bool kExactSum = sizeof(typename R::T) == 2;
+  float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
     for (int k = 0; k < R::kVec; ++k) sum[0] += x[k];
   });
   team_sums<typename R::Team>(sum, 0);
   if constexpr (kMayStayPacked<R>) row.stay_packed();
   const float mean = sum[0] * inverse;
+  float about_mean[kExactSum ? 1 : 2] = {};  // the sums of (x - mean)^2 and, for float32, of x - mean
   row.each(width, [&](int, const float (&x)[R::kVec]) {
     for (int k = 0; k < R::kVec; ++k) {
       const float centred = x[k] - mean;
-      about_mean[0] += centred;
-      about_mean[1] += centred * centred;
+      about_mean[0] += centred * centred;
+      if constexpr (!kExactSum) about_mean[1] += centred;
     }
   });
   team_sums<typename R::Team>(about_mean, 1);
   if constexpr (kMayStayPacked<R>) row.stay_packed();
-  return moments(mean, about_mean[0], about_mean[1], inverse, eps);
+  const float rests = kExactSum ? fma(-mean, float(width), sum[0]) : about_mean[sizeof(about_mean) / 4 - 1];
+  return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
