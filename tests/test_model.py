@@ -98,8 +98,6 @@ def test_padding_is_not_part_of_the_vocabulary_on_cuda(call, device):
     script = f"""
 import torch
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.gpt2 import Block
-from gptkernels.models.recompute import may_draw
 model = GPT2(GPT2Config(block_size=16, vocab_size=65, n_layer=1, n_head=2, n_embd=32), "cuda")
 good = torch.zeros(2, 16, dtype=torch.int64, device="cuda")
 bad = good.clone()
