@@ -470,7 +470,8 @@ template <int kSize, typename T>
   }
   T* dquery = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + query * p.dquery.token;
   for (int64_t i = 0; i < tile.rows; ++i)
-    for (int64_t d = 0; d < size; ++d) store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(gradient_scale(p)));
+    for (int64_t d = 0; d < size; ++d)
+      store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(gradient_scale(p)));
 }
 
 // Tasks [begin, end): each has sums of its own of dkey and dvalue, and every `splits`-th of the tiles of queries of all
