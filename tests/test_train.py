@@ -307,15 +307,19 @@ def test_control_characters_are_not_printed():
 
 
 def test_first_signal_is_acknowledged_and_the_second_one_interrupts(capfd):
-    before = signal.getsignal(signal.SIGINT)
-    with stop_on_signals() as request:
-        assert not request.signal
-        signal.raise_signal(signal.SIGINT)
-        assert request.signal == signal.SIGINT
-        assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
-        with pytest.raises(KeyboardInterrupt):
+    before = signal.default_int_handler
+    inherited = signal.signal(signal.SIGINT, before)  # a shell's background processes begin with SIGINT ignored
+    try:
+        with stop_on_signals() as request:
+            assert not request.signal
             signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+            assert request.signal == signal.SIGINT
+            assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGINT, inherited)
 
 
 # The options.
