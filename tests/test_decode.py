@@ -239,6 +239,10 @@ def test_what_must_be_called_is_called(device):
     dropped = make(torch.float32, device, **SHAPES["64"], dropout=0.5)
     assert decoding._Weights.of(dropped, tokens) is not None
     assert decoding._Weights.of(dropped.train(), tokens) is None
+    changed = make(torch.float32, device, **SHAPES["64"]).train()  # of no dropout, says its configuration
+    assert decoding._Weights.of(changed, tokens) is not None
+    changed.transformer.h[1].resid_dropout.p = 0.5
+    assert decoding._Weights.of(changed, tokens) is None
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 20])

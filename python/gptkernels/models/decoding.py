@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gptkernels import nn
 from gptkernels._modules import is_unmodified
+from gptkernels.models.recompute import may_draw
 from gptkernels.ops import ops
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class _Weights(NamedTuple):
         if prompt.shape[0] > MOST_SEQUENCES or torch.is_autocast_enabled(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
-        if not _is_plain(model) or (config.dropout and any(m.training for m in model.modules())):
+        if not _is_plain(model):
             return None
         bias = transformer.ln_f.bias
         layers = [parameter for block in transformer.h for parameter in _parameters(block)]
@@ -219,7 +220,7 @@ def _parameters(block: Any) -> Iterator[Tensor]:
 
 
 def _is_plain(model: "GPT2") -> bool:
-    """Whether no module has been replaced, hooked or changed."""
+    """Whether no module has been replaced, hooked or changed, and none drops elements now."""
     from gptkernels.models.gpt2 import Block, Transformer
 
     transformer, eps = model.transformer, model.transformer.ln_f.eps
@@ -238,7 +239,7 @@ def _is_plain(model: "GPT2") -> bool:
     ):
         return False
     return all(
-        is_unmodified(block, Block)
+        not may_draw(block, Block, transformer.drop)
         and all_are(nn.LayerNorm, block.ln_1, block.ln_2)
         and all_are(nn.CausalSelfAttention, block.attn)
         and all_are(nn.MLP, block.mlp)
