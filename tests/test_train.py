@@ -22,11 +22,11 @@ from gptkernels.checkpoint import find_non_finite, load_training_state
 from gptkernels.cli import main
 from gptkernels.data import load_tokenizer, write_tokens
 from gptkernels.models import GPT2Config
+from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.train import Trainer, resume, train
 from gptkernels.training import logs
 from gptkernels.training.config import PRESETS, TrainConfig
 from gptkernels.training.logs import CSV_COLUMNS, TrainingLog, TrainingStep
-from gptkernels.training.model import parameter_groups
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.plot import read_losses as csv_losses
 from gptkernels.training.progress import printable, show_progress

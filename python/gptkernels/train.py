@@ -19,13 +19,14 @@ from gptkernels.checkpoint import (
     restore_rng_state,
     save_training_state,
 )
+from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
 from gptkernels.training.clock import Mark
 from gptkernels.training.config import TrainConfig
 from gptkernels.training.evaluation import answer, check_questions, mean_loss
 from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
-from gptkernels.training.model import BatchLoss, build_model, parameter_groups
+from gptkernels.training.model import BatchLoss, build_model
 from gptkernels.training.outliers import describe
 from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -58,11 +59,12 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:
         """The smallest that holds every parameter exactly."""
-        dtypes = {tensor.dtype for tensor in self.state.values()}
-        dtype = dtypes.pop()
-        for other in dtypes:
-            dtype = torch.promote_types(dtype, other)
-        return dtype
+        return common_dtype(self.state.values())
+
+
+def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The smallest that holds every number of some tensors exactly."""
+    return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 
 def checked_model(

@@ -102,12 +102,9 @@ class Files(torch.nn.Module):
 def _build(
     cls: type[Model], config: dict[str, Any], state: dict[str, torch.Tensor], dropout: float, device: Any, dtype: Any
 ) -> Model:
+    from gptkernels.convert.model import common_dtype
     from gptkernels.models.gpt2 import GPT2Config
 
-    if dtype is None:
-        dtype = state["lm_head.weight"].dtype
-        for tensor in state.values():
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    model = cls(GPT2Config(**config, dropout=dropout), device, dtype)
+    model = cls(GPT2Config(**config, dropout=dropout), device, dtype or common_dtype(state.values()))
     model.load_state_dict(state)
     return model

@@ -13,7 +13,6 @@ from gptkernels.checkpoint import TrainingState
 from gptkernels.convert import load
 from gptkernels.convert.forms import find
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.nanogpt import parameter_groups as parameter_groups
 from gptkernels.training.config import PRESETS, TrainConfig
 
 LAYER_BYTES = 30_000
