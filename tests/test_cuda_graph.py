@@ -73,24 +73,25 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for op, args, kwargs in case.draw(Draw(size, torch.bfloat16, device, 1)).calls:
-        floating = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-        values = [t.clone() for t in floating if t.is_cuda]
-        floating = [t for t in floating if t.is_cuda]
+        # Integers too: sample_ appends to its sequences, and would come to their end.
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
+        values = [t.clone() for t in given]
 
-        def reset(scale, floating=floating, values=values):
-            for t, value in zip(floating, values, strict=True):
-                t.copy_(value * scale)
+        def reset(scale, given=given, values=values):
+            for t, value in zip(given, values, strict=True):
+                t.copy_(value * scale if t.is_floating_point() else value)
 
         op(*args, **kwargs)  # a library that it calls may make a workspace the first time
+        reset(1.0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = op(*args, **kwargs)
         for scale in (1.0, 0.5):
             reset(scale)
             graph.replay()
-            found = [t.clone() for t in [*tree_leaves(captured), *floating] if t is not None]
+            found = [t.clone() for t in [*tree_leaves(captured), *given] if t is not None]
             reset(scale)
-            expected = [t for t in [*tree_leaves(op(*args, **kwargs)), *floating] if t is not None]
+            expected = [t for t in [*tree_leaves(op(*args, **kwargs)), *given] if t is not None]
             for a, b in zip(found, expected, strict=True):
                 assert torch.equal(a, b), op.name()
 
