@@ -199,6 +199,46 @@ def test_a_stopped_stream_leaves_the_generator_at_the_last_token_taken(device):
         assert torch.equal(generator.get_state(), other.get_state())
 
 
+@pytest.mark.parametrize("called", ["as one operator", "by modules", "by modules, nine prompts"])
+def test_prompts_of_different_lengths(called, device):
+    """Each is continued as if it were alone: in float32 no token differs. The longer ones' windows slide."""
+    model = make(torch.float32, device, **SHAPES["64"])
+    if called != "as one operator":
+        model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)
+    count = 9 if "nine" in called else 4
+    for lengths in ([5, 1, 17, 17], [30, 38, 40, 45], [3] * 4):
+        prompts = [torch.randint(65, (length,), device=device) for length in (lengths * 3)[:count]]
+        for new in (0, 1, 12):
+            found = model.generate(prompts, new, temperature=0)
+            alone = [model.generate(prompt[None], new, temperature=0)[0] for prompt in prompts]
+            assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+            assert found[0].dtype == prompts[0].dtype
+
+
+def test_a_list_of_prompts_of_one_length_is_a_batch(device):
+    """Draws included, and int32 stays int32."""
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
+    expected, state = generate(model, tokens, 20)
+    generator = torch.Generator(device).manual_seed(5)
+    found = model.generate(list(tokens), 20, generator=generator)
+    assert torch.equal(torch.stack(found), expected)
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_bad_prompts_of_different_lengths(device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    prompt = torch.zeros(3, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="at least one"):
+        model.generate([], 3)
+    with pytest.raises(ValueError, match=r"of shape \(T_i,\)"):
+        model.generate([prompt, prompt[None]], 3)
+    with pytest.raises(ValueError, match="at least one token, got none"):
+        model.generate([prompt, prompt[:0]], 3)
+    with pytest.raises(TypeError, match="must be int64 or int32"):
+        model.generate([prompt.short()], 3)
+
+
 def test_torchs_own_generator(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (1, 2), device=device)

@@ -1,6 +1,7 @@
 """Text generation a token at a time: what ``GPT2.stream`` does, and on CUDA as a graph that the device replays.
 
-Sequences stay on the device: a buffer (B, T + new) of tokens and how many of them each sequence has. ``ops.decode``
+Sequences stay on the device: a buffer (B, T + new) of tokens and how many of them each sequence has. Prompts of
+different lengths are padded on the right, and each sequence's new tokens take the place of its padding. ``ops.decode``
 reads the newest token, ``ops.sample_`` adds the next, so a step needs nothing of the host. The host launches some steps
 ahead and reads tokens behind.
 """
@@ -79,14 +80,21 @@ class TokenStream(Iterator[Tensor]):
 
 
 @torch.no_grad()
-def steps(model: "GPT2", prompt: Tensor, count: int, draw: Draw) -> Iterator[Tensor]:
-    """The tokens of ``count`` steps, int64 (B,) on the host, after a prompt (B, T) of at most ``block_size`` tokens.
+def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> Iterator[Tensor]:
+    """The tokens of ``count`` steps, int64 (B,) on the host.
+
+    Args:
+        model: what predicts them.
+        prompt: (B, T) of at most ``block_size`` tokens; padding on the right may be any tokens.
+        lengths: how many tokens of each row are no padding; the longest has T.
+        count: how many steps.
+        draw: how a token is drawn.
 
     Raises:
         FloatingPointError: at a step, whose logits are NaN or infinite.
     """
-    state = _State(model, prompt, count, draw)
-    length = prompt.shape[1]
+    state = _State(model, prompt, lengths, count, draw)
+    length = prompt.shape[1]  # of the longest sequence
     last = length + count
     weights = None
     while length < last:
@@ -99,7 +107,7 @@ def steps(model: "GPT2", prompt: Tensor, count: int, draw: Draw) -> Iterator[Ten
             length += graphed
             continue
         state.step(length, weights)
-        tokens = state.sequences[:, length].to("cpu", copy=True)
+        tokens = state.new_tokens(length - prompt.shape[1], 1)[:, 0].to("cpu", copy=True)
         if bool((tokens < 0).any()):
             raise _not_finite()
         yield tokens
@@ -113,41 +121,63 @@ def _not_finite() -> FloatingPointError:
 class _State:
     """The sequences of a generation, and the keys and values of their tokens."""
 
-    def __init__(self, model: "GPT2", prompt: Tensor, count: int, draw: Draw) -> None:
+    def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> None:
         config = model.config
         B, T = prompt.shape
         self.model = model
         self.draw = draw
         self.prompt = T
+        self.same_length = min(lengths, default=T) == T
         self.sequences = prompt.new_zeros((B, T + count), dtype=torch.int64)
         self.sequences[:, :T] = prompt
-        self.lengths = prompt.new_full((B,), T, dtype=torch.int64)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64).to(prompt.device)
+        self._prompts = self.lengths[:, None].clone()
         parameter = model.lm_head.weight
         capacity = min(config.block_size, T + count)
         heads = config.n_head, capacity, config.n_embd // config.n_head
         self.keys_values = torch.empty((config.n_layer, 2, B, *heads), dtype=parameter.dtype, device=prompt.device)
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
+    def new_tokens(self, begin: int, size: int) -> Tensor:
+        """(B, size): what the steps from ``begin`` on have added."""
+        return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
+
     def step(self, length: int, weights: "_Weights | None") -> None:
-        """Add a token to sequences of ``length`` tokens: by ``weights`` alone, or by calling the model's modules."""
+        """Add a token to each sequence, by ``weights`` alone or by calling the model's modules.
+
+        Args:
+            length: of the longest sequence.
+            weights: the model as one operator; None if its modules must be called.
+        """
         self.draw(self.logits(length, weights), self.sequences, self.lengths)
 
     def logits(self, length: int, weights: "_Weights | None") -> Tensor:
-        """(B, V) after the newest token."""
-        model, block_size = self.model, self.model.config.block_size
-        if length > block_size:
-            # The window slides: all positions change with each token.
-            padded = self._call(self.sequences[:, length - block_size : length], None)
+        """(B, V) after the newest token of each sequence."""
+        if length > self.model.config.block_size:
+            # The windows slide: all positions change with each token.
+            padded = self._of_windows(length)
         elif weights is not None:
             padded = weights.decode(self.sequences, self.lengths, self.keys_values)
+        elif length == self.prompt:
+            padded = self._call(self.sequences[:, :length], self.lengths, self.caches)
+        elif self.same_length:
+            padded = self._call(self.sequences[:, length - 1 : length], torch.ones_like(self.lengths), self.caches)
         else:
-            begin = 0 if length == self.prompt else length - 1
-            padded = self._call(self.sequences[:, begin:length], self.caches)
-        return padded[:, : model.config.vocab_size]
+            padded = self._of_windows(length)  # a module's cache has one position for all sequences
+        return padded[:, : self.model.config.vocab_size]
 
-    def _call(self, tokens: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
+    def _of_windows(self, length: int) -> Tensor:
+        """The logits by running the newest ``block_size`` tokens of each sequence."""
+        block_size = self.model.config.block_size
+        first = (self.lengths - block_size).clamp(min=0)
+        window = first[:, None] + torch.arange(min(length, block_size), device=first.device)
+        return self._call(self.sequences.gather(1, window), self.lengths - first, None)
+
+    def _call(self, tokens: Tensor, lengths: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
+        """Padded logits after the first ``lengths`` of these tokens (B, T)."""
         hidden = self.model.transformer(tokens) if caches is None else self.model.transformer(tokens, caches)
-        padded: Tensor = self.model.lm_head(hidden[:, -1])
+        newest = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
+        padded: Tensor = self.model.lm_head(newest)
         return padded
 
 
@@ -277,7 +307,7 @@ class _Graphs:
         self._many: torch.cuda.CUDAGraph | None = None
 
     def run(self, length: int, count: int) -> Iterator[Tensor]:
-        """The tokens of ``count`` steps from sequences of ``length`` tokens, (B,) on the host.
+        """The tokens of ``count`` steps, (B,) on the host, from sequences the longest of which has ``length`` tokens.
 
         Two launches are under way while the first one's tokens are read: if no more are wanted then, the generator of
         the draws is set back to the last step that was.
@@ -292,7 +322,7 @@ class _Graphs:
                     # The first tokens come one by one, the others as many at a time as the longer graph has.
                     size = 1 if launched < self.STEPS or count - launched < self.STEPS else self.STEPS
                     self._launch(size)
-                    chunks.append(self._fetch(length + launched, size))
+                    chunks.append(self._fetch(length - self._state.prompt + launched, size))
                     launched += size
                 tokens, arrived = chunks.popleft()
                 arrived.synchronize()
@@ -314,7 +344,7 @@ class _Graphs:
         self._many.replay()
 
     def _fetch(self, begin: int, size: int) -> _Chunk:
-        from_device = self._state.sequences[:, begin : begin + size].contiguous()
+        from_device = self._state.new_tokens(begin, size)
         tokens = torch.empty(from_device.shape, dtype=from_device.dtype, pin_memory=True)
         tokens.copy_(from_device, non_blocking=True)
         arrived = torch.cuda.Event()

@@ -7,7 +7,7 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -349,26 +349,51 @@ class GPT2(Files, NanoGPT):
 
     # ---- generation --------------------------------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
         tokens: Tensor,
+        max_new_tokens: int,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        generator: torch.Generator | None = ...,
+        top_p: float | None = ...,
+    ) -> Tensor: ...
+
+    @overload
+    def generate(
+        self,
+        tokens: Sequence[Tensor],
+        max_new_tokens: int,
+        temperature: float = ...,
+        top_k: int | None = ...,
+        generator: torch.Generator | None = ...,
+        top_p: float | None = ...,
+    ) -> list[Tensor]: ...
+
+    def generate(
+        self,
+        tokens: Tensor | Sequence[Tensor],
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
         generator: torch.Generator | None = None,
         top_p: float | None = None,
-    ) -> Tensor:
+    ) -> Tensor | list[Tensor]:
         """``tokens`` with ``max_new_tokens`` more: :meth:`stream`, collected.
 
         Returns:
-            (B, T + max_new_tokens), of tokens' dtype.
+            (B, T + max_new_tokens), of tokens' dtype; of a list of prompts, a list of (T_i + max_new_tokens,).
         """
         new = [*self.stream(tokens, max_new_tokens, temperature, top_k, generator, top_p).steps]
-        return torch.cat([tokens, torch.stack(new, 1).to(tokens)], dim=1) if new else tokens.clone()
+        if isinstance(tokens, Tensor):
+            return torch.cat([tokens, torch.stack(new, 1).to(tokens)], dim=1) if new else tokens.clone()
+        added = torch.stack(new, 1).to(tokens[0]) if new else tokens[0].new_empty(len(tokens), 0)
+        return [torch.cat(pair) for pair in zip(tokens, added, strict=True)]
 
     def stream(
         self,
-        tokens: Tensor,
+        tokens: Tensor | Sequence[Tensor],
         max_new_tokens: int,
         temperature: float = 1.0,
         top_k: int | None = None,
@@ -385,7 +410,9 @@ class GPT2(Files, NanoGPT):
         called. On CUDA it is captured as a graph, which gives the same tokens.
 
         Args:
-            tokens: (B, T), int64 or int32, T at least 1; of more than ``block_size`` the last ones are used.
+            tokens: (B, T), int64 or int32, T at least 1; of more than ``block_size`` the last ones are used. Or prompts
+                of different lengths, (T_i,) each, which run as one batch. (Where modules must be called, each step
+                then runs the whole window, because their cache has one length for all sequences.)
             max_new_tokens: how many steps.
             temperature: what the logits are divided by; 0 always takes the likeliest token.
             top_k: only the k likeliest tokens are drawn from; None draws from all.
@@ -394,20 +421,30 @@ class GPT2(Files, NanoGPT):
                 share of the probability; None draws from all.
 
         Raises:
-            ValueError: tokens is empty or not 2-dimensional, max_new_tokens or temperature is negative, top_k is
-                below 1, or top_p is not above 0 and at most 1.
+            ValueError: tokens is empty or not 2-dimensional (a prompt in a list: not 1-dimensional), max_new_tokens or
+                temperature is negative, top_k is below 1, or top_p is not above 0 and at most 1.
             TypeError: tokens has another dtype.
             FloatingPointError: at a step, whose logits are NaN or infinite.
         """
-        window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
+        window, lengths = self._windows(tokens)
         self._check(window)
-        if tokens.shape[1] == 0:
+        if min(lengths, default=1) == 0:
             raise ValueError("GPT2: generation starts from at least one token, got none")
         if max_new_tokens < 0:
             raise ValueError(f"GPT2: max_new_tokens must be at least 0, got {max_new_tokens}")
         draw = Draw(temperature, top_k, top_p, generator)
         draw.check()
-        return TokenStream(steps(self, window, max_new_tokens, draw), tokens)
+        return TokenStream(steps(self, window, lengths, max_new_tokens, draw), window)
+
+    def _windows(self, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
+        """The newest ``block_size`` tokens of each prompt, padded on the right to (B, T), and how many they are."""
+        if isinstance(tokens, Tensor):
+            window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
+            return window, [window.shape[-1]] * window.shape[0] if window.dim() == 2 else []
+        if not tokens or any(prompt.dim() != 1 for prompt in tokens):
+            raise ValueError("GPT2: a list of prompts must have at least one, each of shape (T_i,)")
+        windows = [prompt[-self.config.block_size :] for prompt in tokens]
+        return torch.nn.utils.rnn.pad_sequence(windows, batch_first=True), [len(window) for window in windows]
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
