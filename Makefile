@@ -50,9 +50,9 @@ test-torches: $(BUILT) $(STAMPS)/test-tools $(foreach t,$(filter-out $(TORCH),$(
 	  --dist loadgroup --device $(DEVICE) $(ARGS) > build/torches/$(t).log 2>&1 || status=1; \
 	echo "torch $(t): $$(tail -n 1 build/torches/$(t).log)";) exit $$status
 
-build/torches/%/ready: requirements/run.txt requirements/test.txt
+build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/test.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet torch==$* -r requirements/run.txt -r requirements/test.txt
+	$(@D)/bin/pip install --quiet torch==$* $(^:%=-r %)
 	touch $@
 
 # The same calls for the same SEED; each kind of failure prints the command that repeats it.

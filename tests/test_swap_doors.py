@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
 has_door = hasattr(torch.nn.attention, "register_flash_attention_impl")
+has_way_back = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # torch 2.10 has the one alone
 
 
 def attention(inputs, causal, dtype=None):
@@ -27,7 +28,7 @@ def attention(inputs, causal, dtype=None):
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-@pytest.mark.skipif(not has_door, reason="this torch has no register_flash_attention_impl")
+@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_own_attention_is_ours(causal, device):
@@ -52,7 +53,7 @@ def test_torchs_own_attention_is_ours(causal, device):
         assert_as_exact_as_torch(a, b, c)
 
 
-@pytest.mark.skipif(not has_door, reason="this torch has no register_flash_attention_impl")
+@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
 @pytest.mark.filterwarnings("ignore:Warning only once")
 def test_torchs_own_attention_with_dropout(device):
     """On the CPU torch's flash attention has no dropout, and is not asked."""

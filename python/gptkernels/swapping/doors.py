@@ -18,7 +18,8 @@ def register_attention(library: str) -> None:
     Args:
         library: "transformers": models made or loaded with ``attn_implementation="gptkernels"`` use it, any model of
             theirs that has their attention interface. "torch": ``F.scaled_dot_product_attention`` uses it in place of
-            its flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()``.
+            its flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` (which torch 2.10 lacks: there
+            for the rest of the process).
 
     Raises:
         ValueError: another name.

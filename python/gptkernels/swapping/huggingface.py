@@ -229,7 +229,7 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
-        dtypes = dtypes_of(hidden) if start == 0 and masks == (None, None, None) else None
+        dtypes = dtypes_of(hidden) if start == 0 and all(mask is None for mask in masks) else None
         pending: Pending | None = None
         for i, (one, parts) in enumerate(found):
             planned = None
