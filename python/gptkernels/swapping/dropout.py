@@ -5,24 +5,14 @@ They come from torch's generator of the device, so that they are right under CUD
 activation checkpointing, which all know it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels._layer_node import NONE, Dropout
 from gptkernels.ops import ops
 from gptkernels.swapping.checks import dropout_of
-
-
-class Dropout(NamedTuple):
-    """One dropout: p, and the 0-dim seed and offset of its mask, which are None where p is 0."""
-
-    p: float = 0.0
-    seed: Tensor | None = None
-    offset: Tensor | None = None
-
-
-NONE = Dropout()
 
 
 class Draws:

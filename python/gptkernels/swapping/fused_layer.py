@@ -1,44 +1,18 @@
-"""A whole block as one node of autograd's graph, for eager training.
+"""A swapped block as one node of autograd's graph: what ``_layer_node`` needs to know, read from its modules.
 
-Called one by one, the operators of a block cost the host more than the device needs for a small batch: each goes
-through autocast's and autograd's rules. Here the same operators are called below both, with the casts that autocast
-would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a block's parameters, and
-of their gradients, are one launch each.
-
-Where anything else than a plain first derivative is asked for, the block is computed by ``transformer.layer``: under
-``torch.compile`` and ``torch.func``, with tangents, and for a second derivative, which runs it again.
-
-Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
+Where the node does not serve, the block is computed by ``transformer.layer``.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.ops import _forward, ops
-from gptkernels.ops._register import differentiate
-from gptkernels.swapping.below import Below
-from gptkernels.swapping.dropout import Draws, Dropout, apply
+from gptkernels._layer_node import Dropout, Dtypes, Plan, apply_layer
+from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of
 from gptkernels.swapping.parts import Parts, probability
 from gptkernels.swapping.transformer import Pending
-
-
-class Plan(NamedTuple):
-    """What a block is computed with besides its tensors."""
-
-    epsilons: tuple[float, float]
-    heads: int
-    scale: float | None
-    attention_p: float
-    residual_p: float
-    mlp_p: float
-    tanh: bool
-    transposed: bool  # the matrices are (in, out)
-    low: torch.dtype  # of matrix products
 
 
 class Planned(NamedTuple):
@@ -47,30 +21,7 @@ class Planned(NamedTuple):
     plan: Plan
     parameters: tuple[Any, ...]
     last_bias: Tensor | None  # of the MLP's c_proj, added with its output after the block
-
-
-# A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
-# MLP's c_proj.
-MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
-TOTAL_1 = 4  # where the sum of its inputs is, among what is kept for the backward
-
-
-class Dtypes(NamedTuple):
-    """Of a forward pass: of matrix products, and of the residual stream, the norms and the parameters."""
-
-    low: torch.dtype
-    wide: torch.dtype
-
-
-def dtypes_of(stream: Tensor) -> Dtypes | None:
-    """None where no block of this forward pass can be one node."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _forward.active():
-        return None
-    device = stream.device.type
-    autocast = torch.is_autocast_enabled(device)
-    low = torch.get_autocast_dtype(device) if autocast else stream.dtype
-    wide = torch.float32 if autocast else stream.dtype
-    return Dtypes(low, wide) if stream.dtype == wide else None
+    probabilities: tuple[float, float, float]  # of the dropouts of attention, of its output, and of the MLP's
 
 
 def plan_of(
@@ -100,14 +51,12 @@ def plan_of(
         (first[2], second[2]),
         heads,
         scale,
-        p,
-        probability(parts.resid_dropout),
-        probability(parts.mlp_dropout),
         gelu_form(parts.act) == "tanh",
         parts.c_attn._gptkernels_transposed,
         dtypes.low,
     )
-    return Planned(plan, parameters, last_bias)
+    probabilities = p, probability(parts.resid_dropout), probability(parts.mlp_dropout)
+    return Planned(plan, parameters, last_bias, probabilities)
 
 
 def _matrix(linear: Any) -> tuple[Tensor, Tensor | None]:
@@ -120,252 +69,9 @@ def _matrix(linear: Any) -> tuple[Tensor, Tensor | None]:
 
 def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws) -> tuple[Tensor, Pending, Tensor]:
     """The stream, what is to be added to it, and qkv (B, T, 3C)."""
-    plan, parameters, last_bias = planned
+    plan, parameters, last_bias, (attention_p, residual_p, mlp_p) = planned
     values, bias, before = (None, None, Dropout()) if pending is None else pending
-    dropouts = before, draws(plan.attention_p), draws(plan.residual_p)
-    after = draws(plan.mlp_p)
-    stream, values, qkv, _ = _apply(plan, dropouts, stream, values, bias, *parameters)
+    dropouts = before, draws(attention_p), draws(residual_p)
+    after = draws(mlp_p)
+    stream, values, qkv, _ = apply_layer(plan, dropouts, stream, values, bias, *parameters)
     return stream, Pending(values, last_bias, after), qkv
-
-
-# ---- the node --------------------------------------------------------------------------------------------------------
-
-
-class _Layer(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx: Any,
-        plan: Plan,
-        dropouts: Sequence[Dropout],
-        stream: Tensor,
-        values: Tensor | None,
-        bias: Tensor | None,
-        *parameters: Any,
-    ):
-        """The block's outputs, and the sum of its inputs.
-
-        The sum is all that the backward needs of the inputs. It is an output so that a second derivative finds its way
-        from the sum to them.
-
-        Args:
-            ctx: autograd's.
-            plan: as made by ``plan_of``.
-            dropouts: of the values, of attention's probabilities, and of attention's output.
-            stream: (B, T, C).
-            values: (B, T, C), to be added to the stream; or None.
-            bias: (C), to be added to the values; or None.
-            parameters: the block's.
-
-        Returns:
-            stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
-        """
-        with Below(stream.device.type):
-            matrices = _cast_together([parameters[i] for i in MATRICES], plan.low)
-            outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
-        ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
-        ctx.plan, ctx.probabilities = plan, [one.p for one in dropouts]
-        ctx.values_dtype = None if values is None else values.dtype
-        ctx.set_materialize_grads(False)
-        return *outputs, None if values is None else kept[TOTAL_1]
-
-    @staticmethod
-    def backward(ctx: Any, dtotal: Any, dout: Any, dqkv_outside: Any, dsum: Any):  # type: ignore[no-untyped-def]
-        """All gradients that are wanted."""
-        plan, saved = ctx.plan, ctx.saved_tensors
-        _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
-        dropouts = [Dropout(p, *saved[2 * i : 2 * i + 2]) for i, p in enumerate(ctx.probabilities)]
-        if torch.is_grad_enabled():
-            return _differentiably(ctx, dropouts, saved[6:], (dtotal, dout, dqkv_outside), dsum)
-        parameters = saved[6:17]
-        qkv_w, out_w, fc_w, proj_w, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[17:28]
-        total_2, mean_2, rstd_2, normed_2, pre, post = saved[28:]
-        with Below(total_1.device.type):
-            found: list[Tensor | None] = [None] * 11
-            dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
-            if plan.tanh:
-                mask = (True, *needs[8:], False)
-                dnormed, *found[8:], _ = ops.mlp_backward.default(dout, normed_2, fc_w, proj_w, pre, post, mask)
-            else:
-                dpost, found[10], _ = ops.linear_backward.default(dout, post, proj_w, (True, needs[10], False))
-                dpre = ops.gelu_backward.default(dpost, pre, approximate="none")
-                dnormed, *found[8:10] = ops.linear_backward.default(dpre, normed_2, fc_w, (True, *needs[8:10]))
-            inputs = dnormed, dtotal, total_2, parameters[6], mean_2, rstd_2
-            dadded, *found[6:8], found[5], dtotal = _add_and_norm_backward(
-                *inputs, dropouts[2], plan.low, (True, *needs[6:8], needs[5], True)
-            )
-            dattended, found[4], _ = ops.linear_backward.default(dadded, attended, out_w, (True, needs[4], False))
-            del dadded
-            dqkv = ops.attention_backward.default(
-                dattended, qkv, attended, logsumexp, plan.heads, plan.scale, *dropouts[1]
-            )
-            if dqkv_outside is not None:
-                dqkv = dqkv + dqkv_outside
-            need_inputs = need_stream or need_values or need_bias
-            need_dnormed = need_inputs or needs[0] or needs[1]
-            dnormed, *found[2:4] = ops.linear_backward.default(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
-            dvalues = dbias = dstream = None
-            if need_dnormed:
-                dtotal = dtotal if dsum is None else dtotal + dsum
-                inputs = dnormed, dtotal, total_1, parameters[0], mean_1, rstd_1
-                dvalues, *found[:2], dbias, dstream = _add_and_norm_backward(
-                    *inputs, dropouts[0], ctx.values_dtype, (need_values, *needs[:2], need_bias, need_stream)
-                )
-            _cast_gradients(found, parameters, needs, plan)
-            wanted = [dstream, dvalues, dbias, *found]
-            return None, None, *(g if need else None for g, need in zip(wanted, ctx.needs_input_grad[2:], strict=True))
-
-
-# Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
-_apply = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
-
-
-def _compute(
-    plan: Plan,
-    dropouts: Sequence[Dropout],
-    stream: Tensor,
-    values: Tensor | None,
-    bias: Tensor | None,
-    parameters: Sequence[Any],
-    matrices: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """The block's three outputs, and what its backward needs.
-
-    Args:
-        plan: as made by ``plan_of``.
-        dropouts: as of ``_Layer``.
-        stream: as of ``_Layer``.
-        values: as of ``_Layer``.
-        bias: as of ``_Layer``.
-        parameters: the block's, of which the norms' and the bias of attention's c_proj are used here.
-        matrices: the others, in the dtype of matrix products.
-    """
-    qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices, plan)
-    if values is None:
-        total_1 = stream
-        normed, mean_1, rstd_1 = ops.layernorm.default(stream, *parameters[:2], plan.epsilons[0])
-        normed_1 = normed.to(plan.low)
-        del normed
-    else:
-        norm = (*parameters[:2], plan.epsilons[0])
-        normed_1, total_1, mean_1, rstd_1 = _add_and_norm(values, bias, dropouts[0], stream, norm, plan.low)
-    qkv = ops.linear.default(normed_1, qkv_w, qkv_b)
-    attended, logsumexp = ops.attention.default(qkv, plan.heads, plan.scale, *dropouts[1])
-    added = ops.linear.default(attended, out_w, None)
-    norm = (*parameters[6:8], plan.epsilons[1])
-    normed_2, total_2, mean_2, rstd_2 = _add_and_norm(added, parameters[5], dropouts[2], total_1, norm, plan.low)
-    del added
-    if plan.tanh:
-        out, pre, post = ops.mlp.default(normed_2, fc_w, fc_b, proj_w, None)
-    else:
-        pre = ops.linear.default(normed_2, fc_w, fc_b)
-        post = ops.gelu.default(pre, approximate="none")
-        out = ops.linear.default(post, proj_w, None)
-    kept = (
-        *(qkv_w, out_w, fc_w, proj_w),
-        *(total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp),
-        *(total_2, mean_2, rstd_2, normed_2, pre, post),
-    )
-    return (total_2, out, qkv), kept
-
-
-def _add_and_norm(
-    values: Tensor, bias: Tensor | None, dropout: Dropout, stream: Tensor, norm: Sequence[Any], low: torch.dtype
-) -> tuple[Tensor, ...]:
-    """The norm in ``low`` of dropout(values + bias) + stream; that sum, its mean and its rstd.
-
-    ``norm`` is its weight, bias and epsilon.
-    """
-    narrow = values.dtype == low != stream.dtype
-    normed, *rest = ops.residual_layernorm.default(
-        values if narrow else values.to(stream.dtype), stream, *norm, bias, *dropout
-    )
-    return normed.to(low), *rest
-
-
-def _add_and_norm_backward(
-    dnormed: Tensor,
-    dsum: Tensor | None,
-    sum: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    dropout: Dropout,
-    low: torch.dtype | None,
-    needs: Sequence[bool],
-) -> tuple[Tensor | None, ...]:
-    """The gradients of values (in ``low``), weight, norm_bias, bias and stream; None for ``low`` without values."""
-    narrow = low is not None and dnormed.dtype == low != sum.dtype
-    inputs = dnormed if narrow else dnormed.to(sum.dtype), dsum, sum, weight, mean, rstd
-    if dropout.p or narrow:
-        dvalues, *gradients, dstream = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, needs)
-    elif needs[3]:
-        mask = needs[0] or needs[4], *needs[1:4]
-        dstream, *gradients = ops.residual_layernorm_bias_backward.default(*inputs, mask)
-        dvalues = dstream
-    else:
-        dstream, *gradients = ops.residual_layernorm_backward.default(*inputs, (needs[0] or needs[4], *needs[1:3]))
-        dvalues, gradients = dstream, [*gradients, None]
-    return dvalues.to(low) if low is not None and needs[0] else None, *gradients, dstream
-
-
-def _differentiably(
-    ctx: Any, dropouts: Sequence[Dropout], saved: Sequence[Any], grads: Sequence[Any], dsum: Tensor | None
-) -> tuple[Any, ...]:
-    """The backward as a function that can be differentiated: by the single operators' own autograd."""
-    plan, parameters, total = ctx.plan, saved[:11], saved[11 + TOTAL_1]
-    need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[2:]
-
-    def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(total.device.type, enabled=False):
-            matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
-            return _compute(plan, dropouts, total, None, None, parameters, matrices)[0]
-
-    need_sum = need_stream or need_values or need_bias
-    dtotal, *gradients = differentiate(formula, (total, *parameters), (need_sum, *needs), grads)
-    if dsum is not None:
-        dtotal = dsum if dtotal is None else dtotal + dsum
-    dvalues = dbias = None
-    if dtotal is not None and (need_values or need_bias):
-        dvalues = apply(dtotal, dropouts[0])
-        dbias = dvalues.flatten(0, -2).sum(0) if need_bias else None
-        dvalues = dvalues.to(ctx.values_dtype) if need_values else None
-    return None, None, dtotal if need_stream else None, dvalues, dbias, *gradients
-
-
-def _as_linear(matrices: Sequence[Any], plan: Plan) -> list[Any]:
-    """Weights as (out, in) views, biases as they are."""
-    return [t.t() if plan.transposed and t is not None and t.dim() == 2 else t for t in matrices]
-
-
-def _cast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The tensors in another dtype, by one launch; None stays None."""
-    given = [t for t in tensors if t is not None]
-    if given[0].dtype == dtype:
-        return list(tensors)
-    made = [torch.empty_like(t, dtype=dtype) for t in given]
-    torch._foreach_copy_(made, given)
-    cast = iter(made)
-    return [None if t is None else next(cast) for t in tensors]
-
-
-def _cast_together(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """As ``_cast``, into one allocation: for tensors that live equally long."""
-    given = [t for t in tensors if t is not None]
-    if given[0].dtype == dtype:
-        return list(tensors)
-    flat = given[0].new_empty(sum(t.numel() for t in given), dtype=dtype)
-    made = torch._utils._unflatten_dense_tensors(flat, given)
-    torch._foreach_copy_(made, given)
-    cast = iter(made)
-    return [None if t is None else next(cast) for t in tensors]
-
-
-def _cast_gradients(found: list[Any], parameters: Sequence[Any], needs: Sequence[bool], plan: Plan) -> None:
-    """The matrices' gradients in the parameters' dtype and layout, in place in the list."""
-    if plan.transposed:
-        for i in (2, 4, 8, 10):
-            found[i] = found[i].t() if needs[i] else None
-    wanted = [i for i in MATRICES if needs[i]]
-    if wanted and plan.low != parameters[wanted[0]].dtype:
-        for i, t in zip(wanted, _cast([found[i] for i in wanted], parameters[wanted[0]].dtype), strict=True):
-            found[i] = t

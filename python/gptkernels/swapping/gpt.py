@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptkernels._layer_node import Dtypes, dtypes_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import Dtypes, dtypes_of, plan_of, run
+from gptkernels.swapping.fused_layer import plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.parts import parts_of

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops import _forward, ops
+from gptkernels.ops._below import Below
 from gptkernels.ops._register import differentiate
-from gptkernels.swapping.below import Below
 
 
 def head_and_loss(

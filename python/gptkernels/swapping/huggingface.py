@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels._layer_node import dtypes_of
 from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import dtypes_of, plan_of, run
+from gptkernels.swapping.fused_layer import plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.parts import Parts, parts_of, probability

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels._layer_node import NONE, Dropout
 from gptkernels.ops import ops
 from gptkernels.swapping.checks import dropout_of, untouched
-from gptkernels.swapping.dropout import NONE, Draws, Dropout, apply
+from gptkernels.swapping.dropout import Draws, apply
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
 # ---- the residual stream ---------------------------------------------------------------------------------------------
