@@ -1,5 +1,7 @@
 """Whether a submodule still is what its parent made, so that the parent may fuse it with its neighbours."""
 
+from typing import Any
+
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -17,7 +19,27 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
         module: the submodule.
         kind: the class that the parent gave it.
     """
-    return type(module) is kind and runs_only_its_forward(module)
+    return are_unmodified((module, kind))
+
+
+def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
+    """``is_unmodified`` of each of these."""
+    for module, kind in parts:
+        if type(module) is not kind or not _is_bare(module.__dict__):
+            return False
+    return not _has_any_global_hook()
+
+
+def _is_bare(attributes: dict[str, Any]) -> bool:
+    """Whether a module with these attributes has neither hooks of its own nor another forward."""
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or attributes.get("_compiled_call_impl") is not None
+    )
 
 
 def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
