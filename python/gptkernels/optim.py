@@ -269,13 +269,30 @@ class _Alike(NamedTuple):
     place: Place | None
 
 
+_PLAIN = {*_shards.PLAIN}
+
+
 def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     """The parameters that have gradients, by device, dtype and place."""
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    grads: list[Any] = [parameter.grad for parameter in parameters]
+    # Nearly always all are alike, which takes less time to find out than to sort them.
+    if (
+        {type(parameter) for parameter in parameters} <= _PLAIN
+        and {grad.layout for grad in grads} == {torch.strided}
+        and len({parameter.device for parameter in parameters}) == 1
+        and len({parameter.dtype for parameter in parameters}) == 1
+    ):
+        return [_Alike(parameters, grads, None)]
+    return _sorted(parameters)
+
+
+def _sorted(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
+    """``_alike`` of any that have gradients."""
     alike: dict[tuple[torch.device, torch.dtype, Place | None], _Alike] = {}
     for parameter in parameters:
         grad = parameter.grad
-        if grad is None:
-            continue
+        assert grad is not None
         if grad.is_sparse:
             raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
         place = None if type(parameter) in _shards.PLAIN else _shards.place_of(parameter)

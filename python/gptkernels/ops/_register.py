@@ -328,7 +328,9 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
         for i, argument in written:
             value = args[i] if i < len(args) else kwargs.get(argument)
             tensors = [value] if isinstance(value, Tensor) else value or []
-            torch.autograd.graph.increment_version([*filterfalse(Tensor.is_inference, tensors)])
+            if any(map(Tensor.is_inference, tensors)):
+                tensors = [*filterfalse(Tensor.is_inference, tensors)]
+            torch.autograd.graph.increment_version(tensors)
 
     return count_versions
 
