@@ -46,6 +46,8 @@ def run(
     c_attn, attn_proj, c_fc, mlp_proj = of_attn["c_attn"], of_attn["c_proj"], of_mlp["c_fc"], of_mlp["c_proj"]
     if not are_unmodified((c_attn, nn.Linear), (attn_proj, nn.Linear), (c_fc, nn.Linear), (mlp_proj, nn.Linear)):
         return None
+    if any(linear.__dict__["_buffers"] for linear in (c_attn, attn_proj, c_fc, mlp_proj)):
+        return None  # more than a weight and a bias: another product than this
     proj_weight, last_bias = _parameters(mlp_proj)
     parameters = (
         *(*_parameters(ln_1), *_parameters(c_attn), *_parameters(attn_proj)),
