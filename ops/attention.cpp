@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "matmul.h"
+#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -283,6 +284,8 @@ Inputs packed_inputs(const AttentionSizes& s, const Tensor& qkv) {
   return {s, part(qkv, 0, s.head_size), part(qkv, 1, s.head_size), part(qkv, 2, s.head_size)};
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale,
                                         double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset) {
   constexpr const char* op = "attention";
@@ -324,6 +327,8 @@ Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor
            {part(dqkv, 0, s.head_size), part(dqkv, 1, s.head_size), part(dqkv, 2, s.head_size)});
   return dqkv;
 }
+
+namespace {
 
 // ---- query, key and value -------------------------------------------------------------------------------------------
 

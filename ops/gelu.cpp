@@ -1,6 +1,7 @@
 #include "../csrc/gelu.h"
 
 #include "op.h"
+#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -10,6 +11,8 @@ GeluForm gelu_form(const char* op, const std::string& approximate) {
   if (approximate == "none") return GeluForm::kErf;
   fail(op, "approximate must be 'tanh' or 'none', got '", approximate, "'");
 }
+
+}  // namespace
 
 Tensor gelu_op(const Tensor& x, const std::string& approximate) {
   constexpr const char* op = "gelu";
@@ -47,8 +50,6 @@ Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& 
   });
   return dx;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("gelu", TORCH_BOX(&gelu_op));

@@ -1,4 +1,5 @@
 #include "matmul.h"
+#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -16,6 +17,8 @@ Shape out_shape(const Tensor& x, const Tensor& weight) {
   shape.back() = weight.size(0);
   return shape;
 }
+
+}  // namespace
 
 Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
   constexpr const char* op = "linear";
@@ -47,8 +50,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   if (output_mask[2]) column_sums(launcher, dbias, dout_rows);
   return {dx, dweight, dbias};
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("linear", TORCH_BOX(&linear_op));

@@ -1,4 +1,5 @@
 #include "matmul.h"
+#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -31,6 +32,8 @@ Shape out_shape(const Tensor& x, const Tensor& proj_weight) {
   shape.back() = proj_weight.size(0);
   return shape;
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                                           const Tensor& proj_weight, const OptionalTensor& proj_bias) {
@@ -85,8 +88,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   }
   return {dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias};
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("mlp", TORCH_BOX(&mlp_op));

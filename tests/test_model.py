@@ -422,7 +422,7 @@ BLOCKS = {
     "attention": 3,
     "mlp": 3,
     "encoder_backward": 1,
-    "residual_layernorm_backward": 1,  # of the first norm, with the gradient that goes past it
+    "layernorm_backward": 1,
     "residual_layernorm_bias_backward": 6,  # with the gradient of the bias of the layer before
     "attention_backward": 3,
     "mlp_backward": 3,

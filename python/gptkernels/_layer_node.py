@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     tanh: bool
     transposed: bool  # the matrices are (in, out)
     low: torch.dtype  # of matrix products
+    adds_past: bool = True  # without values: the first norm's backward adds the gradient that goes past it
 
 
 # A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
@@ -101,7 +102,10 @@ class _Layer(torch.autograd.Function):
             matrices = [parameters[i] for i in MATRICES]
             if stream.dtype != plan.low:
                 matrices = _cast_together(matrices, plan.low)
-            outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
+            if _by_one_operator(plan, dropouts, (stream if values is None else values).dtype):
+                outputs, kept = _call(plan, stream, values, bias, parameters, matrices)
+            else:
+                outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
         ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
         ctx.plan, ctx.probabilities = plan, [one.p for one in dropouts]
         ctx.values_dtype = None if values is None else values.dtype
@@ -119,6 +123,10 @@ class _Layer(torch.autograd.Function):
         parameters = saved[6:17]
         qkv_w, out_w, fc_w, proj_w, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[17:28]
         total_2, mean_2, rstd_2, normed_2, pre, post = saved[28:]
+        apart = ctx.values_dtype is None and not plan.adds_past
+        plain = dout is not None and dqkv_outside is None and dsum is None and not apart
+        if plain and _by_one_operator(plan, dropouts, ctx.values_dtype or total_1.dtype):
+            return None, None, *_call_backward(ctx, dtotal, dout, saved)
         with Below(total_1.device.type):
             found: list[Tensor | None] = [None] * 11
             dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
@@ -144,7 +152,13 @@ class _Layer(torch.autograd.Function):
             need_dnormed = need_inputs or needs[0] or needs[1]
             dnormed, *found[2:4] = ops.linear_backward.default(dqkv, normed_1, qkv_w, (need_dnormed, *needs[2:4]))
             dvalues = dbias = dstream = None
-            if need_dnormed:
+            if apart:
+                dnormed, mask = _to(dnormed, total_1.dtype), (need_inputs, *needs[:2])
+                norm = dnormed, total_1, parameters[0], mean_1, rstd_1
+                dstream, *found[:2] = ops.layernorm_backward.default(*norm, mask) if any(mask) else (None,) * 3
+                if need_inputs:
+                    dstream = dstream + dtotal
+            elif need_dnormed:
                 dtotal = dtotal if dsum is None else dtotal + dsum
                 inputs = dnormed, dtotal, total_1, parameters[0], mean_1, rstd_1
                 dvalues, *found[:2], dbias, dstream = _add_and_norm_backward(
@@ -157,6 +171,51 @@ class _Layer(torch.autograd.Function):
 
 # Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
+
+
+def _by_one_operator(plan: Plan, dropouts: Sequence[Dropout], addend: torch.dtype) -> bool:
+    """Whether ``ops.layer`` may compute the layer: nothing is cast or dropped, and nobody looks at its operators."""
+    return addend == plan.low and not (
+        dropouts[0].p
+        or dropouts[1].p
+        or dropouts[2].p
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _call(
+    plan: Plan,
+    stream: Tensor,
+    values: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Any],
+    matrices: Sequence[Any],
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+    """``_compute`` by one operator."""
+    qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices) if plan.transposed else matrices
+    norm_1_w, norm_1_b, _, _, _, out_b, norm_2_w, norm_2_b, *_ = parameters
+    out, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, total_2, *rest = ops.layer.default(
+        stream, values, bias, norm_1_w, norm_1_b, qkv_w, qkv_b, out_w, out_b, norm_2_w, norm_2_b, fc_w, fc_b, proj_w,
+        plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
+    )  # fmt: skip
+    first = stream if values is None else total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp
+    return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w, *first, total_2, *rest)
+
+
+def _call_backward(ctx: Any, dtotal: Tensor | None, dout: Tensor, saved: Sequence[Any]) -> list[Tensor | None]:
+    """The gradients of stream, values, bias and parameters."""
+    plan, needs, parameters = ctx.plan, ctx.needs_input_grad[2:], saved[6:17]
+    qkv_w, out_w, fc_w, proj_w, *kept = saved[17:]
+    with Below(dout.device.type):
+        dstream, dvalues, dbias, *found = ops.layer_backward.default(
+            dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
+            plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs,
+        )  # fmt: skip
+        _cast_gradients(found, parameters, needs[3:], plan)
+    if ctx.values_dtype == dstream.dtype:
+        dvalues = dstream
+    return [g if need else None for g, need in zip((dstream, dvalues, dbias, *found), needs, strict=True)]
 
 
 def _compute(

@@ -65,7 +65,7 @@ def run(
         and (values is None or (type(values) in PLAIN and values.shape == shape))
     ):
         return None
-    plan = Plan((ln_1.eps, ln_2.eps), heads, None, mlp.activation != "gelu", False, dtypes.low)
+    plan = Plan((ln_1.eps, ln_2.eps), heads, None, mlp.activation != "gelu", False, dtypes.low, False)
     dropouts = (
         NONE if dropout is None else _draw(dropout.p, dropout, stream),
         _draw(attn.dropout, attn, stream),

@@ -551,6 +551,42 @@ def global_norm(draw: Draw) -> Call:
 
 
 @case(differentiable=False)
+def layer(draw: Draw) -> Call:
+    """What the layer adds to the stream, and the stream before it."""
+    b, t, c, heads = draw.of((1, 2, 4, 2), (2, 7, 15, 3), (2, 64, 192, 3))
+    stream, values, values_bias = draw.normal(b, t, c), draw.normal(b, t, c), draw.normal(c)
+    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
+    *weights, proj_weight, _ = (
+        draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])
+    )
+    args = stream, values, values_bias, *weights, proj_weight
+    options = heads, None, EPS, EPS, "tanh"
+
+    def ours(*args: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = ops.layer(*args, *options)
+        return outputs[0], outputs[8]
+
+    def formula(stream: Tensor, values: Tensor, values_bias: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        w1, b1, qkv_w, qkv_b, out_w, out_b, w2, b2, fc_w, fc_b, proj_w = weights
+        x = values + values_bias + stream
+        query, key, value = F.linear(normed(x, w1, b1), qkv_w, qkv_b).view(b, t, 3, heads, -1).transpose(1, 3).unbind(2)
+        scores = (query @ key.mT * query.shape[-1] ** -0.5).masked_fill(
+            torch.ones(t, t, dtype=torch.bool, device=draw.device).triu(1), -math.inf
+        )
+        attended = (scores.softmax(-1) @ value).transpose(1, 2).reshape(b, t, c)
+        x = F.linear(attended, out_w, out_b) + x
+        return F.linear(tanh_gelu(F.linear(normed(x, w2, b2), fc_w, fc_b)), proj_w), x
+
+    out, *kept = ops.layer(*args, *options)
+    weights_used = weights[0], weights[2], weights[4], weights[6], weights[8], proj_weight
+    calls = [
+        call(ops.layer, *args, *options),
+        call(ops.layer_backward, out, stream, *kept, *weights_used, heads, None, "tanh", [True] * 14),
+    ]
+    return Call(ours, formula, formula, args, calls)
+
+
+@case(differentiable=False)
 def decode(draw: Draw) -> Call:
     """The second token of each sequence through one layer, the first one's keys and values in the cache."""
     b, v, c, heads = draw.of((1, 5, 4, 2), (3, 65, 15, 3), (4, 300, 192, 3))

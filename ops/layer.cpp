@@ -1,0 +1,157 @@
+// A layer of GPT-2 in training: the operators that it is made of, called one after the other. What a call by Python
+// costs the host is paid once, not for each of them; no kernel is another.
+//
+// The sum of the MLP and the stream is left to the next layer's first norm.
+#include "layernorm.h"
+#include "parts.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+bool is_tanh(const char* op, const std::string& approximate) {
+  if (approximate != "tanh" && approximate != "none")
+    fail(op, "approximate must be 'tanh' or 'none', got '", approximate, "'");
+  return approximate == "tanh";
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                           Tensor, Tensor, Tensor>;
+
+Forward layer_op(const Tensor& stream, const OptionalTensor& values, const OptionalTensor& values_bias,
+                 const OptionalTensor& norm_1_weight, const OptionalTensor& norm_1_bias, const Tensor& qkv_weight,
+                 const OptionalTensor& qkv_bias, const Tensor& out_weight, const OptionalTensor& out_bias,
+                 const OptionalTensor& norm_2_weight, const OptionalTensor& norm_2_bias, const Tensor& fc_weight,
+                 const OptionalTensor& fc_bias, const Tensor& proj_weight, int64_t num_heads,
+                 std::optional<double> scale, double eps_1, double eps_2, const std::string& approximate) {
+  constexpr const char* op = "layer";
+  const bool tanh = is_tanh(op, approximate);
+  if (values_bias && !values) fail(op, "values_bias is added to values, which are not given");
+
+  const LayernormOutputs first =
+      values ? run_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias)
+             : run_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1);
+  const Tensor qkv = linear_op(first.out, qkv_weight, qkv_bias);
+  const auto [attended, logsumexp] = attention_op(qkv, num_heads, scale, 0, std::nullopt, std::nullopt);
+  const LayernormOutputs second = [&] {
+    const Tensor added = linear_op(attended, out_weight, std::nullopt);
+    return run_layernorm(op, added, first.sum ? *first.sum : stream, norm_2_weight, norm_2_bias, eps_2, out_bias);
+  }();
+  const auto [out, pre_gelu, post_gelu] = [&]() -> std::tuple<Tensor, Tensor, Tensor> {
+    if (tanh) return mlp_op(second.out, fc_weight, fc_bias, proj_weight, std::nullopt);
+    const Tensor pre = linear_op(second.out, fc_weight, fc_bias);
+    const Tensor post = gelu_op(pre, approximate);
+    return {linear_op(post, proj_weight, std::nullopt), pre, post};
+  }();
+  return {out,         first.sum ? *first.sum : absent(stream),
+          first.mean,  first.rstd,
+          first.out,   qkv,
+          attended,    logsumexp,
+          *second.sum, second.mean,
+          second.rstd, second.out,
+          pre_gelu,    post_gelu};
+}
+
+// ---- backward -------------------------------------------------------------------------------------------------------
+
+// What the mask's entries, and the outputs, are.
+enum Gradient {
+  kStream,
+  kValues,
+  kValuesBias,
+  kNorm1Weight,
+  kNorm1Bias,
+  kQkvWeight,
+  kQkvBias,
+  kOutWeight,
+  kOutBias,
+  kNorm2Weight,
+  kNorm2Bias,
+  kFcWeight,
+  kFcBias,
+  kProjWeight,
+  kGradients
+};
+
+using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                            Tensor, Tensor, Tensor>;
+
+// The backward of an addition to the stream and the norm that follows it. Where the addend has the stream's dtype its
+// gradient is the stream's, and .dresidual has no elements.
+LayernormGradients add_and_norm_backward(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum,
+                                         const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
+                                         bool need_dx, bool need_weight, bool need_bias, bool need_x_bias,
+                                         bool need_dresidual) {
+  constexpr const char* op = "layer_backward";
+  std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
+  if (!is_mixed(dout, sum)) {
+    mask[0] = need_dx || need_dresidual;
+    mask.resize(need_x_bias ? 4 : 3);
+  }
+  return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask);
+}
+
+Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum_1, const Tensor& mean_1,
+                           const Tensor& rstd_1, const Tensor& norm_1, const Tensor& qkv, const Tensor& attended,
+                           const Tensor& logsumexp, const Tensor& sum_2, const Tensor& mean_2, const Tensor& rstd_2,
+                           const Tensor& norm_2, const Tensor& pre_gelu, const Tensor& post_gelu,
+                           const OptionalTensor& norm_1_weight, const Tensor& qkv_weight, const Tensor& out_weight,
+                           const OptionalTensor& norm_2_weight, const Tensor& fc_weight, const Tensor& proj_weight,
+                           int64_t num_heads, std::optional<double> scale, const std::string& approximate,
+                           const std::vector<bool>& mask) {
+  constexpr const char* op = "layer_backward";
+  const bool tanh = is_tanh(op, approximate);
+  const bool inputs = mask[kStream] || mask[kValues] || mask[kValuesBias];
+  const bool through_norm_1 = inputs || mask[kNorm1Weight] || mask[kNorm1Bias];
+
+  Tensor dnorm, dfc_weight, dfc_bias, dproj_weight, none;
+  if (tanh) {
+    std::tie(dnorm, dfc_weight, dfc_bias, dproj_weight, none) =
+        mlp_backward_op(dout, norm_2, fc_weight, proj_weight, pre_gelu, post_gelu,
+                        {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight], false});
+  } else {
+    Tensor dpost;
+    std::tie(dpost, dproj_weight, none) =
+        linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight], false});
+    std::tie(dnorm, dfc_weight, dfc_bias) = linear_backward_op(gelu_backward_op(dpost, pre_gelu, approximate), norm_2,
+                                                               fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
+  }
+  const LayernormGradients second = add_and_norm_backward(dnorm, dsum, sum_2, norm_2_weight, mean_2, rstd_2, true,
+                                                          mask[kNorm2Weight], mask[kNorm2Bias], mask[kOutBias], true);
+  const Tensor& dsum_1 = is_mixed(dnorm, sum_2) ? second.dresidual : second.dx;
+  Tensor dattended, dout_weight, dqkv, dqkv_weight, dqkv_bias;
+  std::tie(dattended, dout_weight, none) =
+      linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight], false});
+  dqkv = attention_backward_op(dattended, qkv, attended, logsumexp, num_heads, scale, 0, std::nullopt, std::nullopt);
+  dattended = none;
+  std::tie(dnorm, dqkv_weight, dqkv_bias) =
+      linear_backward_op(dqkv, norm_1, qkv_weight, {through_norm_1, mask[kQkvWeight], mask[kQkvBias]});
+  dqkv = none;
+  LayernormGradients first = {absent(dout), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
+  if (through_norm_1)
+    first = add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues],
+                                  mask[kNorm1Weight], mask[kNorm1Bias], mask[kValuesBias], mask[kStream]);
+  const bool mixed = is_mixed(dnorm, sum_1);
+  return {mixed ? first.dresidual : first.dx,
+          mixed ? first.dx : absent(dout),
+          first.dx_bias,
+          first.dweight,
+          first.dbias,
+          dqkv_weight,
+          dqkv_bias,
+          dout_weight,
+          second.dx_bias,
+          second.dweight,
+          second.dbias,
+          dfc_weight,
+          dfc_bias,
+          dproj_weight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("layer", TORCH_BOX(&layer_op));
+  m.impl("layer_backward", TORCH_BOX(&layer_backward_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

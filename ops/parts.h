@@ -1,0 +1,33 @@
+// Operators that another is made of (layer.cpp): what each computes and returns is in library.cpp.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "op.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
+std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const Tensor& x, const Tensor& weight,
+                                                      const std::vector<bool>& output_mask);
+
+Tensor gelu_op(const Tensor& x, const std::string& approximate);
+Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& approximate);
+
+std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
+                                          const Tensor& proj_weight, const OptionalTensor& proj_bias);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
+                                                                   const Tensor& fc_weight, const Tensor& proj_weight,
+                                                                   const Tensor& pre_gelu, const Tensor& post_gelu,
+                                                                   const std::vector<bool>& output_mask);
+
+std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale,
+                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset);
+Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& logsumexp,
+                             int64_t num_heads, std::optional<double> scale, double dropout_p,
+                             const OptionalTensor& seed, const OptionalTensor& offset);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,56 @@
+"""A layer of GPT-2 in training as one call of its operators, which takes less of the host's time (``_layer_node.py``).
+
+It has no autograd rule of its own: the node that calls it is one.
+"""
+
+from gptkernels.ops._register import accumulate_dtype, fake, without_derivative
+from gptkernels.ops.linear import fake_weight_gradient
+
+
+def _fake(
+    stream, values, values_bias, norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, out_weight, out_bias, norm_2_weight,
+    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate,
+):  # fmt: skip
+    low, rows = stream if values is None else values, stream.shape[:-1]
+
+    def hidden(width):
+        return low.new_empty((*rows, width))
+
+    def norm():
+        statistics = (stream.new_empty(rows, dtype=accumulate_dtype(stream.dtype)) for _ in range(2))
+        return *statistics, hidden(stream.shape[-1])
+
+    sum_1 = stream.new_empty((0,) if values is None else stream.shape)
+    logsumexp = low.new_empty((rows[0], num_heads, rows[1]), dtype=accumulate_dtype(low.dtype))
+    return (
+        *(hidden(proj_weight.shape[0]), sum_1, *norm(), hidden(qkv_weight.shape[0]), hidden(stream.shape[-1])),
+        *(logsumexp, stream.new_empty(stream.shape), *norm(), hidden(fc_weight.shape[0]), hidden(fc_weight.shape[0])),
+    )
+
+
+def _fake_backward(
+    dout, dsum, sum_1, mean_1, rstd_1, norm_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, norm_2, pre_gelu,
+    post_gelu, norm_1_weight, qkv_weight, out_weight, norm_2_weight, fc_weight, proj_weight, num_heads, scale,
+    approximate, output_mask,
+):  # fmt: skip
+    def sums(like, t):
+        return like.new_empty(t.shape[-1])
+
+    apart = dout.dtype != sum_1.dtype
+    need_stream, need_values, *needs = output_mask
+    matrices = [fake_weight_gradient(weight) for weight in (qkv_weight, out_weight, fc_weight, proj_weight)]
+    gradients = (
+        *(sums(sum_1, sum_1) for _ in range(3)),  # of the values' bias and the first norm
+        *(matrices[0], sums(dout, qkv), matrices[1]),
+        *(sums(sum_1, sum_1) for _ in range(3)),  # of the projection's bias and the second norm
+        *(matrices[2], sums(dout, pre_gelu), matrices[3]),
+    )
+    wanted = (g if need else g.new_empty(0) for g, need in zip(gradients, needs, strict=True))
+    dstream = sum_1.new_empty(sum_1.shape if need_stream or (need_values and not apart) else (0,))
+    return dstream, dout.new_empty(sum_1.shape if need_values and apart else (0,)), *wanted
+
+
+fake("layer", _fake)
+fake("layer_backward", _fake_backward)
+without_derivative("layer")
+without_derivative("layer_backward")

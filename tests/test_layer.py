@@ -1,0 +1,181 @@
+"""``layer``: the operators that a layer is made of, in one call, with the same bits."""
+
+import pytest
+import torch
+
+from gptkernels.ops import ops
+
+B, T, C, HEADS, F = 2, 5, 32, 2, 64
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# The stream's dtype, and that of products.
+PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+FORMS = ["tanh", "none"]
+
+
+def tensor(*shape, dtype, device):
+    return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+
+def arguments(wide, low, device, values=True, biases=True, transposed=False):
+    """Of the forward, up to the options."""
+    torch.manual_seed(3)
+
+    def vector(n, dtype, given=True):
+        return tensor(n, dtype=dtype, device=device) if given else None
+
+    def matrix(rows, columns):
+        t = tensor(columns, rows, dtype=low, device=device).t() if transposed else None
+        return tensor(rows, columns, dtype=low, device=device) if t is None else t
+
+    return (
+        tensor(B, T, C, dtype=wide, device=device),
+        tensor(B, T, C, dtype=low, device=device) if values else None,
+        vector(C, wide, values and biases),
+        *(vector(C, wide), vector(C, wide, biases)),
+        *(matrix(3 * C, C), vector(3 * C, low, biases)),
+        *(matrix(C, C), vector(C, wide, biases)),
+        *(vector(C, wide), vector(C, wide, biases)),
+        *(matrix(F, C), vector(F, low, biases), matrix(C, F)),
+    )
+
+
+def options(approximate):
+    return HEADS, None, 1e-5, 1e-6, approximate
+
+
+def by_operators(
+    stream, values, values_bias, n1w, n1b, qkv_w, qkv_b, out_w, out_b, n2w, n2b, fc_w, fc_b, proj_w, heads, scale,
+    eps_1, eps_2, approximate,
+):  # fmt: skip
+    """The forward's outputs."""
+    if values is None:
+        normed_1, mean_1, rstd_1 = ops.layernorm(stream, n1w, n1b, eps_1)
+        sum_1 = stream
+    else:
+        normed_1, sum_1, mean_1, rstd_1 = ops.residual_layernorm(values, stream, n1w, n1b, eps_1, values_bias)
+    qkv = ops.linear(normed_1, qkv_w, qkv_b)
+    attended, logsumexp = ops.attention(qkv, heads, scale)
+    added = ops.linear(attended, out_w)
+    normed_2, sum_2, mean_2, rstd_2 = ops.residual_layernorm(added, sum_1, n2w, n2b, eps_2, out_b)
+    if approximate == "tanh":
+        out, pre, post = ops.mlp(normed_2, fc_w, fc_b, proj_w, None)
+    else:
+        pre = ops.linear(normed_2, fc_w, fc_b)
+        post = ops.gelu(pre, approximate="none")
+        out = ops.linear(post, proj_w)
+    kept = mean_1, rstd_1, normed_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, normed_2, pre, post
+    return (out, sum_1[:0].reshape(0) if values is None else sum_1, *kept)
+
+
+def add_and_norm_backward(dout, dsum, sum, weight, mean, rstd):
+    """Gradients of the addend, weight, bias, addend's bias and stream."""
+    inputs = dout, dsum, sum, weight, mean, rstd
+    if dout.dtype != sum.dtype:
+        return ops.residual_layernorm_dropout_backward(*inputs, 0.0, None, None, [True] * 5)
+    dx, *rest = ops.residual_layernorm_bias_backward(*inputs, [True] * 4)
+    return dx, *rest, dx
+
+
+def by_operators_backward(dout, dsum, args, kept, approximate):
+    """All gradients."""
+    n1w, qkv_w, out_w, n2w, fc_w, proj_w = (args[i] for i in (3, 5, 7, 9, 11, 13))
+    sum_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, normed_2, pre, post = kept
+    if approximate == "tanh":
+        mask = [True] * 4 + [False]
+        dnormed, dfc_w, dfc_b, dproj_w, _ = ops.mlp_backward(dout, normed_2, fc_w, proj_w, pre, post, mask)
+    else:
+        dpost, dproj_w, _ = ops.linear_backward(dout, post, proj_w, [True, True, False])
+        dpre = ops.gelu_backward(dpost, pre, approximate="none")
+        dnormed, dfc_w, dfc_b = ops.linear_backward(dpre, normed_2, fc_w, [True] * 3)
+    dadded, dn2w, dn2b, dout_b, dstream = add_and_norm_backward(dnormed, dsum, sum_2, n2w, mean_2, rstd_2)
+    dattended, dout_w, _ = ops.linear_backward(dadded, attended, out_w, [True, True, False])
+    dqkv = ops.attention_backward(dattended, qkv, attended, logsumexp, HEADS, None)
+    dnormed, dqkv_w, dqkv_b = ops.linear_backward(dqkv, normed_1, qkv_w, [True] * 3)
+    dvalues, dn1w, dn1b, dvalues_b, dstream = add_and_norm_backward(dnormed, dstream, sum_1, n1w, mean_1, rstd_1)
+    apart = dvalues if dvalues.dtype != dstream.dtype else dvalues.new_empty(0)
+    return (
+        *(dstream, apart, dvalues_b, dn1w, dn1b, dqkv_w, dqkv_b, dout_w, dout_b, dn2w, dn2b),
+        *(dfc_w, dfc_b, dproj_w),
+    )
+
+
+def backward_arguments(args, outputs, approximate, mask, dsum=True):
+    """Of the backward, with the gradients that come in drawn."""
+    stream, out, kept = args[0], outputs[0], [*outputs[1:]]
+    if args[1] is None:
+        kept[0] = stream
+    torch.manual_seed(5)
+    dout, dsum = torch.randn_like(out), torch.randn_like(stream) if dsum else None
+    weights = (args[i] for i in (3, 5, 7, 9, 11, 13))
+    return dout, dsum, *kept, *weights, HEADS, None, approximate, mask
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.dtype == b.dtype, i
+        assert a.stride() == b.stride(), i
+        assert torch.equal(a, b), i
+
+
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("wide", "low"), PAIRS, ids=str)
+def test_the_same_bits(wide, low, transposed, approximate, device):
+    """Of all outputs and all gradients."""
+    args = arguments(wide, low, device, transposed=transposed)
+    outputs = ops.layer(*args, *options(approximate))
+    assert_equal(outputs, by_operators(*args, *options(approximate)))
+    given = backward_arguments(args, outputs, approximate, [True] * 14)
+    assert_equal(ops.layer_backward(*given), by_operators_backward(*given[:2], args, given[2:15], approximate))
+
+
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_first_layer(dtype, approximate, device):
+    """Without values; and without biases."""
+    args = arguments(dtype, dtype, device, values=False, biases=False)
+    outputs = ops.layer(*args, *options(approximate))
+    assert_equal(outputs, by_operators(*args, *options(approximate)))
+    given = backward_arguments(args, outputs, approximate, [True] * 14)
+    assert_equal(ops.layer_backward(*given), by_operators_backward(*given[:2], args, given[2:15], approximate))
+
+
+@pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
+def test_masks(wide, low, device):
+    """What is not wanted has no elements, and the rest has the same bits."""
+    args = arguments(wide, low, device)
+    outputs = ops.layer(*args, *options("tanh"))
+    *given, _ = backward_arguments(args, outputs, "tanh", None, dsum=False)
+    every = ops.layer_backward(*given, [True] * 14)
+    for i in range(14):
+        for mask in ([j == i for j in range(14)], [j != i for j in range(14)]):
+            found = ops.layer_backward(*given, mask)
+            for j, (a, b) in enumerate(zip(found, every, strict=True)):
+                if mask[j] or (j == 0 and mask[1] and wide == low):  # one gradient is both
+                    assert torch.equal(a, b), (mask, j)
+                elif j > 1:
+                    assert a.numel() == 0, (mask, j)
+
+
+def test_refuses(device):
+    args = arguments(torch.float32, torch.float32, device)
+    with pytest.raises(RuntimeError, match="layer: approximate must be 'tanh' or 'none', got 'erf'"):
+        ops.layer(*args, *options("erf"))
+    with pytest.raises(RuntimeError, match="layer: values_bias"):
+        ops.layer(args[0], None, *args[2:], *options("tanh"))
+    with pytest.raises(RuntimeError, match="layer has no derivative"):
+        ops.layer(args[0].requires_grad_(), *args[1:], *options("tanh"))
+    with pytest.raises(RuntimeError, match="must have shape"):
+        ops.layer(args[0].detach()[:1], *args[1:], *options("tanh"))
+
+
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
+def test_opcheck(wide, low, values, approximate, device):
+    args = arguments(wide, low if values else wide, device, values)
+    torch.library.opcheck(ops.layer, (*args, *options(approximate)))
+    outputs = ops.layer(*args, *options(approximate))
+    for mask in ([True] * 14, [False, True] * 7, [False] * 14):
+        torch.library.opcheck(ops.layer_backward, backward_arguments(args, outputs, approximate, mask))
