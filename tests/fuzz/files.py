@@ -301,7 +301,7 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 def judge(call: Call, folder: Path) -> tuple[str, str]:
     """Load a mutant: ("same" | "other" | "refused" | "finding", what was found)."""
     path = folder / call.kind.name
-    path.write_bytes(call.data)
+    _write_anew(path, call.data)
     try:
         content = call.kind.load(path)
     except (ValueError, OSError) as error:
@@ -311,10 +311,16 @@ def judge(call: Call, folder: Path) -> tuple[str, str]:
     except BaseException as error:  # a panic in a Rust library is no Exception
         where = traceback.extract_tb(error.__traceback__)[-1]
         return "finding", f"{type(error).__name__} in {Path(where.filename).name} {where.name}: {str(error)[:200]}"
-    path.write_bytes(call.kind.data)
+    _write_anew(path, call.kind.data)
     if digest(content) == digest(call.kind.load(path)):
         return "same", ""
     return ("finding", "other content in spite of checksums") if call.kind.checksummed else ("other", "")
+
+
+def _write_anew(path: Path, data: bytes) -> None:
+    """Write another file of this name. What was loaded of the one before may be a view of it, and stays whole."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
 
 
 def digest(content: Any) -> bytes:
