@@ -246,7 +246,9 @@ def test_the_hosts_part_of_a_step(capsys):
     from benchmarks.train_step.__main__ import main as train_step
 
     assert train_step([*SMALL_STEP, "--host"]) == 0
-    assert "backward" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for name in ("backward", "in all", "residual_layernorm", "a whole layer"):
+        assert f"| {name} |" in out
 
 
 def test_a_timeline_counts_every_launch_once():

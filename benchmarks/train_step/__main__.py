@@ -3,8 +3,6 @@
 import argparse
 import json
 import sys
-import time
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -12,7 +10,7 @@ import torch
 from benchmarks.harness.machine import describe, title
 from benchmarks.harness.pages import between
 from benchmarks.harness.report import markdown
-from benchmarks.train_step import timeline
+from benchmarks.train_step import host, timeline
 from benchmarks.train_step.measure import batches, measure
 from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
 from gptkernels.models import GPT2, GPT2Config
@@ -35,7 +33,11 @@ def parser():
     add("--steps", type=int, default=40, help="timed steps (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     add("--profile", action="store_true", help="the kernels of one step of ours in place of times (CUDA)")
-    add("--host", action="store_true", help="the host's time for the parts of a step of ours on tiny batches")
+    add(
+        "--host",
+        action="store_true",
+        help="the host's time for the parts of a step and for its operators, tiny batch",
+    )
     add("--json", type=Path, metavar="FILE", help="keep the run here; what the file has of other kinds stays")
     add("--from", type=Path, dest="kept", metavar="FILE", help="take this kept run and measure nothing")
     add("--pages", action="store_true", help="put the tables into docs/step.md")
@@ -87,7 +89,9 @@ def _measured(arguments, chosen, precisions, sizes):
     if arguments.profile:
         return {"profile": {"machine": machine, "steps": _profiles(config, weights, sizes, precisions[0], device)}}
     if arguments.host:
-        return {"host": {"machine": machine, "parts": _host_parts(config, weights, device)}}
+        found = host.measured(config, weights, device)
+        print(*host.tables(found), sep="\n\n")
+        return {"host": {"machine": machine, **found}}
     rows = []
     print(markdown(HEADER, [], texts=2), flush=True)
     for precision in precisions:
@@ -100,7 +104,7 @@ def _measured(arguments, chosen, precisions, sizes):
     return {"steps": {"machine": machine, "rows": rows}}
 
 
-# ---- profile and host ------------------------------------------------------------------------------------------------
+# ---- profile ---------------------------------------------------------------------------------------------------------
 
 
 def _profiles(config, weights, sizes, precision, device):
@@ -125,35 +129,6 @@ def _profiles(config, weights, sizes, precision, device):
 def _profile_table(step):
     head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
-
-
-def _host_parts(config, weights, device):
-    """Milliseconds of forward, backward, update and all, on one sequence of 64 tokens."""
-    from benchmarks.train_step.variants import groups
-    from gptkernels.optim import AdamW
-
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    model = GPT2(config, device, dtype)
-    model.load_state_dict(weights)
-    optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
-    tokens = torch.zeros(1, min(64, config.block_size), dtype=torch.int64, device=device)
-    rounds = []
-    for _ in range(40):
-        marks = [time.perf_counter()]
-        loss = model(tokens, tokens, return_logits=False)[1]
-        marks.append(time.perf_counter())
-        loss.backward()
-        marks.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
-        marks.append(time.perf_counter())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        rounds.append([1e3 * (b - a) for a, b in pairwise(marks)])
-    parts = [sorted(values)[len(values) // 2] for values in zip(*rounds[10:], strict=True)]
-    found = dict(zip(["forward", "backward", "update"], parts, strict=True))
-    print(", ".join(f"{name} {value:.2f} ms" for name, value in found.items()), f"in all {sum(parts):.2f} ms")
-    return found
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
 from gptkernels.models.recompute import may_draw
 from gptkernels.ops import ops
-from gptkernels.ops.encoder import TiedEncoder
+from gptkernels.ops.encoder import tied_encoder
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
@@ -325,7 +325,7 @@ class GPT2(Files, NanoGPT):
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The transformer's output, and the head's weight.
 
-        If that is the token embedding, its two gradients are summed without a pass of their own (TiedEncoder).
+        If that is the token embedding, its two gradients are summed without a pass of their own (``TiedEncoder``).
         """
         transformer, weight = self.transformer, self.lm_head.weight
         if (
@@ -337,7 +337,7 @@ class GPT2(Files, NanoGPT):
             or forward_ad._current_level >= 0
         ):
             return transformer(tokens), weight
-        stream, weight = TiedEncoder.apply(tokens, weight, transformer.wpe.weight, transformer.vocab_size)
+        stream, weight = tied_encoder(tokens, weight, transformer.wpe.weight, transformer.vocab_size)
         return transformer.after_embedding(stream), weight
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:

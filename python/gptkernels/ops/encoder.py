@@ -3,7 +3,16 @@
 import torch
 
 from gptkernels.ops._forward import linear_in
-from gptkernels.ops._register import autograd, below_autograd, fake, mutates, ops, vmap, without_derivative
+from gptkernels.ops._register import (
+    autograd,
+    below_autograd,
+    fake,
+    mutates,
+    ops,
+    recorder,
+    vmap,
+    without_derivative,
+)
 from gptkernels.ops._vmap import batches, leading, loop, offset_tokens, rows
 
 
@@ -58,7 +67,7 @@ class TiedEncoder(torch.autograd.Function):
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
         ctx.set_materialize_grads(False)
-        return ops.encoder.default(tokens, wte, wpe, vocab_size), wte.view_as(wte)
+        return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size), wte.view_as(wte)
 
     @staticmethod
     def backward(ctx, dout, dhead):
@@ -70,6 +79,9 @@ class TiedEncoder(torch.autograd.Function):
             dwte, dwpe = ops.encoder_backward.default(dout, tokens, *ctx.sizes)
             return None, dwte if dhead is None else dwte + dhead, dwpe, None
         return None, dhead, ops.encoder_backward_.default(dout, tokens, dhead, ctx.sizes[1]), None
+
+
+tied_encoder = recorder(TiedEncoder)
 
 
 class EncoderBackward(torch.autograd.Function):

@@ -1,0 +1,88 @@
+"""The host's time: for the parts of a step, for a layer, and for the operators that a layer is made of."""
+
+import statistics
+import time
+from itertools import pairwise
+
+import torch
+
+from benchmarks.harness.report import markdown
+from benchmarks.harness.timing import host_times
+from benchmarks.train_step.variants import groups
+from gptkernels.models import GPT2
+from gptkernels.ops import ops
+from gptkernels.optim import AdamW
+
+LENGTH = 64  # of the one sequence, so that the device takes less time than the host
+ROUNDS, WARM_UP = 60, 15
+
+
+def measured(config, weights, device):
+    """Milliseconds of the parts of a step, and microseconds of the operators: without and with the backward."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    length = min(LENGTH, config.block_size)
+    model = GPT2(config, device, dtype)
+    model.load_state_dict(weights)
+    return {"step": _parts(model, length, device), "calls": _calls(model, length, dtype, device)}
+
+
+def _parts(model, length, device):
+    optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
+    tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
+    rounds = []
+    for _ in range(ROUNDS):
+        marks = [time.perf_counter()]
+        loss = model(tokens, tokens, return_logits=False)[1]
+        marks.append(time.perf_counter())
+        loss.backward()
+        marks.append(time.perf_counter())
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(time.perf_counter())
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        rounds.append([1e3 * (b - a) for a, b in pairwise(marks)])
+    parts = (statistics.median(values) for values in zip(*rounds[WARM_UP:], strict=True))
+    return dict(zip(["forward", "backward", "update"], parts, strict=True))
+
+
+def _calls(model, length, dtype, device):
+    """By name: the time of a call that autograd records, and of one with its backward."""
+    config, block = model.config, model.transformer.h[0]
+
+    def tensor(*shape):
+        return torch.randn(*shape, dtype=dtype, device=device).requires_grad_()
+
+    x, residual, qkv = (tensor(1, length, n * config.n_embd) for n in (1, 1, 3))
+    norm, attn, mlp = block.ln_1, block.attn, block.mlp
+    calls = {
+        "residual_layernorm": lambda: ops.residual_layernorm.default(
+            x, residual, norm.weight, norm.bias, 1e-5, attn.c_proj.bias
+        )[0],
+        "linear": lambda: ops.linear.default(x, attn.c_attn.weight, attn.c_attn.bias),
+        "attention": lambda: ops.attention.default(qkv, config.n_head)[0],
+        "mlp": lambda: ops.mlp.default(x, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight, mlp.c_proj.bias)[0],
+        "a whole layer": lambda: block(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        dout = torch.ones_like(call())
+
+        def with_backward(call=call, dout=dout):
+            call().backward(dout)
+
+        found[name] = [1e6 * times.median for times in host_times([call, with_backward], device, repeats=7)]
+    return found
+
+
+def tables(found) -> list[str]:
+    """What ``measured`` returned."""
+    step = {**found["step"], "in all": sum(found["step"].values())}
+    return [
+        markdown(["", "ms"], [[name, f"{value:.2f}"] for name, value in step.items()], texts=1),
+        markdown(
+            ["", "forward, us", "with backward, us"],
+            [[name, *(f"{value:.1f}" for value in values)] for name, values in found["calls"].items()],
+            texts=1,
+        ),
+    ]
