@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptkernels.ops import ops
 
@@ -156,6 +157,26 @@ def test_masks(wide, low, device):
                     assert torch.equal(a, b), (mask, j)
                 elif j > 1:
                     assert a.numel() == 0, (mask, j)
+
+
+@pytest.mark.parametrize("approximate", FORMS)
+def test_flops(approximate, device):
+    """Those of its operators."""
+    args = arguments(torch.float32, torch.float32, device)
+    counts = []
+    for forward in (ops.layer, by_operators):
+        with FlopCounterMode(display=False) as counter:
+            outputs = forward(*args, *options(approximate))
+        counts.append(counter.get_total_flops())
+    given = backward_arguments(args, outputs, approximate, [True] * 14)
+    with FlopCounterMode(display=False) as counter:
+        ops.layer_backward(*given)
+    counts.append(counter.get_total_flops())
+    with FlopCounterMode(display=False) as counter:
+        by_operators_backward(*given[:2], args, given[2:15], approximate)
+    counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    assert counts[2] == counts[3] > counts[0]
 
 
 def test_refuses(device):

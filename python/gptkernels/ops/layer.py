@@ -3,8 +3,9 @@
 It has no autograd rule of its own: the node that calls it is one.
 """
 
-from gptkernels.ops._register import accumulate_dtype, fake, without_derivative
-from gptkernels.ops.linear import fake_weight_gradient
+from gptkernels.ops._register import accumulate_dtype, fake, flops, without_derivative
+from gptkernels.ops.attention import attention_backward_flops, attention_flops
+from gptkernels.ops.linear import fake_weight_gradient, linear_flops
 
 
 def _fake(
@@ -50,7 +51,31 @@ def _fake_backward(
     return dstream, dout.new_empty(sum_1.shape if need_values and apart else (0,)), *wanted
 
 
+def layer_flops(stream, *args, **kwargs) -> int:
+    """Of its operators."""
+    qkv_weight, out_weight, fc_weight, proj_weight, num_heads = (args[i] for i in (4, 6, 10, 12, 13))
+    qkv, hidden = (*stream[:-1], qkv_weight[0]), (*stream[:-1], fc_weight[0])
+    products = linear_flops(stream, qkv_weight) + linear_flops(stream, out_weight) + linear_flops(stream, fc_weight)
+    return products + linear_flops(hidden, proj_weight) + attention_flops(qkv, num_heads)
+
+
+def layer_backward_flops(dout, *args, **kwargs) -> int:
+    """Of its operators: of each product's two gradients those that are wanted."""
+    qkv, attended, logsumexp, pre_gelu = args[5], args[6], args[7], args[12]
+    qkv_weight, out_weight, fc_weight, proj_weight, num_heads = (args[i] for i in (15, 16, 18, 19, 20))
+    mask = args[23]
+    return (
+        linear_flops(dout, qkv_weight) * (any(mask[:5]) + mask[5])
+        + linear_flops(dout, out_weight) * (1 + mask[7])
+        + linear_flops(dout, fc_weight) * (1 + mask[11])
+        + linear_flops(pre_gelu, proj_weight) * (1 + mask[13])
+        + attention_backward_flops(attended, qkv, attended, logsumexp, num_heads)
+    )
+
+
 fake("layer", _fake)
 fake("layer_backward", _fake_backward)
 without_derivative("layer")
 without_derivative("layer_backward")
+flops("layer", layer_flops)
+flops("layer_backward", layer_backward_flops)
