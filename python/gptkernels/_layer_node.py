@@ -49,7 +49,7 @@ class Plan(NamedTuple):
 # A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
 # MLP's c_proj.
 MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
-TOTAL_1 = 4  # where the sum of its inputs is, among what is kept for the backward
+WEIGHTS = (2, 4, 8, 10)  # of these, the weights
 
 
 class Dtypes(NamedTuple):
@@ -103,30 +103,30 @@ class _Layer(torch.autograd.Function):
             if stream.dtype != plan.low:
                 matrices = _cast_together(matrices, plan.low)
             if _by_one_operator(plan, dropouts, (stream if values is None else values).dtype):
-                outputs, kept = _call(plan, stream, values, bias, parameters, matrices)
+                outputs, weights, kept = _call(plan, stream, values, bias, parameters, matrices)
             else:
-                outputs, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
-        ctx.save_for_backward(*(t for one in dropouts for t in one[1:]), *parameters, *kept)
-        ctx.plan, ctx.probabilities = plan, [one.p for one in dropouts]
+                outputs, weights, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
+        ctx.save_for_backward(*parameters, *kept, *(() if weights[0] is parameters[WEIGHTS[0]] else weights))
+        ctx.plan, ctx.dropouts = plan, dropouts
         ctx.values_dtype = None if values is None else values.dtype
         ctx.set_materialize_grads(False)
-        return *outputs, None if values is None else kept[TOTAL_1]
+        return *outputs, None if values is None else kept[0]
 
     @staticmethod
     def backward(ctx: Any, dtotal: Any, dout: Any, dqkv_outside: Any, dsum: Any):  # type: ignore[no-untyped-def]
         """All gradients that are wanted."""
-        plan, saved = ctx.plan, ctx.saved_tensors
-        _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
-        dropouts = [Dropout(p, *saved[2 * i : 2 * i + 2]) for i, p in enumerate(ctx.probabilities)]
+        plan, dropouts, saved = ctx.plan, ctx.dropouts, ctx.saved_tensors
+        parameters, kept, weights = saved[:11], saved[11:24], saved[24:] or [saved[i] for i in WEIGHTS]
         if torch.is_grad_enabled():
-            return _differentiably(ctx, dropouts, saved[6:], (dtotal, dout, dqkv_outside), dsum)
-        parameters = saved[6:17]
-        qkv_w, out_w, fc_w, proj_w, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = saved[17:28]
-        total_2, mean_2, rstd_2, normed_2, pre, post = saved[28:]
+            return _differentiably(ctx, dropouts, parameters, kept[0], (dtotal, dout, dqkv_outside), dsum)
         apart = ctx.values_dtype is None and not plan.adds_past
         plain = dout is not None and dqkv_outside is None and dsum is None and not apart
-        if plain and _by_one_operator(plan, dropouts, ctx.values_dtype or total_1.dtype):
-            return None, None, *_call_backward(ctx, dtotal, dout, saved)
+        if plain and _by_one_operator(plan, dropouts, ctx.values_dtype or kept[0].dtype):
+            return None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
+        _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
+        qkv_w, out_w, fc_w, proj_w = weights
+        total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = kept[:7]
+        total_2, mean_2, rstd_2, normed_2, pre, post = kept[7:]
         with Below(total_1.device.type):
             found: list[Tensor | None] = [None] * 11
             dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
@@ -191,7 +191,7 @@ def _call(
     bias: Tensor | None,
     parameters: Sequence[Any],
     matrices: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tuple[Any, ...]]:
     """``_compute`` by one operator."""
     qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices) if plan.transposed else matrices
     norm_1_w, norm_1_b, _, _, _, out_b, norm_2_w, norm_2_b, *_ = parameters
@@ -200,13 +200,20 @@ def _call(
         plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
     )  # fmt: skip
     first = stream if values is None else total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp
-    return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w, *first, total_2, *rest)
+    return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w), (*first, total_2, *rest)
 
 
-def _call_backward(ctx: Any, dtotal: Tensor | None, dout: Tensor, saved: Sequence[Any]) -> list[Tensor | None]:
+def _call_backward(
+    ctx: Any,
+    dtotal: Tensor | None,
+    dout: Tensor,
+    parameters: Sequence[Any],
+    kept: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> list[Tensor | None]:
     """The gradients of stream, values, bias and parameters."""
-    plan, needs, parameters = ctx.plan, ctx.needs_input_grad[2:], saved[6:17]
-    qkv_w, out_w, fc_w, proj_w, *kept = saved[17:]
+    plan, needs = ctx.plan, ctx.needs_input_grad[2:]
+    qkv_w, out_w, fc_w, proj_w = weights
     with Below(dout.device.type):
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
             dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
@@ -226,8 +233,8 @@ def _compute(
     bias: Tensor | None,
     parameters: Sequence[Any],
     matrices: Sequence[Any],
-) -> tuple[tuple[Tensor, ...], tuple[Any, ...]]:
-    """The block's three outputs, and what its backward needs.
+) -> tuple[tuple[Tensor, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """The block's three outputs; the four weights as products take them; what else its backward needs.
 
     Args:
         plan: as made by ``plan_of``.
@@ -261,11 +268,10 @@ def _compute(
         post = ops.gelu.default(pre, approximate="none")
         out = ops.linear.default(post, proj_w, None)
     kept = (
-        *(qkv_w, out_w, fc_w, proj_w),
         *(total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp),
         *(total_2, mean_2, rstd_2, normed_2, pre, post),
     )
-    return (total_2, out, qkv), kept
+    return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w), kept
 
 
 def _add_and_norm(
@@ -310,10 +316,15 @@ def _add_and_norm_backward(
 
 
 def _differentiably(
-    ctx: Any, dropouts: Sequence[Dropout], saved: Sequence[Any], grads: Sequence[Any], dsum: Tensor | None
+    ctx: Any,
+    dropouts: Sequence[Dropout],
+    parameters: Sequence[Any],
+    total: Tensor,
+    grads: Sequence[Any],
+    dsum: Tensor | None,
 ) -> tuple[Any, ...]:
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
-    plan, parameters, total = ctx.plan, saved[:11], saved[11 + TOTAL_1]
+    plan = ctx.plan
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[2:]
 
     def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
@@ -369,7 +380,7 @@ def _cast_together(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 def _cast_gradients(found: list[Any], parameters: Sequence[Any], needs: Sequence[bool], plan: Plan) -> None:
     """The matrices' gradients in the parameters' dtype and layout, in place in the list."""
     if plan.transposed:
-        for i in (2, 4, 8, 10):
+        for i in WEIGHTS:
             found[i] = found[i].t() if needs[i] else None
     if plan.low == parameters[MATRICES[0]].dtype:
         return

@@ -14,14 +14,16 @@ _AUTOCAST = {
 class Below:
     """Below autograd and autocast."""
 
+    __slots__ = ("autocast", "autograd")
+
     def __init__(self, device_type: str) -> None:
-        keys = _AUTOCAST[device_type]
-        self.guards = torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(keys)
+        self.autograd = torch._C._AutoDispatchBelowAutograd()
+        self.autocast = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST[device_type])
 
     def __enter__(self) -> None:
-        for guard in self.guards:
-            guard.__enter__()
+        self.autograd.__enter__()
+        self.autocast.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self.guards):
-            guard.__exit__(*error)
+        self.autocast.__exit__(*error)
+        self.autograd.__exit__(*error)
