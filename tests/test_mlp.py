@@ -126,12 +126,21 @@ def product(request, monkeypatch):
     return request.param
 
 
+def with_weights(args, transposed):
+    """The arguments, with both weights as ``torch.nn.Linear`` has them, or as views of Hugging Face's Conv1D's."""
+    x, fc_weight, fc_bias, proj_weight, proj_bias = args
+    if transposed:
+        fc_weight, proj_weight = fc_weight.t().contiguous().t(), proj_weight.t().contiguous().t()
+    return x, fc_weight, fc_bias, proj_weight, proj_bias
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width", "hidden", "out"), OWN_SIZES)
-def test_either_product(rows, width, hidden, out, dtype, product, device):
+def test_either_product(rows, width, hidden, out, dtype, transposed, product, device):
     if device.type == "cpu" and rows * width * hidden > 1e9:
         pytest.skip("slow on a CPU, which has one product")
-    args = inputs(rows, width, hidden, dtype, device, out=out)
+    args = with_weights(inputs(rows, width, hidden, dtype, device, out=out), transposed)
     dout = randn(rows, out, dtype=dtype, device=device)
     check(args, dout)
     check((*args[:2], None, *args[3:]), dout)
@@ -177,11 +186,12 @@ def test_special_values_of_either_product(value, product, device):
     assert dfc_bias.isfinite().sum() == 199
 
 
-def test_the_kernels_for_sm_90a_run(device):
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+def test_the_kernels_for_sm_90a_run(transposed, device):
     """GPT-2's products at the sizes where they are faster, by default and in a CUDA graph."""
     if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for sm_90a")
-    args = inputs(4096, 768, 3072, torch.bfloat16, device)
+    args = with_weights(inputs(4096, 768, 3072, torch.bfloat16, device), transposed)
     x, fc_weight, _, proj_weight, _ = args
     dout, pre_gelu, post_gelu = ops.mlp(*args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

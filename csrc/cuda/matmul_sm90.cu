@@ -390,12 +390,19 @@ cudaError_t launch(const Matmul<T>& p, float* column_sums, Stream stream) {
   return cudaLaunchKernelEx(&config, kernel, problem);
 }
 
+// b's rows are k where it is not transposed: the gradient's for a torch.nn.Linear, GELU's for a Conv1D.
+template <typename T, Finish kFinish>
+cudaError_t launch(const Matmul<T>& p, float* column_sums, Stream stream) {
+  return p.b_transposed ? launch<T, kFinish, false>(p, column_sums, stream)
+                        : launch<T, kFinish, true>(p, column_sums, stream);
+}
+
 // ---- which products these kernels compute ---------------------------------------------------------------------------
 
+// Whether the kernels have code for this device; all of them are compiled alike.
 template <typename T>
-bool built(const Matmul<T>& p) {
-  return p.dgelu_at ? built_for_wgmma<matmul_wgmma_kernel<T, Finish::kDgelu, true>>()
-                    : built_for_wgmma<matmul_wgmma_kernel<T, Finish::kGelu, false>>();
+bool built() {
+  return built_for_wgmma<matmul_wgmma_kernel<T, Finish::kGelu, false>>();
 }
 
 inline bool aligned(const void* pointer, uintptr_t bytes) {
@@ -407,14 +414,13 @@ template <typename T>
 bool can_serve(const Matmul<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
-  if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed || p.b_transposed == (p.dgelu_at != nullptr))
-    return false;
+  if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed) return false;
   if (p.rows < 1 || p.columns < 1 || p.inner <= (kPieces - 1) * kInner) return false;
   if (p.rows >= kLargest || p.columns >= kLargest || p.inner >= kLargest) return false;
   if (tiles_down(p) * tiles_across(p) >= kLargest) return false;
   if (p.columns % 8 != 0 || p.out_ld != p.columns || p.a_ld % 8 != 0 || p.b_ld % 8 != 0) return false;
   return aligned(p.a, 16) && aligned(p.b, 16) && aligned(p.out, 16) && aligned(p.pre_gelu, 16) &&
-         aligned(p.dgelu_at, 16) && aligned(p.bias, 4) && tensor_map_encoder() && built(p);
+         aligned(p.dgelu_at, 16) && aligned(p.bias, 4) && tensor_map_encoder() && built<T>();
 }
 
 // Whether it is faster than cuBLASLt (docs/mlp.md has the measurements). GELU's gradient is faster only if it also
@@ -461,9 +467,9 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
   if constexpr (sizeof(T) != 2) {
     return cudaErrorNotSupported;
   } else {
-    if (p.pre_gelu) return launch<T, Finish::kGelu, false>(p, nullptr, stream);
+    if (p.pre_gelu) return launch<T, Finish::kGelu>(p, nullptr, stream);
     float* const partials = static_cast<float*>(p.column_sums ? workspace : nullptr);
-    const cudaError_t error = launch<T, Finish::kDgelu, true>(p, partials, stream);
+    const cudaError_t error = launch<T, Finish::kDgelu>(p, partials, stream);
     if (error != cudaSuccess || !partials) return error;
     launch_partial_sums<T, float>({.first = p.column_sums,
                                    .second = nullptr,
