@@ -14,6 +14,7 @@ from gptkernels import functional
 from gptkernels.ops import _forward, ops
 from gptkernels.ops._below import Below
 from gptkernels.ops._register import differentiate
+from gptkernels.swapping.layers import products_dtype
 
 
 def head_and_loss(
@@ -49,7 +50,7 @@ def head_and_loss(
     if (low := _dtype_of_one_node(hidden, weight)) is None:
         logits, loss = _by_operators(hidden, weight, targets, ignore_index, divisor)
     else:
-        logits, loss = _HeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)
+        logits, loss = _one_node(hidden, weight, targets, ignore_index, divisor, low)
     return logits[..., :V], loss
 
 
@@ -59,9 +60,7 @@ def padded_weight(weight: Tensor) -> Tensor:
     Rows of logits then start at multiples of 128 bytes, which matrix products on tensor cores need: GPT-2's 50257
     columns of 16 bits do not.
     """
-    device = weight.device.type
-    if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-        weight = weight.to(torch.get_autocast_dtype(device))
+    weight = weight.to(products_dtype(weight))
     padding = -weight.shape[0] % 64
     return F.pad(weight, (0, 0, 0, padding)) if padding else weight
 
@@ -81,13 +80,23 @@ def _by_operators(
 # ---- one node of autograd's graph ------------------------------------------------------------------------------------
 
 
+@torch.compiler.allow_in_graph
+def _one_node(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As ``_by_operators``. ``torch.compile`` calls it as it is, and records the operators of both passes."""
+    if _forward.active():  # under a transform of torch.func
+        return _by_operators(hidden, weight, targets, ignore_index, divisor)
+    return _HeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
+
+
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The products' dtype where head and loss are one node, in eager training; None where they are operators.
+    """The products' dtype where head and loss are one node, in training; None where they are operators.
 
     The node's gradient of the logits is that of the mean loss, which float16 would round to 0, and float64's scale
     would have to be float64.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _forward.active():
+    if not torch.is_grad_enabled():
         return None
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)

@@ -65,7 +65,18 @@ def linear(original: Any, transposed: bool = False) -> Namespace:
 
 def weight_of(module: Any) -> Tensor:
     """(out, in): the weight of a replaced linear layer, as a view of Conv1D's."""
-    return module.weight.t() if module._gptkernels_transposed else module.weight
+    weight = module.weight
+    if not module._gptkernels_transposed:
+        return weight  # type: ignore[no-any-return]
+    # Cast before the view is taken: Inductor then writes the gradient in float32 once, in the parameter's layout.
+    return (weight.to(products_dtype(weight)) if torch.compiler.is_compiling() else weight).t()
+
+
+def products_dtype(t: Tensor) -> torch.dtype:
+    """What matrix products compute a tensor in: inside autocast its dtype, except for float64."""
+    device = t.device.type
+    autocast = device != "meta" and t.dtype != torch.float64 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else t.dtype
 
 
 @replacement("Embedding")
