@@ -1,6 +1,7 @@
 """``gptkernels.swap`` on torch.nn's layers and on modules of the user's own; its report and its errors."""
 
 import copy
+import itertools
 import logging
 import pickle
 import warnings
@@ -8,13 +9,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
 import published
 from gptkernels import functional
-from gptkernels.swapping import Report
+from gptkernels.swapping import Report, head
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.head import head_and_loss
 from helpers import assert_as_exact_as_torch, gradients, raises
@@ -464,18 +468,27 @@ def test_no_mask_is_stored(compiled, device):
 
 
 @pytest.mark.parametrize("used", ["loss", "a part of the loss", "logits", "both"])
-@pytest.mark.parametrize("divisor", [None, 7, torch.tensor(7)], ids=["mean", "number", "tensor"])
+@pytest.mark.parametrize(
+    ("how", "divisor"),
+    [*itertools.product(["whole", "chunks"], [None, 7, torch.tensor(7)]), ("compiled", None), ("compiled", 7)],
+)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
-def test_head_and_loss(autocast, divisor, used, device):
+def test_head_and_loss(autocast, how, divisor, used, device, monkeypatch):
     """Against the formula in float64, beside torch: outputs, and the gradients by either output or both."""
-    hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 5, 16), (77, 16)])
-    targets = torch.randint(77, (3, 5), device=device)
+    hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 100, 16), (77, 16)])
+    targets = torch.randint(77, (3, 100), device=device)
     targets[1, 2] = -1
-    outside = 1e-2 * torch.randn(3, 5, 77, device=device)
+    outside = 1e-2 * torch.randn(3, 100, 77, device=device)
+    if how == "chunks":  # of 128 rows, the last shorter
+        monkeypatch.setattr(head, "CHUNK", 1)
 
     def ours(hidden, weight):
         count = divisor.to(device) if isinstance(divisor, torch.Tensor) else divisor
         return head_and_loss(hidden, weight, targets, -1, count)
+
+    if how == "compiled":
+        torch._dynamo.reset()
+        ours = torch.compile(ours, fullgraph=True, backend="aot_eager")
 
     def torchs(hidden, weight):
         logits = F.linear(hidden, weight)
@@ -507,6 +520,46 @@ def test_head_and_loss(autocast, divisor, used, device):
             else (results[1][0].double() - results[2][0]).abs().mean().item()
         )
         assert_as_exact_as_torch(a, b, c, name, least)
+
+
+def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
+    """In eager training: it exists in chunks, and is not kept for the backward."""
+    monkeypatch.setattr(head, "CHUNK", 256 * 128 * 4)
+    hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(1000, 16), (256, 16)])
+    targets = torch.randint(256, (1000,), device=device)
+    kept, called = [], []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "fused_classifier" in str(op):
+                called.append(len(args[0]))
+            return op(*args, **(kwargs or {}))
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t), Calls():
+        head_and_loss(hidden, weight, targets, -1)
+    assert called == [128] * 7 + [104]
+    assert max(kept) < 1000 * 256
+
+
+def test_compiled_head_and_loss_are_one_pass(device):
+    """Where only the loss is asked for: no pass over the logits but the classifier's, none in the backward."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([(str(n.target), n.meta["val"]) for n in graph.graph.nodes if n.op == "call_function"])
+        return make_boxed_func(graph.forward)
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+    def loss_of(hidden, weight, targets):
+        return head_and_loss(hidden, weight, targets, -1)[1]
+
+    hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(300, 16), (77, 16)])
+    loss_of(hidden, weight, torch.randint(77, (300,), device=device)).backward()
+    forward, backward = ([name for name, _ in graph if "gptkernels" in name] for graph in graphs)
+    assert forward == ["gptkernels.linear.default", "gptkernels.fused_classifier.default"]
+    assert backward == ["gptkernels.linear_backward.default"]
+    assert not any(isinstance(made, torch.Tensor) and made.numel() >= 300 * 77 for _, made in graphs[1])
 
 
 def test_the_heads_second_derivative(device):

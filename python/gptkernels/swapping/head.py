@@ -16,6 +16,8 @@ from gptkernels.ops._below import Below
 from gptkernels.ops._register import differentiate
 from gptkernels.swapping.layers import products_dtype
 
+CHUNK = 2**30  # bytes of the gradient of the logits that exist at a time, in eager training
+
 
 def head_and_loss(
     hidden: Tensor,
@@ -47,10 +49,13 @@ def head_and_loss(
         return None, loss if divisor is None else loss / divisor
     if divisor is None:
         divisor = (targets != ignore_index).sum()
+    args = hidden, weight, targets, ignore_index, divisor
     if (low := _dtype_of_one_node(hidden, weight)) is None:
-        logits, loss = _by_operators(hidden, weight, targets, ignore_index, divisor)
+        logits, loss = _by_operators(*args)
+    elif torch.compiler.is_compiling():
+        logits, loss = _compiled(*args, low)
     else:
-        logits, loss = _one_node(hidden, weight, targets, ignore_index, divisor, low)
+        logits, loss = _HeadAndLoss.apply(*args, low)
     return logits[..., :V], loss
 
 
@@ -81,13 +86,13 @@ def _by_operators(
 
 
 @torch.compiler.allow_in_graph
-def _one_node(
+def _compiled(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As ``_by_operators``. ``torch.compile`` calls it as it is, and records the operators of both passes."""
+    """``torch.compile`` calls this as it is, with tensors that record the operators of both passes."""
     if _forward.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
-    return _HeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
+    return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
 
 
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -96,7 +101,7 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     The node's gradient of the logits is that of the mean loss, which float16 would round to 0, and float64's scale
     would have to be float64.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _forward.active()):
         return None
     device = hidden.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -107,10 +112,10 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 class _HeadAndLoss(torch.autograd.Function):
-    """The classifier's pass writes the gradient of the mean loss.
+    """In eager training: the gradients of hidden and weight are computed beside the loss, for a dloss of 1.
 
-    What scales the loss is then applied to the gradients of hidden and weight, not to that of the logits, which is
-    larger, and has been written already.
+    This is done in chunks of rows, so that the gradient of the logits never exists as a whole: it would be as large as
+    the logits, at the time when most is kept for the backward.
     """
 
     @staticmethod
@@ -118,20 +123,76 @@ class _HeadAndLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
         """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
-        V, C = weight.shape
+        needs = ctx.needs_input_grad[:2]
         with Below(hidden.device.type):
-            x = hidden.to(low)
-            padded = weight.new_empty((V + -V % 64, C), dtype=low)
-            padded[:V].copy_(weight)
-            padded[V:].zero_()
+            x, padded = hidden.to(low), _padded(weight, low)
             logits = ops.linear.default(x, padded, None)
-            scale = 1 / divisor if isinstance(divisor, Tensor) else x.new_full((), 1 / divisor, dtype=torch.float32)
+            rows, x_rows, target_rows = logits.view(-1, logits.shape[-1]), x.flatten(0, -2), targets.reshape(-1)
+            scale = _scale(divisor, x)
+            losses, dx, dweight = [], x_rows.new_empty(x_rows.shape) if needs[0] else None, None
+            for part in _chunks(rows):
+                found, dlogits = ops.fused_classifier.default(
+                    rows[part], target_rows[part], weight.shape[0], ignore_index, scale
+                )
+                losses.append(found.sum())
+                dx_part, dweight_part, _ = ops.linear_backward.default(dlogits, x_rows[part], padded, (*needs, False))
+                if dx is not None:
+                    dx[part] = dx_part
+                if needs[1]:
+                    dweight = dweight_part if dweight is None else dweight.float().add_(dweight_part)
+            loss = torch.stack(losses).sum() / divisor
+        ctx.save_for_backward(hidden, weight, targets, dx, dweight)
+        ctx.ignore_index, ctx.divisor, ctx.low = ignore_index, divisor, low
+        ctx.set_materialize_grads(False)
+        return logits, loss
+
+    @staticmethod
+    def backward(ctx: Any, dlogits: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
+        """All gradients that are wanted; dlogits is what else the logits were used for."""
+        hidden, weight, targets, dx, dweight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return _differentiably(ctx, hidden, weight, targets, (dlogits, dloss))
+        needs = ctx.needs_input_grad[:2]
+        dhidden = dvocabulary = None
+        with Below(hidden.device.type):
+            if dloss is not None:
+                dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
+                dhidden = _scaled(dx.view(hidden.shape), dloss, hidden.dtype) if needs[0] else None
+                dvocabulary = _scaled(dweight[: weight.shape[0]], dloss, weight.dtype) if needs[1] else None
+            if dlogits is not None:
+                x, padded = hidden.to(ctx.low), _padded(weight, ctx.low)
+                more, more_weight, _ = ops.linear_backward.default(dlogits.to(ctx.low), x, padded, (*needs, False))
+                dhidden = _sum(dhidden, more, hidden.dtype) if needs[0] else None
+                dvocabulary = _sum(dvocabulary, more_weight[: weight.shape[0]], weight.dtype) if needs[1] else None
+        return dhidden, dvocabulary, None, None, None, None
+
+
+class _CompiledHeadAndLoss(torch.autograd.Function):
+    """Under ``torch.compile``: the classifier's pass writes the gradient of the mean loss, dlogits, which is kept.
+
+    A compiled graph that returns the logits is always given a gradient for them, of zeros if there is none: products of
+    it would take longer than its addition to dlogits. Where the logits are not returned, what scales the loss is
+    applied to the gradients of hidden and weight, which are smaller than dlogits.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
+    ):
+        """As of ``_HeadAndLoss``."""
+        with Below(hidden.device.type):
+            x, padded = hidden.to(low), _padded(weight, low)
+            logits = ops.linear.default(x, padded, None)
             losses, dlogits = ops.fused_classifier.default(
-                logits.view(-1, V + -V % 64), targets.reshape(-1), V, ignore_index, scale.float()
+                logits.view(-1, logits.shape[-1]),
+                targets.reshape(-1),
+                weight.shape[0],
+                ignore_index,
+                _scale(divisor, x),
             )
             loss = losses.sum() / divisor
         ctx.save_for_backward(hidden, weight, targets, x, padded, dlogits.view(logits.shape))
-        ctx.ignore_index, ctx.divisor = ignore_index, divisor
+        ctx.ignore_index, ctx.divisor, ctx.low = ignore_index, divisor, low
         ctx.set_materialize_grads(False)
         return logits, loss
 
@@ -143,8 +204,6 @@ class _HeadAndLoss(torch.autograd.Function):
             return _differentiably(ctx, hidden, weight, targets, (dlogits_outside, dloss))
         needs = ctx.needs_input_grad[:2]
         with Below(hidden.device.type):
-            if dloss is not None:
-                dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
             if dlogits_outside is not None:
                 own = 0 if dloss is None else dlogits * dloss.view(1)
                 dlogits, dloss = (dlogits_outside + own).to(x.dtype), None
@@ -154,6 +213,34 @@ class _HeadAndLoss(torch.autograd.Function):
             dhidden = _scaled(dx, dloss, hidden.dtype) if needs[0] else None
             dweight = _scaled(dweight[: weight.shape[0]], dloss, weight.dtype) if needs[1] else None
         return dhidden, dweight, None, None, None, None
+
+
+def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
+    """As ``padded_weight``, in this dtype, by one pass over the weight."""
+    V, C = weight.shape
+    padded = weight.new_empty((V + -V % 64, C), dtype=low)
+    padded[:V].copy_(weight)
+    padded[V:].zero_()
+    return padded
+
+
+def _scale(divisor: Any, like: Tensor) -> Tensor:
+    """What each row's gradient is multiplied by for the gradient of the mean loss: 0-dim float32."""
+    if isinstance(divisor, Tensor):
+        return (1 / divisor).float()
+    return like.new_full((), 1 / divisor, dtype=torch.float32)
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Rows (N, Vp) in equal parts of at most ``CHUNK`` bytes, in multiples of 128 rows."""
+    N = logits.shape[0]
+    parts = max(-(-N * logits.shape[1] * logits.element_size() // CHUNK), 1)
+    size = max(-(-N // (parts * 128)) * 128, 128)
+    return [slice(i, i + size) for i in range(0, max(N, 1), size)]
+
+
+def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:
+    return more.to(dtype) if gradient is None else gradient + more
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -167,8 +254,7 @@ def _differentiably(
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        low = ctx.saved_tensors[3].dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            return _by_operators(hidden.to(low), weight.to(low), targets, ctx.ignore_index, ctx.divisor)
+            return _by_operators(hidden.to(ctx.low), weight.to(ctx.low), targets, ctx.ignore_index, ctx.divisor)
 
     return *differentiate(formula, (hidden, weight), ctx.needs_input_grad[:2], grads), None, None, None, None
