@@ -1,10 +1,15 @@
 """Every family of models: swapped, it computes what it did."""
 
+import contextlib
 import copy
 import io
+from collections import Counter
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
 from swapped import FAMILIES, all_families, assert_as_exact, made, our_dropout, results, three
@@ -129,6 +134,82 @@ def test_compiles_whole(family, autocast, device):
     for name, t in expected.items():
         scale = t.abs().max().item()
         torch.testing.assert_close(found[name], t, rtol=0, atol=scale * (2e-2 if autocast else 1e-4) + 1e-6)
+
+
+COMPILED = pytest.mark.parametrize(
+    "family", [p for p in all_families.args[1] if p.values[0] in ("GPT2LMHeadModel", "nanoGPT")]
+)
+
+
+@COMPILED
+def test_compiled_training(family, device):
+    """Under autocast and with dropout: one graph each way for all steps, of the operators that eager mode calls."""
+    torch._dynamo.reset()
+    found, called, graphs = [], Counter(), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            called[str(op)] += 1
+            return op(*args, **(kwargs or {}))
+
+    def keep(graph, inputs):
+        graphs.append(Counter(str(n.target) for n in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    for compiles in (False, True):
+        model, call = made(family, device, dropout=0.1)
+        gptkernels.swap(model).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of = lambda model=model, call=call: call(model, device)[1]  # noqa: E731
+        if compiles:
+            loss_of = torch.compile(loss_of, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+        torch.manual_seed(0)
+        for step in range(3):
+            with Calls() if step == 0 and not compiles else contextlib.nullcontext():
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = loss_of()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-3, atol=0)
+    assert len(graphs) == 2
+    ours, compiled = (
+        Counter({name: count for name, count in ops.items() if "gptkernels" in name})
+        for ops in (called, graphs[0] + graphs[1])
+    )
+    # Inductor adds the gradient of the first block's stream to that of its norm in a kernel of its own.
+    assert ours - compiled == Counter({"gptkernels.residual_layernorm_backward.default": 1})
+    assert compiled - ours == Counter({"gptkernels.layernorm_backward.default": 1})
+
+
+@COMPILED
+def test_reduce_overhead(family, device):
+    """Inductor's CUDA graphs: losses as in eager mode without dropout, and others at each step with it."""
+    if device.type == "cpu":
+        pytest.skip("CUDA graphs")
+    found = {}
+    for dropout in (0.0, 0.5):
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            model, call = made(family, device, dropout=dropout)
+            gptkernels.swap(model).train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            compiled = torch.compile(model, fullgraph=True, mode=mode) if mode else model
+            losses = []
+            for _ in range(6):
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = call(compiled, device)[1]
+                loss.backward()
+                optimizer.step() if dropout == 0 else None
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+            found[dropout, mode] = torch.stack(losses)
+    torch.testing.assert_close(found[0.0, "reduce-overhead"], found[0.0, None], rtol=2e-3, atol=0)
+    dropped = found[0.5, "reduce-overhead"]
+    assert len(dropped.unique()) == 6
+    torch.testing.assert_close(dropped.mean(), found[0.5, None].mean(), rtol=0.1, atol=0)
 
 
 @all_families
