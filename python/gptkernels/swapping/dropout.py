@@ -25,17 +25,17 @@ class Draws:
 
     def __init__(self, dropouts: int, like: Tensor) -> None:
         self._dropouts, self._like = dropouts, like
-        self._seed: Tensor | None = None
-        self._offsets: list[Tensor] = []
+        self._numbers: tuple[Tensor, ...] | None = None  # the seed and the offsets
+        self._taken = 0
 
     def __call__(self, p: float) -> Dropout:
         """The next one. Nothing is drawn for a p of 0."""
         if p == 0:
             return NONE
-        if not self._offsets:
-            self._seed, *self._offsets = functional._draw_numbers(1 + self._dropouts, self._like)
-            self._offsets.reverse()
-        return Dropout(p, self._seed, self._offsets.pop())
+        if self._numbers is None or self._taken == self._dropouts:
+            self._numbers, self._taken = functional._draw_numbers(1 + self._dropouts, self._like), 0
+        self._taken += 1
+        return Dropout(p, self._numbers[0], self._numbers[self._taken])
 
 
 def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
