@@ -1,12 +1,13 @@
-"""A layer of GPT-2 as one node of autograd's graph, for eager training.
+"""A layer of GPT-2 as one node of autograd's graph, for training.
 
 Called one by one, the operators of a layer cost the host more than the device needs for a small batch: each goes
 through autocast's and autograd's rules. Here the same operators are called below both, with the casts that autocast
 would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a layer's parameters, and
 of their gradients, are one launch each.
 
-Where anything else than a plain first derivative is asked for, the caller computes the layer by single operators: under
-``torch.compile`` and ``torch.func``, and with tangents. A second derivative runs the layer again by these.
+``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). Where anything
+else than a plain first derivative is asked for, the caller computes the layer by single operators: under
+``torch.func``, and with tangents. A second derivative runs the layer again by these.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
@@ -59,9 +60,11 @@ class Dtypes(NamedTuple):
     wide: torch.dtype
 
 
-def dtypes_of(stream: Tensor) -> Dtypes | None:
-    """None where no block of this forward pass can be one node."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _forward.active():
+def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
+    """None where no block of this forward pass can be one node; ``compiled`` tells that the caller can be traced."""
+    if not torch.is_grad_enabled():
+        return None
+    if not compiled if torch.compiler.is_compiling() else _forward.active():
         return None
     device = stream.device.type
     autocast = torch.is_autocast_enabled(device)
@@ -101,7 +104,8 @@ class _Layer(torch.autograd.Function):
         with Below(stream.device.type):
             matrices = [parameters[i] for i in MATRICES]
             if stream.dtype != plan.low:
-                matrices = _cast_together(matrices, plan.low)
+                cast = _cast_together if type(stream) is Tensor else _cast  # while tracing Inductor allocates
+                matrices = cast(matrices, plan.low)
             if _by_one_operator(plan, dropouts, (stream if values is None else values).dtype):
                 outputs, weights, kept = _call(plan, stream, values, bias, parameters, matrices)
             else:
@@ -171,6 +175,17 @@ class _Layer(torch.autograd.Function):
 
 # Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
+
+
+@torch.compiler.allow_in_graph
+def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
+    """The block's outputs. ``torch.compile`` calls it as it is, and records the operators of both passes."""
+    if _forward.active():  # under a transform of torch.func
+        stream, values, bias, *parameters = tensors
+        with torch.autocast(stream.device.type, enabled=False):
+            matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
+            return _compute(plan, dropouts, stream, values, bias, parameters, matrices)[0]
+    return apply_layer(plan, dropouts, *tensors)[:3]  # type: ignore[no-any-return]
 
 
 def _by_one_operator(plan: Plan, dropouts: Sequence[Dropout], addend: torch.dtype) -> bool:

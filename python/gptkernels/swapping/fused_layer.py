@@ -5,10 +5,11 @@ Where the node does not serve, the block is computed by ``transformer.layer``.
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._layer_node import Dropout, Dtypes, Plan, apply_layer
+from gptkernels._layer_node import Dropout, Dtypes, Plan, apply_layer, compiled_layer
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of
 from gptkernels.swapping.parts import Parts, probability
@@ -73,5 +74,6 @@ def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws)
     values, bias, before = (None, None, Dropout()) if pending is None else pending
     dropouts = before, draws(attention_p), draws(residual_p)
     after = draws(mlp_p)
-    stream, values, qkv, _ = apply_layer(plan, dropouts, stream, values, bias, *parameters)
+    apply = compiled_layer if torch.compiler.is_compiling() else apply_layer
+    stream, values, qkv, *_ = apply(plan, dropouts, stream, values, bias, *parameters)
     return stream, Pending(values, last_bias, after), qkv

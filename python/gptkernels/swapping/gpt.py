@@ -164,7 +164,7 @@ def block(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        return add(*_layer(self, dtypes_of(x), x, None, Draws(3, x)))
+        return add(*_layer(self, dtypes_of(x, compiled=True), x, None, Draws(3, x)))
 
     return {"forward": forward}
 
@@ -208,7 +208,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         hidden = torch.ops.gptkernels.encoder(idx, trunk.wte.weight, trunk.wpe.weight)
         draws = Draws(3 * len(trunk.h) + 1, hidden)
         hidden = drop(hidden, trunk._modules.get("drop"), draws)
-        dtypes = dtypes_of(hidden)
+        dtypes = dtypes_of(hidden, compiled=True)
         pending: Pending | None = None
         for one in trunk.h:
             if untouched(one, "gpt block"):

@@ -230,7 +230,7 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
-        dtypes = dtypes_of(hidden) if start == 0 and all(mask is None for mask in masks) else None
+        dtypes = dtypes_of(hidden, compiled=True) if start == 0 and all(mask is None for mask in masks) else None
         pending: Pending | None = None
         for i, (one, parts) in enumerate(found):
             planned = None
@@ -306,9 +306,8 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
     """Each block, and its parts where they are as the swap left them; or why the model is not computed by one loop."""
     found: list[tuple[Any, Parts | None]] = []
-    compiling = torch.compiler.is_compiling()
     for one in self.h:
-        parts = None if compiling else parts_of(one, KINDS)
+        parts = parts_of(one, KINDS)
         if parts is None:
             if not untouched(one, KINDS[0]) or not untouched(one.attn, KINDS[1]):
                 return "a block or its attention was replaced, hooked or wrapped"

@@ -52,7 +52,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """The block's modules; None where one was replaced, hooked or wrapped. Not under ``torch.compile``.
+    """The block's modules; None where one was replaced, hooked or wrapped.
 
     Args:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
@@ -60,6 +60,8 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
     """
     if type(block).__dict__.get("_gptkernels_kind") != kinds[0] or _has_any_global_hook():
         return None
+    if torch.compiler.is_compiling():  # torch compares what it has traced
+        return _find(block, kinds)
     parts = _known.get(block)
     if parts is not None and parts.are_as_found():
         return parts if _is_bare(block, block.__dict__) else None
@@ -103,6 +105,8 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
     parts.attn = attn
     parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.act, parts.mlp_proj = computing
     parts.attn_dropout, parts.resid_dropout, parts.mlp_dropout = dropouts
+    if torch.compiler.is_compiling():
+        return parts
     given = [one for one in (attn, mlp, *computing, *dropouts) if one is not None]
     parts.classes = tuple((one, type(one), one.__dict__) for one in given)
     parts.links = tuple((one._modules, dict(one._modules)) for one in (block, attn, mlp))
