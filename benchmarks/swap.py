@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # nanoGPT's and llm.c's models
 
 MODES = {"eager": None, "compiled": "default", "compiled-graphs": "reduce-overhead"}  # torch.compile's
+LOGITS = {"no-logits": False, "detached": "detached"}
 SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}  # layers, heads, channels
 
 
@@ -34,7 +35,7 @@ class Variant:
     dropout: float
     mode: str
     swapped: bool
-    logits: bool = True
+    logits: bool | str = True  # swap's return_logits
     size: str = "gpt2"
     length: int = 1024
 
@@ -171,7 +172,7 @@ def table(rows):
             def rate(row, variant=variant):
                 return f"{row['ms']:.1f} ms, {variant.batch * variant.length / row['ms']:.0f}k tokens/s"
 
-            cells = [key + ("" if variant.logits else ", no logits")]
+            cells = [key + {True: "", False: ", no logits"}.get(variant.logits, ", detached logits")]
             cells += [rate(before) if before else "", rate(row), f"{before['ms'] / row['ms']:.2f}x" if before else ""]
             cells.append(f"{before['peak_gib'] if before else 0:.1f} -> {row['peak_gib']:.1f}")
             apart = [abs(a - b) for a, b in zip(before["losses"], row["losses"], strict=True)] if before else [0]
@@ -219,7 +220,7 @@ def main(arguments):
     parser.add_argument("--batch", default="32,4")
     parser.add_argument("--dropout", default="0,0.1")
     parser.add_argument("--modes", default="eager,compiled", help="of eager, compiled, compiled-graphs")
-    parser.add_argument("--swapped", default="no,yes,no-logits", help="of no, yes, no-logits")
+    parser.add_argument("--swapped", default="no,yes,no-logits", help="of no, yes, no-logits, detached")
     parser.add_argument("--size", default="gpt2", choices=SIZES)
     parser.add_argument("--length", type=int, default=1024, help="T")
     parser.add_argument("--seconds", type=float, default=2, help="of timed steps for each variant")
@@ -242,7 +243,7 @@ def main(arguments):
     )
     variants = [
         Variant(
-            model, int(batch), float(dropout), mode, swapped != "no", swapped != "no-logits", options.size,
+            model, int(batch), float(dropout), mode, swapped != "no", LOGITS.get(swapped, True), options.size,
             options.length,
         )
         for model, mode, batch, dropout in combinations

@@ -383,6 +383,21 @@ def test_logits_may_be_left_out(kind, device):
             model(x, x, return_logits=False)
 
 
+def test_logits_may_be_detached(device):
+    x = torch.randint(23, (2, 9), device=device)
+    model = small(published.GPT).to(device).train()
+    expected, loss = model(x, x)
+    expected_gradients = torch.autograd.grad(loss, [*model.parameters()])
+    gptkernels.swap(model, return_logits="detached")
+    logits, loss = model(x, x)
+    assert not logits.requires_grad
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, [*model.parameters()]), expected_gradients)
+    assert model.eval()(x, x)[0].requires_grad
+    with pytest.raises(ValueError, match="return_logits is True, False or 'detached', not 'no'"):
+        gptkernels.swap(small(published.GPT), return_logits="no")
+
+
 def test_errors_are_the_models_own():
     model = gptkernels.swap(small())
     with pytest.raises(AssertionError, match="17 tokens are more than 16"):
@@ -541,8 +556,9 @@ def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
     assert max(kept) < 1000 * 256
 
 
-def test_compiled_head_and_loss_are_one_pass(device):
-    """Where only the loss is asked for: no pass over the logits but the classifier's, none in the backward."""
+@pytest.mark.parametrize("returned", ["loss", "detached logits"])
+def test_compiled_head_and_loss_are_one_pass(returned, device):
+    """Where no gradient of the logits comes from outside: the classifier's pass over them is the only one."""
     torch._dynamo.reset()
     graphs = []
 
@@ -551,11 +567,13 @@ def test_compiled_head_and_loss_are_one_pass(device):
         return make_boxed_func(graph.forward)
 
     @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=keep))
-    def loss_of(hidden, weight, targets):
-        return head_and_loss(hidden, weight, targets, -1)[1]
+    def call(hidden, weight, targets):
+        logits, loss = head_and_loss(hidden, weight, targets, -1, return_logits="detached")
+        return loss if returned == "loss" else (loss, logits)
 
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(300, 16), (77, 16)])
-    loss_of(hidden, weight, torch.randint(77, (300,), device=device)).backward()
+    found = call(hidden, weight, torch.randint(77, (300,), device=device))
+    (found if returned == "loss" else found[0]).backward()
     forward, backward = ([name for name, _ in graph if "gptkernels" in name] for graph in graphs)
     assert forward == ["gptkernels.linear.default", "gptkernels.fused_classifier.default"]
     assert backward == ["gptkernels.linear_backward.default"]

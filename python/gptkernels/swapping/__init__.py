@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 Decision = tuple[Any, ...] | str | None  # a replacement and its options, a reason to leave the module, or neither
 
 
-def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool = True) -> Model:
+def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool | Literal["detached"] = True) -> Model:
     """Let this package's kernels serve what they know in a model, in place.
 
     Replaced are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
@@ -34,15 +34,19 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool =
         model: any module.
         leave: names of modules to leave alone, as in ``named_modules``, with ``*`` and ``?``; what is inside of them
             is replaced unless it is named too.
-        return_logits: False: in training, where a language model is given its labels or targets, it returns None for
-            the logits and computes the loss in chunks, so that the logits never exist as a whole.
+        return_logits: what a language model returns for the logits in training, where it is given its labels or
+            targets. False: None, and it computes the loss in chunks, so that the logits never exist as a whole.
+            "detached": the logits without a gradient, to look at; a compiled graph is then not given one for them.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is swapped already, or a pattern in ``leave`` names no module.
+        ValueError: the model is swapped already, a pattern in ``leave`` names no module, or return_logits is none of
+            the three.
     """
+    if return_logits not in (True, False, "detached"):
+        raise ValueError(f"gptkernels.swap: return_logits is True, False or 'detached', not {return_logits!r}")
     if any(original_of(module) is not None for module in model.modules()):
         raise ValueError("gptkernels.swap: the model is swapped already: call gptkernels.unswap first")
     patterns = [leave] if isinstance(leave, str) else list(leave)

@@ -220,7 +220,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         if targets is None:
             logits = project(hidden[:, -1:] if last_only else hidden, head)
             return (logits if return_logits else None), None
-        keep = return_logits and (self.gptkernels_report.return_logits or not self.training)
+        keep = return_logits and (self.gptkernels_report.return_logits if self.training else True)
         all_logits, loss = head_and_loss(hidden, weight_of(head), targets, ignore_index, return_logits=keep)
         return (all_logits if return_logits else None), like_torchs(loss, hidden)
 

@@ -4,7 +4,7 @@ Shapes: C channels, V vocabulary, Vp V rounded up to a multiple of 64.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ def head_and_loss(
     targets: Tensor,
     ignore_index: int,
     divisor: Any = None,
-    return_logits: bool = True,
+    return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
     """Logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
 
@@ -35,7 +35,7 @@ def head_and_loss(
         targets: (...), int64 or int32.
         ignore_index: the target of rows that do not count.
         divisor: what the sum of the losses is divided by; None is the number of targets that count.
-        return_logits: False computes them in chunks, so that they never exist as a whole, and returns None.
+        return_logits: as of ``swap``.
 
     Returns:
         logits or None; loss, 0-dim, float32 (float64 for float64).
@@ -56,7 +56,8 @@ def head_and_loss(
         logits, loss = _compiled(*args, low)
     else:
         logits, loss = _HeadAndLoss.apply(*args, low)
-    return logits[..., :V], loss
+    logits = logits[..., :V]
+    return logits.detach() if return_logits == "detached" else logits, loss
 
 
 def padded_weight(weight: Tensor) -> Tensor:

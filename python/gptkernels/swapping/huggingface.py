@@ -489,7 +489,7 @@ def language_model(original: Any) -> Namespace:
             targets.to(hidden.device),
             ignore_index,
             _on(num_items, hidden),
-            return_logits=self.gptkernels_report.return_logits or not self.training,
+            return_logits=self.gptkernels_report.return_logits if self.training else True,
         )
         made = sys.modules["transformers.modeling_outputs"].CausalLMOutputWithCrossAttentions(
             loss=loss.float(),

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import re
 from collections.abc import Iterable
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Report:
     replaced: list[Entry] = dataclasses.field(default_factory=list)
     left: list[Entry] = dataclasses.field(default_factory=list)
     calls: "collections.Counter[tuple[str, str]]" = dataclasses.field(default_factory=collections.Counter)
-    return_logits: bool = True
+    return_logits: bool | Literal["detached"] = True
 
     def line(self) -> str:
         """The report in one line."""
