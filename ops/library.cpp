@@ -96,6 +96,35 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
+  // float8 (docs/fp8.md). A history (18) of int32, a tensor's largest magnitudes so far, is read for the scale and moved
+  // on; q_t is (C, N rounded up to 16), without elements unless transposed. fp8_matmul is a @ b^T.
+  m.def(
+      "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
+      "-> (Tensor q, Tensor q_t, Tensor scale)");
+  m.def(
+      "fp8_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, "
+      "bool fast_accumulation=False) -> Tensor");
+
+  // A layer's histories are those of its input and of its output's gradient; the second is for the backward. save says
+  // which gradients will be wanted (of x and weight; of x, fc_weight, proj_weight, and any but proj's own): what they
+  // need is returned, transposed.
+  m.def(
+      "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? history, Tensor? dout_history, bool[2] save) "
+      "-> (Tensor out, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale)");
+  m.def(
+      "fp8_linear_backward(Tensor dout, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale, "
+      "Tensor(a!)? history, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "fp8_mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias, "
+      "Tensor(a!)? history, Tensor(b!)? hidden_history, Tensor? dhidden_history, Tensor? dout_history, bool[4] save) "
+      "-> (Tensor out, Tensor pre_gelu, Tensor x_t, Tensor fc_weight_t, Tensor hidden_t, Tensor proj_weight_t, "
+      "Tensor x_scale, Tensor fc_scale, Tensor hidden_scale, Tensor proj_scale)");
+  m.def(
+      "fp8_mlp_backward(Tensor dout, Tensor pre_gelu, Tensor x_t, Tensor fc_weight_t, Tensor hidden_t, "
+      "Tensor proj_weight_t, Tensor x_scale, Tensor fc_scale, Tensor hidden_scale, Tensor proj_scale, "
+      "Tensor(a!)? dhidden_history, Tensor(b!)? dout_history, bool[5] output_mask) "
+      "-> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, Tensor dproj_bias)");
+
   // dlosses (N) or 0-dim float32, when already known, is folded into dlogits: the logits are then read and written
   // once.
   m.def(

@@ -55,7 +55,7 @@ _LAYER: list[tuple[str, tuple[int, ...]]] = [
 ]
 _WTE, _WPE, _LM_HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
-_BUFFERS = (".attn.bias", ".attn.masked_bias")
+_BUFFERS = (".attn.bias", ".attn.masked_bias", ".fp8_history", ".fp8_dout_history")
 
 StateDict = dict[str, torch.Tensor]
 Name = TypeVar("Name")

@@ -23,6 +23,8 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "fp8_linear",
+    "fp8_mlp",
     "gelu",
     "layer_norm",
     "linear",
@@ -213,6 +215,63 @@ def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tenso
         (..., C).
     """
     return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias)[0]
+
+
+def fp8_linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    history: Tensor | None = None,
+    dout_history: Tensor | None = None,
+) -> Tensor:
+    """:func:`linear` with products of float8 numbers: input and weight in e4m3, the output's gradient in e5m2.
+
+    A history has a tensor's largest magnitudes in the last 16 calls: the scale is known before the tensor is read, and
+    the call adds its own. Without one, and at the first call, the scale is that of the tensor itself, which is then
+    read twice; the weight's always is.
+
+    Args:
+        input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
+        weight: (O, I), in input's dtype; O is a multiple of 16.
+        bias: (O), or None.
+        history: of the input, (18) int32, at first zeros; written to. Or None.
+        dout_history: as history, of the output's gradient; the backward writes to it.
+
+    Returns:
+        (..., O), in input's dtype.
+    """
+    return ops.fp8_linear.default(input, weight, bias, history, dout_history, (False, False))[0]
+
+
+def fp8_mlp(
+    x: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    history: Tensor | None = None,
+    hidden_history: Tensor | None = None,
+    dhidden_history: Tensor | None = None,
+    dout_history: Tensor | None = None,
+) -> Tensor:
+    """:func:`mlp` with products of float8 numbers, as :func:`fp8_linear`; GELU is computed where it is quantised.
+
+    Args:
+        x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.
+        fc_weight: (H, C), H the hidden width, a multiple of 16.
+        fc_bias: (H), or None.
+        proj_weight: (C, H).
+        proj_bias: (C), or None.
+        history: of x, (18) int32, at first zeros; written to. Or None, as for the others.
+        hidden_history: of GELU's output.
+        dhidden_history: of the gradient before GELU; the backward writes to it.
+        dout_history: of the result's gradient; the backward writes to it.
+
+    Returns:
+        (..., C).
+    """
+    histories = history, hidden_history, dhidden_history, dout_history
+    return ops.fp8_mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, (False,) * 4)[0]
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------

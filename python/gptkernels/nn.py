@@ -13,6 +13,7 @@ from torch import Tensor
 from gptkernels import functional
 from gptkernels._modules import is_unmodified
 from gptkernels.ops.attention import unpack
+from gptkernels.ops.fp8 import ALIGNMENT, new_history
 
 __all__ = [
     "GELU",
@@ -66,11 +67,68 @@ class Dropout(torch.nn.Dropout):
 
 
 class Linear(torch.nn.Linear):
-    """:class:`torch.nn.Linear`."""
+    """:class:`torch.nn.Linear`, with an option.
+
+    With ``fp8``, training multiplies float8 numbers (``docs/fp8.md``): the input and the weight in e4m3, the output's
+    gradient in e5m2, with scales from the magnitudes of the last 16 calls. These are two buffers, which are in the
+    state dict; one that lacks them can be loaded, and the magnitudes then start anew. In evaluation the layer is what
+    it is without the option.
+
+    Args:
+        in_features: I.
+        out_features: O.
+        bias: whether there is one.
+        device: of the parameters.
+        dtype: of the parameters.
+        fp8: multiply float8 numbers in training; I and O must be multiples of 16.
+
+    Raises:
+        ValueError: with ``fp8``, a number of features is no multiple of 16.
+    """
+
+    HISTORIES = ("fp8_history", "fp8_dout_history")
+    fp8: bool = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        if not fp8:
+            return
+        for name, features in (("in_features", in_features), ("out_features", out_features)):
+            if features % ALIGNMENT:
+                raise ValueError(f"Linear: {name} must be a multiple of {ALIGNMENT} for fp8, got {features}")
+        self.fp8 = True
+        self.register_buffer("fp8_history", new_history(device))
+        self.register_buffer("fp8_dout_history", new_history(device))
+        self.register_load_state_dict_pre_hook(_keep_own_histories)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return functional.linear(input, self.weight, self.bias)
+        return self.product(input, self.bias)
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """:meth:`forward` with another bias, or None."""
+        if self.fp8 and self.training:
+            return functional.fp8_linear(input, self.weight, bias, self.fp8_history, self.fp8_dout_history)
+        return functional.linear(input, self.weight, bias)
+
+    def extra_repr(self) -> str:
+        """Torch's, with the option where it is set."""
+        return super().extra_repr() + (", fp8=True" if self.fp8 else "")
+
+
+def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+    """Let a state dict without histories be loaded: the scales are then found anew."""
+    for name in Linear.HISTORIES:
+        if prefix + name not in state_dict:
+            state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
 
 
 class Embedding(torch.nn.Embedding):
@@ -140,9 +198,10 @@ class MLP(torch.nn.Module):
         device: of the parameters.
         dtype: of the parameters.
         activation: "gelu_tanh", or "gelu" for the exact one.
+        fp8: of the two linear layers (:class:`Linear`).
 
     Raises:
-        ValueError: there is no such activation.
+        ValueError: there is no such activation, or with ``fp8`` n_embd is no multiple of 16.
     """
 
     def __init__(
@@ -152,13 +211,14 @@ class MLP(torch.nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         activation: str = "gelu_tanh",
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         if activation not in ("gelu_tanh", "gelu"):
             raise ValueError(f"MLP: activation must be 'gelu_tanh' or 'gelu', got {activation!r}")
         self.activation = activation
-        self.c_fc = Linear(n_embd, 4 * n_embd, bias, device, dtype)
-        self.c_proj = Linear(4 * n_embd, n_embd, bias, device, dtype)
+        self.c_fc = Linear(n_embd, 4 * n_embd, bias, device, dtype, fp8)
+        self.c_proj = Linear(4 * n_embd, n_embd, bias, device, dtype, fp8)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
@@ -166,7 +226,7 @@ class MLP(torch.nn.Module):
         if self.activation == "gelu":
             return proj(functional.gelu(fc(x)))
         if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
-            return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj.bias)
+            return _two_layers(x, fc, proj, proj.bias)
         return proj(functional.gelu(fc(x), approximate="tanh"))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -178,14 +238,25 @@ class MLP(torch.nn.Module):
         if not is_unmodified(proj, Linear):
             return self(x), None
         if self.activation == "gelu":
-            return functional.linear(functional.gelu(fc(x)), proj.weight), proj.bias
+            return proj.product(functional.gelu(fc(x)), None), proj.bias
         if is_unmodified(fc, Linear):
-            return functional.mlp(x, fc.weight, fc.bias, proj.weight, None), proj.bias
-        return functional.linear(functional.gelu(fc(x), approximate="tanh"), proj.weight), proj.bias
+            return _two_layers(x, fc, proj, None), proj.bias
+        return proj.product(functional.gelu(fc(x), approximate="tanh"), None), proj.bias
 
     def extra_repr(self) -> str:
         """What the children don't show."""
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
+
+
+def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None) -> Tensor:
+    """Both layers, and GELU between them, as one operator if both have the same numbers."""
+    eights = [layer.fp8 and layer.training for layer in (fc, proj)]
+    if all(eights):
+        histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
+        return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
+    if any(eights):
+        return proj.product(functional.gelu(fc(x), approximate="tanh"), proj_bias)
+    return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias)
 
 
 class KeyValueCache:
@@ -250,9 +321,11 @@ class CausalSelfAttention(torch.nn.Module):
         device: of the parameters.
         dtype: of the parameters.
         dropout: the probability with which an attention weight is dropped in training.
+        fp8: of the two linear layers (:class:`Linear`).
 
     Raises:
-        ValueError: ``n_head`` does not divide ``n_embd``, or ``dropout`` is not from 0 to 1.
+        ValueError: ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is no
+            multiple of 16.
     """
 
     def __init__(
@@ -263,6 +336,7 @@ class CausalSelfAttention(torch.nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
         dropout: float = 0.0,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         if n_embd % n_head:
@@ -271,8 +345,8 @@ class CausalSelfAttention(torch.nn.Module):
             raise ValueError(f"CausalSelfAttention: dropout must be from 0 to 1, got {dropout}")
         self.n_head = n_head
         self.dropout = dropout
-        self.c_attn = Linear(n_embd, 3 * n_embd, bias, device, dtype)
-        self.c_proj = Linear(n_embd, n_embd, bias, device, dtype)
+        self.c_attn = Linear(n_embd, 3 * n_embd, bias, device, dtype, fp8)
+        self.c_proj = Linear(n_embd, n_embd, bias, device, dtype, fp8)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
@@ -282,7 +356,7 @@ class CausalSelfAttention(torch.nn.Module):
         """As :meth:`MLP.without_bias`."""
         attended, proj = self._attend(x, cache), self.c_proj
         if is_unmodified(proj, Linear):
-            return functional.linear(attended, proj.weight), proj.bias
+            return proj.product(attended, None), proj.bias
         return proj(attended), None
 
     def _attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:

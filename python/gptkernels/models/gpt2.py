@@ -23,6 +23,7 @@ from gptkernels.models.nanogpt import NanoGPT
 from gptkernels.models.recompute import may_draw
 from gptkernels.ops import ops
 from gptkernels.ops.encoder import tied_encoder
+from gptkernels.ops.fp8 import ALIGNMENT
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
@@ -51,6 +52,8 @@ class GPT2Config:
             probabilities, what a layer adds to the residual stream, the embeddings' sum.
         activation: the GELU of the feed-forward layers: "gelu_tanh", GPT-2's and llm.c's, or "gelu", the exact one of
             nanoGPT.
+        fp8: train with float8 products in the layers' four matrices (``gptkernels.nn.Linear``), not in the head; n_embd
+            is then a multiple of 16.
 
     Raises:
         ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
@@ -66,6 +69,7 @@ class GPT2Config:
     bias: bool = True
     dropout: float = 0.0
     activation: str = "gelu_tanh"
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         if self.padded_vocab_size is None:
@@ -84,6 +88,8 @@ class GPT2Config:
             raise ValueError(f"GPT2Config: dropout must be from 0 to 1, got {self.dropout}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.fp8 and self.n_embd % ALIGNMENT:
+            raise ValueError(f"GPT2Config: n_embd must be a multiple of {ALIGNMENT} for fp8, got {self.n_embd}")
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
@@ -116,9 +122,9 @@ class Block(torch.nn.Module):
         super().__init__()
         C, bias = config.n_embd, config.bias
         self.ln_1 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout)
+        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout, config.fp8)
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.mlp = nn.MLP(C, bias, device, dtype, config.activation)
+        self.mlp = nn.MLP(C, bias, device, dtype, config.activation, config.fp8)
         self.resid_dropout = nn.Dropout(config.dropout)  # of both additions
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
@@ -454,7 +460,13 @@ class GPT2(Files, NanoGPT):
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing."""
+    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing.
+
+    Without fp8 its histories are left out.
+    """
+    if not model.config.fp8:
+        for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:
+            del state_dict[name]
     wte, head = prefix + "transformer.wte.weight", prefix + "lm_head.weight"
     V, Vp = model.config.vocab_size, model.config.padded_vocab_size
     if wte in state_dict and head not in state_dict:

@@ -1,0 +1,32 @@
+#include "fp8_matmul.h"
+
+#include <array>
+
+#include "fp8_numbers.h"
+
+namespace gptkernels::cpu {
+
+Status fp8_widen(float* out, const uint8_t* x, int64_t size, Fp8Format format, Stream stream) {
+  std::array<float, 256> values;
+  for (int bits = 0; bits < 256; ++bits) values[bits] = fp8_value(static_cast<uint8_t>(bits), format);
+  parallel_for(stream, size, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) out[i] = values[x[i]];
+  });
+  return {};
+}
+
+template <typename T>
+Status fp8_finish(const Fp8Finish<T>& p, Stream stream) {
+  const float scale = *p.scale_a * *p.scale_b;
+  parallel_for(stream, p.rows, p.columns, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      for (int64_t i = 0; i < p.columns; ++i)
+        store(p.out[row * p.columns + i], p.product[row * p.columns + i] * scale + (p.bias ? float(p.bias[i]) : 0.0f));
+  });
+  return {};
+}
+
+#define GPTKERNELS_INSTANTIATE(T) template Status fp8_finish<T>(const Fp8Finish<T>&, Stream);
+GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cpu

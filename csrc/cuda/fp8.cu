@@ -1,0 +1,373 @@
+#include <cuda_fp8.h>
+
+#include "../fp8.h"
+#include "../fp8_scale.h"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/partial_sums.cuh"
+#include "common/reduce.cuh"
+#include "gelu.cuh"
+
+// The pass reads x once, N * C * sizeof(T) bytes (and u, as many), and writes N * C bytes, twice with the transposed
+// copy. A block takes a strip of 128 columns and every gridDim.y-th tile of 128 rows of it. A thread has 4 rows of 8
+// columns of a tile: it rounds them, transposes their bytes in registers, and the tile's transposed rows are put
+// together in shared memory, so that all stores to memory are of whole 128-byte lines.
+
+namespace gptkernels::cuda {
+namespace {
+
+constexpr int kTile = 128;  // rows and columns of a tile
+constexpr int kSide = 8;    // columns of a thread's part of it
+constexpr int kDown = 4;    // rows of that part
+constexpr int kGroups = kTile / kSide;
+constexpr int kBands = kTile / kDown;
+constexpr int kThreads = kGroups * kBands;
+constexpr int kWarps = kThreads / kWarp;
+
+// ---------------------------------------------------------------------------------------------------------------
+// What is quantised.
+
+struct Values {
+  static constexpr bool kTwo = false;
+  template <typename T>
+  static __device__ float of(float x, float) {
+    return x;
+  }
+};
+
+struct GeluOf {
+  static constexpr bool kTwo = false;
+  template <typename T>
+  static __device__ float of(float x, float) {
+    return widen(narrow<T>(GeluTanh<T>::value(x)));
+  }
+};
+
+struct GeluGradientOf {
+  static constexpr bool kTwo = true;
+  template <typename T>
+  static __device__ float of(float x, float u) {
+    return widen(narrow<T>(x * GeluTanh<T>::derivative(u)));
+  }
+};
+
+// A row's 8 neighbouring elements, as they are in memory.
+template <typename T>
+struct Part {
+  Packed<T, kPack<T>> packs[kSide / kPack<T>];
+
+  // Loads those of the `count` elements that exist; the others are 0.
+  template <bool kVector>
+  __device__ void load_from(const T* from, int64_t count) {
+#pragma unroll
+    for (int i = 0; i < kSide; i += kPack<T>) {
+      auto& pack = packs[i / kPack<T>];
+      if constexpr (kVector) {
+        pack = count > 0 ? load<kPack<T>>(from + i) : Packed<T, kPack<T>>{};
+      } else {
+#pragma unroll
+        for (int k = 0; k < kPack<T>; ++k) pack.v[k] = i + k < count ? from[i + k] : narrow<T>(0.0f);
+      }
+    }
+  }
+
+  __device__ void to(float (&values)[kSide]) const {
+#pragma unroll
+    for (int i = 0; i < kSide; i += kPack<T>) {
+      float some[kPack<T>];
+      widen(some, packs[i / kPack<T>]);
+#pragma unroll
+      for (int k = 0; k < kPack<T>; ++k) values[i + k] = some[k];
+    }
+  }
+};
+
+// The larger magnitude, as bits: those of floats that are not negative have the order of whole numbers. NaN and
+// infinities are ignored.
+struct LargerBits {
+  __device__ int32_t operator()(int32_t a, int32_t b) const { return max(a, b); }
+};
+
+__device__ int32_t finite_magnitude(float x) {
+  const int32_t bits = __float_as_int(x) & 0x7FFFFFFF;
+  return bits < 0x7F800000 ? bits : 0;
+}
+
+// The largest over the block, in thread 0.
+__device__ int32_t block_largest(int32_t bits) {
+  __shared__ int32_t warps[kWarps];
+  bits = warp_reduce<LargerBits>(bits);
+  __syncthreads();
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = bits;
+  __syncthreads();
+  if (threadIdx.x == 0)
+    for (int i = 1; i < kWarps; ++i) bits = max(bits, warps[i]);
+  return bits;
+}
+
+__device__ int32_t history_largest(const int32_t* history) {
+  int32_t bits = 0;
+  if (history)
+#pragma unroll
+    for (int i = 0; i < kFp8Calls; ++i) bits = max(bits, history[i]);
+  return bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The largest magnitude of x, for a scale without a history.
+
+constexpr int kMostLargest = 1024;  // blocks, each of which writes one number
+
+template <typename T, typename Source, bool kVector>
+__global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, int32_t* largest) {
+  if (history_largest(p.history) > 0) return;
+  const int64_t size = p.rows * p.width;
+  const int64_t stride = int64_t(gridDim.x) * kThreads * kSide;
+  int32_t bits = 0;
+  for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kSide; i < size; i += stride) {
+    Part<T> x, u;
+    float values[kSide], others[kSide] = {};
+    x.template load_from<kVector>(p.x + i, size - i);
+    x.to(values);
+    if constexpr (Source::kTwo) {
+      u.template load_from<kVector>(p.u + i, size - i);
+      u.to(others);
+    }
+#pragma unroll
+    for (int k = 0; k < kSide; ++k)
+      bits = max(bits, finite_magnitude(Source::template of<T>(values[k], others[k])));
+  }
+  bits = block_largest(bits);
+  if (threadIdx.x == 0) largest[blockIdx.x] = bits;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// The pass.
+
+// Eight numbers as float8, the first in the lowest byte. (NaN is not changed by the conversion, and infinities have been
+// made NaN.)
+__device__ uint2 to_fp8(const float (&values)[kSide], __nv_fp8_interpretation_t format) {
+  uint32_t halves[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t low = __nv_cvt_float2_to_fp8x2({values[4 * i], values[4 * i + 1]}, __NV_SATFINITE, format);
+    const uint32_t high = __nv_cvt_float2_to_fp8x2({values[4 * i + 2], values[4 * i + 3]}, __NV_SATFINITE, format);
+    halves[i] = low | high << 16;
+  }
+  return {halves[0], halves[1]};
+}
+
+// Word i holds row i; afterwards it holds column i.
+__device__ void transpose_bytes(uint32_t (&words)[4]) {
+  const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
+  const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);
+  words[0] = __byte_perm(low01, low23, 0x5410);
+  words[1] = __byte_perm(low01, low23, 0x7632);
+  words[2] = __byte_perm(high01, high23, 0x5410);
+  words[3] = __byte_perm(high01, high23, 0x7632);
+}
+
+// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 2 (column / 8), so
+// that the lanes of a store, which have two bands and all values of column / 8, write to different banks.
+using TransposedTile = uint32_t[kTile][kBands];
+
+__device__ void put_transposed(TransposedTile& tile, const uint2 (&rows)[kDown], int group, int band) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t words[kDown];
+#pragma unroll
+    for (int i = 0; i < kDown; ++i) words[i] = half ? rows[i].y : rows[i].x;
+    transpose_bytes(words);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) tile[group * kSide + half * 4 + i][band ^ (2 * group)] = words[i];
+  }
+}
+
+// Writes the tile's columns to out_transposed, 16 rows at a time.
+template <typename T>
+__device__ void store_transposed(const Fp8Quantize<T>& p, const TransposedTile& tile, int64_t row, int64_t column) {
+  constexpr int kChunks = kTile / 16;  // of a column
+  const int64_t padded = fp8_padded(p.rows);
+#pragma unroll
+  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
+    const int chunk = i * kThreads + threadIdx.x;
+    const int mine = chunk / kChunks, place = chunk % kChunks, group = mine / kSide;
+    if (column + mine >= p.width || row + 16 * place >= padded) continue;
+    uint4 bytes = *reinterpret_cast<const uint4*>(&tile[mine][(4 * place) ^ (2 * group & ~3)]);
+    if (group % 2) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
+    __stwb(reinterpret_cast<uint4*>(p.out_transposed + (column + mine) * padded + row + 16 * place), bytes);
+  }
+}
+
+// The last block to come here moves the history on.
+__device__ void note_largest(int32_t* history, int32_t bits) {
+  int32_t* under_way = history + kFp8Calls;
+  atomicMax(under_way, bits);
+  __threadfence();
+  const int32_t blocks = static_cast<int32_t>(gridDim.x * gridDim.y);
+  if (atomicAdd(under_way + 1, 1) != blocks - 1) return;
+  __threadfence();
+  int32_t calls[kFp8Calls];
+#pragma unroll
+  for (int i = 1; i < kFp8Calls; ++i) calls[i - 1] = history[i];
+  calls[kFp8Calls - 1] = atomicExch(under_way, 0);
+#pragma unroll
+  for (int i = 0; i < kFp8Calls; ++i) history[i] = calls[i];
+  under_way[1] = 0;
+}
+
+template <typename T, typename Source, bool kVector>
+__global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
+    fp8_quantize_kernel(const Fp8Quantize<T> p, const int32_t* largest, int count, sum_t<T>* partials) {
+  using A = sum_t<T>;
+  __shared__ alignas(16) TransposedTile tiles[2];
+  __shared__ int32_t amax;
+  int32_t bits = history_largest(p.history);
+  if (bits == 0) {
+    for (int i = threadIdx.x; i < count; i += kThreads) bits = max(bits, largest[i]);
+    bits = block_largest(bits);
+  }
+  if (threadIdx.x == 0) amax = bits;
+  __syncthreads();
+  const bool e4m3 = p.format == Fp8Format::kE4M3;
+  const auto format = e4m3 ? __NV_E4M3 : __NV_E5M2;
+  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(amax), e4m3 ? 8 : 15);
+  const float multiplier = __uint_as_float(scale.multiplier);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.scale = __uint_as_float(scale.scale);
+
+  const int group = threadIdx.x % kGroups, band = threadIdx.x / kGroups;
+  const int64_t column = int64_t(blockIdx.x) * kTile;
+  const int64_t mine = column + group * kSide, columns = p.width - mine;  // the thread's first column, and those left
+  const int64_t stride = int64_t(gridDim.y) * kTile;
+  A sums[kSide] = {};
+  bits = 0;
+  int buffer = 0;
+  for (int64_t tile = int64_t(blockIdx.y) * kTile; tile < p.rows; tile += stride, buffer ^= 1) {
+    Part<T> x[kDown], u[Source::kTwo ? kDown : 1];
+#pragma unroll
+    for (int i = 0; i < kDown; ++i) {
+      const int64_t row = tile + band * kDown + i;
+      const int64_t at = row * p.width + mine, left = row < p.rows ? columns : 0;
+      x[i].template load_from<kVector>(p.x + at, left);
+      if constexpr (Source::kTwo) u[i].template load_from<kVector>(p.u + at, left);
+    }
+    uint2 rows[kDown];
+#pragma unroll
+    for (int i = 0; i < kDown; ++i) {
+      float values[kSide], others[kSide] = {};
+      x[i].to(values);
+      if constexpr (Source::kTwo) u[i].to(others);
+#pragma unroll
+      for (int k = 0; k < kSide; ++k) {
+        float value = Source::template of<T>(values[k], others[k]);
+        sums[k] += value;
+        value = fmaf(value, 0.0f, value);  // infinities become NaN
+        bits = max(bits, finite_magnitude(value));
+        values[k] = value * multiplier;
+      }
+      rows[i] = to_fp8(values, format);
+      const int64_t row = tile + band * kDown + i;
+      if (row >= p.rows) continue;
+      uint8_t* to = p.out + row * p.width + mine;
+      if constexpr (kVector) {
+        if (columns > 0) __stwb(reinterpret_cast<uint2*>(to), rows[i]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kSide; ++k)
+          if (k < columns) to[k] = static_cast<uint8_t>((k < 4 ? rows[i].x : rows[i].y) >> 8 * (k % 4));
+      }
+    }
+    // Two buffers, because a thread may be one tile ahead of another.
+    if (p.out_transposed == nullptr) continue;
+    put_transposed(tiles[buffer], rows, group, band);
+    __syncthreads();
+    store_transposed(p, tiles[buffer], tile, column);
+  }
+
+  if (p.history) {
+    bits = block_largest(bits);
+    if (threadIdx.x == 0) note_largest(p.history, bits);
+  }
+  if (p.column_sums == nullptr) return;
+  using Bands = A[kWarps][kTile];
+  Bands& bands = *reinterpret_cast<Bands*>(tiles);
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kSide; ++k) {
+    sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], kGroups);  // two bands are one warp
+    if (band % 2 == 0) bands[threadIdx.x / kWarp][group * kSide + k] = sums[k];
+  }
+  __syncthreads();
+  const int64_t sum_column = column + threadIdx.x;
+  if (threadIdx.x >= kTile || sum_column >= p.width) return;
+  A sum = 0;
+  for (int i = 0; i < kWarps; ++i) sum += bands[i][threadIdx.x];
+  partials[int64_t(blockIdx.y) * p.width + sum_column] = sum;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// Launches.
+
+constexpr int64_t kLargestBytes = kMostLargest * sizeof(int32_t);
+
+// As many runs of tiles as fill one wave of blocks, each of which has two of its strip's tiles at least.
+dim3 quantize_grid(int64_t rows, int64_t width) {
+  constexpr int64_t kResident = 2;  // blocks of a multiprocessor
+  constexpr int64_t kMostRuns = 1024;
+  const int64_t strips = std::max<int64_t>(ceil_div(width, kTile), 1);
+  const int64_t filling = std::max<int64_t>(kResident * multiprocessors() / strips, 1);
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTile), 1, std::min(filling, kMostRuns));
+  return {grid_size(strips), static_cast<unsigned>(runs)};
+}
+
+template <typename T, typename Source, bool kVector>
+void launch(const Fp8Quantize<T>& p, Stream stream) {
+  auto* largest = static_cast<int32_t*>(p.workspace);
+  auto* partials = reinterpret_cast<sum_t<T>*>(static_cast<char*>(p.workspace) + kLargestBytes);
+  const int64_t size = p.rows * p.width;
+  const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMostLargest);
+  const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kSide), 1, filling));
+  fp8_largest_kernel<T, Source, kVector><<<count, kThreads, 0, stream>>>(p, largest);
+  const dim3 grid = quantize_grid(p.rows, p.width);
+  fp8_quantize_kernel<T, Source, kVector><<<grid, kThreads, 0, stream>>>(p, largest, count, partials);
+  if (p.column_sums && p.width > 0)
+    launch_partial_sums<T, sum_t<T>>({.first = p.column_sums,
+                                      .second = nullptr,
+                                      .partials = partials,
+                                      .count = grid.y,
+                                      .width = p.width,
+                                      .split = p.width},
+                                     stream);
+}
+
+template <typename T, typename Source>
+Status launch(const Fp8Quantize<T>& p, Stream stream) {
+  if (can_vectorize<T>(p.width, p.x, p.u, p.out) && p.width % kSide == 0)
+    launch<T, Source, true>(p, stream);
+  else
+    launch<T, Source, false>(p, stream);
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+template <typename T>
+int64_t fp8_quantize_workspace(int64_t rows, int64_t width) {
+  return kLargestBytes + int64_t(quantize_grid(rows, width).y) * width * int64_t(sizeof(sum_t<T>));
+}
+
+template <typename T>
+Status fp8_quantize(const Fp8Quantize<T>& p, Stream stream) {
+  switch (p.source) {
+    case Fp8Source::kGelu: return launch<T, GeluOf>(p, stream);
+    case Fp8Source::kGeluGradient: return launch<T, GeluGradientOf>(p, stream);
+    default: return launch<T, Values>(p, stream);
+  }
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                               \
+  template int64_t fp8_quantize_workspace<T>(int64_t, int64_t); \
+  template Status fp8_quantize<T>(const Fp8Quantize<T>&, Stream);
+GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

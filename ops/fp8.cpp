@@ -1,0 +1,240 @@
+#include "fp8.h"
+
+#ifdef GPTKERNELS_CUDA
+#include "../csrc/cuda/fp8_matmul.h"
+#else
+#include "../csrc/cpu/fp8_matmul.h"
+#include "../csrc/gelu.h"
+#endif
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+bool is_fp8(ScalarType dtype) {
+  return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
+}
+
+Fp8Format format_of(ScalarType dtype) {
+  return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
+}
+
+// fn with the kernels' type for a tensor's dtype, which has been checked.
+template <typename Fn>
+void dispatch_fp8(const Tensor& t, const Fn& fn) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return fn.template operator()<float>();
+    case ScalarType::BFloat16: return fn.template operator()<bfloat16>();
+    default: return fn.template operator()<float16>();
+  }
+}
+
+template <typename T>
+void launch_quantize(const Launcher& launcher, const Quantized& out, const Tensor& x, const OptionalTensor& history,
+                     const QuantizeOptions& options, Fp8Source source) {
+  const int64_t rows = rows_of(x), width = width_of(x);
+  const Tensor scratch = workspace(fp8_quantize_workspace<T>(rows, width), x);
+  launcher.check(fp8_quantize<T>({.out = pointer<uint8_t>(out.values),
+                                  .out_transposed = pointer<uint8_t>(out.transposed),
+                                  .scale = pointer<float>(out.scale),
+                                  .column_sums = pointer<T>(options.column_sums),
+                                  .x = pointer<T>(x),
+                                  .u = pointer<T>(options.dgelu_at),
+                                  .history = pointer<int32_t>(history),
+                                  .workspace = pointer<void>(scratch),
+                                  .rows = rows,
+                                  .width = width,
+                                  .format = format_of(out.values.scalar_type()),
+                                  .source = source},
+                                 launcher.stream()));
+}
+
+#ifdef GPTKERNELS_CUDA
+
+template <typename T>
+void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul<T>& p) {
+  void* torchs;
+  check_shim(torch_get_current_cuda_blas_handle(&torchs));
+  const auto handle = static_cast<cublasHandle_t>(torchs);
+  const Fp8Plan plan = fp8_matmul_plan(p, handle);
+  if (!plan.found)
+    fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ", p.inner,
+         ")^T on this GPU; it needs compute capability 8.9 or newer");
+  const Tensor scratch = workspace(plan.workspace, out);
+  const MatmulStatus status = fp8_matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
+  launcher.check(status.cuda);
+  if (status.cublas != CUBLAS_STATUS_SUCCESS)
+    fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
+}
+
+#else
+
+// What is quantised, by the kernels that the same composition without float8 has.
+Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOptions& options) {
+  if (!options.gelu && !options.dgelu_at) return x;
+  const Tensor out = allocate(shape_of(x), x);
+  dispatch_fp8(x, [&]<typename T>() {
+    if (options.gelu)
+      launcher.check(gelu_forward<T>(
+          {.out = pointer<T>(out), .x = pointer<T>(x), .size = x.numel(), .form = GeluForm::kTanh}, launcher.stream()));
+    else
+      launcher.check(gelu_backward<T>({.dx = pointer<T>(out),
+                                       .dout = pointer<T>(x),
+                                       .x = pointer<T>(options.dgelu_at),
+                                       .size = x.numel(),
+                                       .form = GeluForm::kTanh},
+                                      launcher.stream()));
+  });
+  return out;
+}
+
+Tensor widened(const Launcher& launcher, const Tensor& x) {
+  const Tensor wide = allocate({rows_of(x), width_of(x)}, ScalarType::Float, x);
+  launcher.check(fp8_widen(pointer<float>(wide), pointer<uint8_t>(x), x.numel(), format_of(x.scalar_type()),
+                           launcher.stream()));
+  return wide;
+}
+
+#endif
+
+Shape product_shape(const Tensor& a, const Tensor& b) {
+  Shape shape = shape_of(a);
+  shape.back() = b.size(0);
+  return shape;
+}
+
+void check_scale(const char* op, const char* name, const Tensor& scale, const Tensor& like) {
+  check_dtype(op, name, scale, ScalarType::Float);
+  check_shape(op, name, scale, {});
+  check_same_device(op, name, scale, "a", like);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_quantize_op(const Tensor& x, const OptionalTensor& history, ScalarType dtype,
+                                                   bool transposed) {
+  constexpr const char* op = "fp8_quantize";
+  check_dim_at_least(op, "x", x, 1);
+  check_quantizable(op, "x", x);
+  if (!is_fp8(dtype)) fail(op, "dtype must be float8_e4m3fn or float8_e5m2, got ", describe(dtype));
+  check_history(op, "history", history, "x", x);
+  const Launcher launcher(op, x);
+  const Quantized out = quantize(launcher, dense(x), history, dtype, {.transposed = transposed});
+  return {out.values, out.transposed, out.scale};
+}
+
+Tensor fp8_matmul_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                     const OptionalTensor& bias, ScalarType dtype, bool fast_accumulation) {
+  constexpr const char* op = "fp8_matmul";
+  check_dim_at_least(op, "a", a, 1);
+  check_fp8(op, "a", a);
+  check_fp8(op, "b", b);
+  check_same_device(op, "b", b, "a", a);
+  if (b.dim() != 2 || b.size(1) != width_of(a))
+    fail(op, "b must have shape (columns, ", width_of(a), "), got ", describe(shape_of(b)));
+  if (a.scalar_type() == ScalarType::Float8_e5m2 && b.scalar_type() == ScalarType::Float8_e5m2)
+    fail(op, "one of a and b must be float8_e4m3fn, got two of float8_e5m2");
+  check_features(op, "the last dimension of a and b", b.size(1));
+  check_features(op, "the first dimension of b", b.size(0));
+  check_scale(op, "scale_a", scale_a, a);
+  check_scale(op, "scale_b", scale_b, a);
+  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half)
+    fail(op, "dtype must be float32, bfloat16 or float16, got ", describe(dtype));
+  if (bias) {
+    check_dtype(op, "bias", *bias, dtype);
+    check_same_device(op, "bias", *bias, "a", a);
+    check_shape(op, "bias", bias, {b.size(0)});
+  }
+  const Launcher launcher(op, a);
+  const Tensor out = allocate(product_shape(a, b), dtype, a);
+  fp8_product(launcher, out, {dense(a), scale_a}, {dense(b), scale_b}, dense(bias), fast_accumulation);
+  return out;
+}
+
+}  // namespace
+
+void check_quantizable(const char* op, const char* name, const Tensor& t) {
+  const ScalarType dtype = t.scalar_type();
+  if (dtype != ScalarType::Float && dtype != ScalarType::BFloat16 && dtype != ScalarType::Half)
+    fail(op, name, " must be float32, bfloat16 or float16, got ", describe(dtype));
+}
+
+void check_fp8(const char* op, const char* name, const Tensor& t) {
+  if (!is_fp8(t.scalar_type()))
+    fail(op, name, " must be float8_e4m3fn or float8_e5m2, got ", describe(t.scalar_type()));
+}
+
+void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
+                   const Tensor& like) {
+  if (!history) return;
+  check_dtype(op, name, *history, ScalarType::Int);
+  check_shape(op, name, *history, {kFp8History});
+  check_same_device(op, name, *history, like_name, like);
+  if (!history->is_contiguous()) fail(op, name, " is written in place and must be contiguous");
+}
+
+void check_features(const char* op, const char* name, int64_t features) {
+  if (features % kFp8Alignment != 0)
+    fail(op, name, " must be a multiple of ", kFp8Alignment, " for float8 products, got ", features);
+}
+
+Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
+                   const QuantizeOptions& options) {
+  const Shape transposed = options.transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
+  const Quantized out = {allocate(shape_of(x), dtype, x), allocate(transposed, dtype, x),
+                         allocate({}, ScalarType::Float, x)};
+#ifdef GPTKERNELS_CUDA
+  const Fp8Source source = options.gelu       ? Fp8Source::kGelu
+                           : options.dgelu_at ? Fp8Source::kGeluGradient
+                                              : Fp8Source::kValues;
+  dispatch_fp8(x, [&]<typename T>() { launch_quantize<T>(launcher, out, x, history, options, source); });
+#else
+  const Tensor values = source_of(launcher, x, options);
+  dispatch_fp8(x, [&]<typename T>() {
+    launch_quantize<T>(launcher, out, values, history, {.transposed = options.transposed}, Fp8Source::kValues);
+  });
+  if (options.column_sums)
+    column_sums(launcher, *options.column_sums, {values, rows_of(x), width_of(x), std::max<int64_t>(width_of(x), 1), 1});
+#endif
+  return out;
+}
+
+void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
+                 const OptionalTensor& bias, [[maybe_unused]] bool fast_accumulation) {
+  const int64_t rows = rows_of(a.values), columns = b.values.size(0);
+#ifdef GPTKERNELS_CUDA
+  dispatch_fp8(out, [&]<typename T>() {
+    launch_product<T>(launcher, out,
+                      {.out = pointer<T>(out),
+                       .a = pointer<uint8_t>(a.values),
+                       .b = pointer<uint8_t>(b.values),
+                       .scale_a = pointer<float>(a.scale),
+                       .scale_b = pointer<float>(b.scale),
+                       .bias = pointer<T>(bias),
+                       .rows = rows,
+                       .columns = columns,
+                       .inner = width_of(a.values),
+                       .a_format = format_of(a.values.scalar_type()),
+                       .b_format = format_of(b.values.scalar_type()),
+                       .fast_accumulation = fast_accumulation});
+  });
+#else
+  const Tensor product = allocate({rows, columns}, ScalarType::Float, out);
+  matmul(launcher, matrix(product), matrix(widened(launcher, a.values)),
+         matrix(widened(launcher, b.values)).transposed());
+  dispatch_fp8(out, [&]<typename T>() {
+    launcher.check(fp8_finish<T>({.out = pointer<T>(out),
+                                  .product = pointer<float>(product),
+                                  .scale_a = pointer<float>(a.scale),
+                                  .scale_b = pointer<float>(b.scale),
+                                  .bias = pointer<T>(bias),
+                                  .rows = rows,
+                                  .columns = columns},
+                                 launcher.stream()));
+  });
+#endif
+}
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("fp8_quantize", TORCH_BOX(&fp8_quantize_op));
+  m.impl("fp8_matmul", TORCH_BOX(&fp8_matmul_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

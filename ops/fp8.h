@@ -1,0 +1,44 @@
+// Matrices of float8 numbers: quantisation, and their products. See docs/fp8.md.
+#pragma once
+
+#include "../csrc/fp8.h"
+#include "matmul.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+// A quantised tensor. values has its shape; transposed is (C, N rounded up to a multiple of 16), or has no elements.
+struct Quantized {
+  Tensor values;
+  Tensor transposed;
+  Tensor scale;  // 0-dim float32
+};
+
+// What is quantised besides the values of a tensor, and what else the pass writes.
+struct QuantizeOptions {
+  bool transposed = false;
+  bool gelu = false;                // quantise GELU (tanh) of x
+  OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative there
+  OptionalTensor column_sums = {};  // (C), of x's dtype: takes the sums over all rows of what is quantised
+};
+
+void check_quantizable(const char* op, const char* name, const Tensor& t);
+void check_fp8(const char* op, const char* name, const Tensor& t);
+void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
+                   const Tensor& like);
+
+// Features that a layer multiplies by on the tensor cores: a multiple of 16.
+void check_features(const char* op, const char* name, int64_t features);
+
+Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
+                   const QuantizeOptions& options = {});
+
+struct Fp8Operand {
+  Tensor values;  // (rows, inner), dense, or with more leading dimensions
+  Tensor scale;
+};
+
+// out (rows, columns) = a @ b^T + bias. Fast accumulation is for the forward pass: it has 14 bits of significand.
+void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
+                 const OptionalTensor& bias, bool fast_accumulation);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,0 +1,190 @@
+#include "fp8.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // x and weights: the finer significand
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // the wider range
+
+Shape with_width(const Tensor& x, int64_t width) {
+  Shape shape = shape_of(x);
+  shape.back() = width;
+  return shape;
+}
+
+void check_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
+                 const Tensor& weight, const char* bias_name, const OptionalTensor& bias) {
+  check_like(op, name, weight, x_name, x);
+  if (weight.dim() != 2 || weight.size(1) != inner)
+    fail(op, name, " must have shape (out_features, ", inner, "), got ", describe(shape_of(weight)));
+  const std::string in_features = std::string("the in_features of ") + name;
+  const std::string out_features = std::string("the out_features of ") + name;
+  check_features(op, in_features.c_str(), inner);
+  check_features(op, out_features.c_str(), weight.size(0));
+  check_like(op, bias_name, bias, x_name, x);
+  check_shape(op, bias_name, bias, {weight.size(0)});
+}
+
+void check_input(const char* op, const Tensor& x) {
+  check_dim_at_least(op, "x", x, 1);
+  check_quantizable(op, "x", x);
+}
+
+// A saved, transposed operand (features, padded rows), or one without elements where it is not needed.
+void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
+                 const Tensor& dout) {
+  check_dtype(op, name, saved, kForward);
+  check_same_device(op, name, saved, "dout", dout);
+  if (needed) check_shape(op, name, saved, shape);
+}
+
+void check_saved_scale(const char* op, const char* name, const Tensor& scale, const Tensor& dout) {
+  check_dtype(op, name, scale, ScalarType::Float);
+  check_shape(op, name, scale, {});
+  check_same_device(op, name, scale, "dout", dout);
+}
+
+Quantized quantize_weight(const Launcher& launcher, const Tensor& weight, bool transposed) {
+  return quantize(launcher, dense(weight), std::nullopt, kForward, {.transposed = transposed});
+}
+
+// dx = dout @ weight
+Tensor input_gradient(const Launcher& launcher, const Tensor& like, const Quantized& dout, const Fp8Operand& weight_t) {
+  const Tensor dx = allocate(with_width(like, weight_t.values.size(0)), like);
+  fp8_product(launcher, dx, {dout.values, dout.scale}, weight_t, std::nullopt, false);
+  return dx;
+}
+
+// dweight = dout^T @ x
+Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quantized& dout, const Fp8Operand& x_t) {
+  const Tensor dweight = allocate({dout.transposed.size(0), x_t.values.size(0)}, like);
+  fp8_product(launcher, dweight, {dout.transposed, dout.scale}, x_t, std::nullopt, false);
+  return dweight;
+}
+
+using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// save: whether dx and dweight will be wanted; what they need is then returned.
+Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
+                      const OptionalTensor&, const std::vector<bool>& save) {
+  constexpr const char* op = "fp8_linear";
+  check_input(op, x);
+  check_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
+  check_history(op, "history", history, "x", x);
+
+  const Launcher launcher(op, x);
+  const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
+  const Quantized w = quantize_weight(launcher, weight, save[0]);
+  const Tensor out = allocate(with_width(x, weight.size(0)), x);
+  fp8_product(launcher, out, {rows.values, rows.scale}, {w.values, w.scale}, dense(bias), true);
+  return {out, rows.transposed, w.transposed, rows.scale, w.scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward_op(const Tensor& dout, const Tensor& x_t, const Tensor& weight_t,
+                                                          const Tensor& x_scale, const Tensor& weight_scale,
+                                                          const OptionalTensor& history,
+                                                          const std::vector<bool>& output_mask) {
+  constexpr const char* op = "fp8_linear_backward";
+  check_dim_at_least(op, "dout", dout, 1);
+  check_quantizable(op, "dout", dout);
+  const int64_t rows = rows_of(dout), width = width_of(dout);
+  check_features(op, "the last dimension of dout", width);
+  check_saved(op, "x_t", x_t, output_mask[1], {x_t.size(0), fp8_padded(rows)}, dout);
+  check_saved(op, "weight_t", weight_t, output_mask[0], {weight_t.size(0), width}, dout);
+  check_saved_scale(op, "x_scale", x_scale, dout);
+  check_saved_scale(op, "weight_scale", weight_scale, dout);
+  check_history(op, "history", history, "dout", dout);
+
+  const Launcher launcher(op, dout);
+  const Tensor dbias = allocate_if(output_mask[2], {width}, dout);
+  QuantizeOptions options = {.transposed = output_mask[1]};
+  if (output_mask[2]) options.column_sums = dbias;
+  const Quantized gradient = quantize(launcher, dense(dout), history, kGradient, options);
+  return {output_mask[0] ? input_gradient(launcher, dout, gradient, {dense(weight_t), weight_scale}) : absent(dout),
+          output_mask[1] ? weight_gradient(launcher, dout, gradient, {dense(x_t), x_scale}) : absent(dout), dbias};
+}
+
+using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// save: whether dx, dfc_weight, dproj_weight, and anything at all, will be wanted.
+MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
+                      const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
+                      const OptionalTensor& hidden_history, const OptionalTensor&, const OptionalTensor&,
+                      const std::vector<bool>& save) {
+  constexpr const char* op = "fp8_mlp";
+  check_input(op, x);
+  check_layer(op, "x", x, width_of(x), "fc_weight", fc_weight, "fc_bias", fc_bias);
+  check_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
+  check_history(op, "history", history, "x", x);
+  check_history(op, "hidden_history", hidden_history, "x", x);
+
+  const Launcher launcher(op, x);
+  const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
+  const Quantized fc = quantize_weight(launcher, fc_weight, save[0]);
+  const Tensor pre_gelu = allocate(with_width(x, fc_weight.size(0)), x);
+  fp8_product(launcher, pre_gelu, {rows.values, rows.scale}, {fc.values, fc.scale}, dense(fc_bias), true);
+  const Quantized hidden =
+      quantize(launcher, pre_gelu, hidden_history, kForward, {.transposed = save[2], .gelu = true});
+  const Quantized proj = quantize_weight(launcher, proj_weight, save[3]);
+  const Tensor out = allocate(with_width(x, proj_weight.size(0)), x);
+  fp8_product(launcher, out, {hidden.values, hidden.scale}, {proj.values, proj.scale}, dense(proj_bias), true);
+  return {out,        pre_gelu, rows.transposed, fc.transposed, hidden.transposed, proj.transposed,
+          rows.scale, fc.scale, hidden.scale,    proj.scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
+    const Tensor& dout, const Tensor& pre_gelu, const Tensor& x_t, const Tensor& fc_weight_t, const Tensor& hidden_t,
+    const Tensor& proj_weight_t, const Tensor& x_scale, const Tensor& fc_scale, const Tensor& hidden_scale,
+    const Tensor& proj_scale, const OptionalTensor& dhidden_history, const OptionalTensor& dout_history,
+    const std::vector<bool>& output_mask) {
+  constexpr const char* op = "fp8_mlp_backward";
+  const bool hidden_wanted = output_mask[0] || output_mask[1] || output_mask[2];
+  check_dim_at_least(op, "dout", dout, 1);
+  check_quantizable(op, "dout", dout);
+  const int64_t rows = rows_of(dout), width = width_of(dout);
+  check_features(op, "the last dimension of dout", width);
+  check_like(op, "pre_gelu", pre_gelu, "dout", dout);
+  check_dim_at_least(op, "pre_gelu", pre_gelu, 1);
+  const int64_t hidden_width = width_of(pre_gelu);
+  check_features(op, "the last dimension of pre_gelu", hidden_width);
+  check_shape(op, "pre_gelu", pre_gelu, with_width(dout, hidden_width));
+  check_saved(op, "x_t", x_t, output_mask[1], {x_t.size(0), fp8_padded(rows)}, dout);
+  check_saved(op, "fc_weight_t", fc_weight_t, output_mask[0], {fc_weight_t.size(0), hidden_width}, dout);
+  check_saved(op, "hidden_t", hidden_t, output_mask[3], {hidden_width, fp8_padded(rows)}, dout);
+  check_saved(op, "proj_weight_t", proj_weight_t, hidden_wanted, {hidden_width, width}, dout);
+  check_saved_scale(op, "x_scale", x_scale, dout);
+  check_saved_scale(op, "fc_scale", fc_scale, dout);
+  check_saved_scale(op, "hidden_scale", hidden_scale, dout);
+  check_saved_scale(op, "proj_scale", proj_scale, dout);
+  check_history(op, "dhidden_history", dhidden_history, "dout", dout);
+  check_history(op, "dout_history", dout_history, "dout", dout);
+
+  const Launcher launcher(op, dout);
+  const Tensor dproj_bias = allocate_if(output_mask[4], {width}, dout);
+  const Tensor dfc_bias = allocate_if(output_mask[2], {hidden_width}, dout);
+  Tensor dx = absent(dout), dfc = absent(dout), dproj = absent(dout);
+  QuantizeOptions options = {.transposed = output_mask[3]};
+  if (output_mask[4]) options.column_sums = dproj_bias;
+  const Quantized gradient = quantize(launcher, dense(dout), dout_history, kGradient, options);
+  if (output_mask[3]) dproj = weight_gradient(launcher, dout, gradient, {dense(hidden_t), hidden_scale});
+  if (hidden_wanted) {
+    const Tensor dpost = input_gradient(launcher, dout, gradient, {dense(proj_weight_t), proj_scale});
+    QuantizeOptions hidden = {.transposed = output_mask[1], .dgelu_at = dense(pre_gelu)};
+    if (output_mask[2]) hidden.column_sums = dfc_bias;
+    const Quantized dpre = quantize(launcher, dpost, dhidden_history, kGradient, hidden);
+    if (output_mask[0]) dx = input_gradient(launcher, dout, dpre, {dense(fc_weight_t), fc_scale});
+    if (output_mask[1]) dfc = weight_gradient(launcher, dout, dpre, {dense(x_t), x_scale});
+  }
+  return {dx, dfc, dfc_bias, dproj, dproj_bias};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("fp8_linear", TORCH_BOX(&fp8_linear_op));
+  m.impl("fp8_linear_backward", TORCH_BOX(&fp8_linear_backward_op));
+  m.impl("fp8_mlp", TORCH_BOX(&fp8_mlp_op));
+  m.impl("fp8_mlp_backward", TORCH_BOX(&fp8_mlp_backward_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE
