@@ -10,7 +10,8 @@ import torch.nn.functional as F
 import gptkernels
 from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.ops.fp8 import CALLS, new_history
+from gptkernels.ops.fp8 import ALIGNMENT, CALLS, new_history
+from gptkernels.training.config import FP8_ALIGNMENT
 from helpers import assert_same_bits, randn
 
 ops = torch.ops.gptkernels
@@ -371,6 +372,7 @@ def test_opcheck(dtype, device):
 
 
 def test_bad_input(device):
+    assert FP8_ALIGNMENT == ALIGNMENT
     x, weight, bias = inputs(5, 32, 48, torch.float32, device)
     one = torch.ones((), device=device)
     q, w = x.to(E4M3), weight.to(E4M3)

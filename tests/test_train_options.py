@@ -51,6 +51,8 @@ def crash():
         {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0, "learning_rate": 1e-6},
         {"keep_last": 3, "keep_every": 4},
         {"dtype": "bfloat16", "master_weights": False},
+        {"fp8": True, "dtype": "bfloat16"},
+        {"fp8": True, "dtype": "autocast", "recompute": "blocks"},
     ],
     ids=lambda given: " ".join(f"{name}={value}" for name, value in given.items()),
 )
@@ -104,6 +106,7 @@ def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
         ({"sampling": "random"}, "--sampling is 'random', must be one of epochs, random-offset"),
         ({"recompute": "all"}, "--recompute is 'all', must be one of none, blocks"),
         ({"val_files": ""}, "--val-files is empty"),
+        ({"fp8": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8"),
     ],
 )
 def test_an_option_that_cannot_be(given, message):

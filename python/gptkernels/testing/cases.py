@@ -80,6 +80,7 @@ class Case:
         draw: makes the call.
         differentiable: the op has a derivative.
         float64_results: the results of float64 arguments are float64, so that finite differences say something.
+        dtypes: of the arguments, which are held to the rule of exactness.
     """
 
     name: str
@@ -87,12 +88,13 @@ class Case:
     draw: Callable[[Draw], Call]
     differentiable: bool = True
     float64_results: bool = True
+    dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 CASES: list[Case] = []
 
 
-def case(of: str | None = None, **options: bool) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
+def case(of: str | None = None, **options: Any) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
     """Put the function that follows into the table, under its name; ``of`` is the op where the name is longer."""
 
     def put(function: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
@@ -428,6 +430,101 @@ def mlp(draw: Draw) -> Call:
         return tanh_gelu(x @ fc.T + fc_bias) @ proj.T + proj_bias
 
     return Call(lambda *args: ops.mlp(*args)[0], torchs, exact, args, calls)
+
+
+# float8: what is held to the rule is the quantisation, and the products of the quantised numbers, which a dtype of 16
+# bits has too. A tensor core's sums have fewer bits than float32.
+FP8 = torch.float8_e4m3fn
+
+
+def read_back(x: Tensor, history: Tensor | None = None) -> Tensor:
+    """What the float8 numbers of x say."""
+    q, _, scale = ops.fp8_quantize(x, history, FP8)
+    return (q.to(torch.float32) * scale).to(x.dtype)
+
+
+@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+def fp8_quantize(draw: Draw) -> Call:
+    n, c = draw.of((2, 3), (19, 33), (96, 256))
+    x, history = draw.normal(n, c), torch.zeros(18, dtype=torch.int32, device=draw.device)
+
+    def formula(x: Tensor) -> Tensor:
+        scale = torch.exp2(torch.ceil(torch.log2(x.abs().max().double() / 448)))
+        return (x.double() / scale).to(FP8).double() * scale
+
+    return Call(read_back, formula, formula, (x,), [call(ops.fp8_quantize, x, history, FP8, True)])
+
+
+@case(differentiable=False, dtypes=(torch.bfloat16,))
+def fp8_matmul(draw: Draw) -> Call:
+    n, inner, width = draw.of((2, 16, 16), (19, 48, 32), (96, 128, 256))
+    x, weight = draw.normal(n, inner), draw.normal(width, inner, scale=inner**-0.5)
+    dtype = x.dtype
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        (a, _, scale_a), (b, _, scale_b) = (ops.fp8_quantize(t, None, FP8) for t in (x, weight))
+        return ops.fp8_matmul(a, b, scale_a, scale_b, None, dtype)
+
+    def torchs(x: Tensor, weight: Tensor) -> Tensor:
+        return read_back(x) @ read_back(weight).T
+
+    def exact(x: Tensor, weight: Tensor) -> Tensor:
+        return read_back(x.to(dtype)).double() @ read_back(weight.to(dtype)).double().T
+
+    (a, _, scale_a), (b, _, scale_b) = (ops.fp8_quantize(t.float(), None, FP8) for t in (x, weight))
+    return Call(ours, torchs, exact, (x, weight), [call(ops.fp8_matmul, a, b, scale_a, scale_b, None, torch.float32)])
+
+
+@case(differentiable=False, dtypes=(torch.bfloat16,))
+def fp8_linear(draw: Draw) -> Call:
+    n, inner, width = draw.of((2, 16, 16), (19, 48, 32), (96, 128, 256))
+    x, weight, bias = draw.normal(n, inner), draw.normal(width, inner, scale=inner**-0.5), draw.normal(width)
+    dtype = draw.dtype
+    histories = [torch.zeros(18, dtype=torch.int32, device=draw.device) for _ in range(2)]
+    _, *saved = ops.fp8_linear(x, weight, None, None, None, [True, True])
+    calls = [
+        call(ops.fp8_linear, x, weight, bias, *histories, [True, True]),
+        call(ops.fp8_linear_backward, draw.normal(n, width), *saved, histories[1], [True] * 3),
+    ]
+
+    def torchs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(read_back(x), read_back(weight), bias)
+
+    def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(*(read_back(t.to(dtype)).double() for t in (x, weight)), bias)
+
+    return Call(lambda *args: ops.fp8_linear(*args, None, None, [False, False])[0], torchs, exact, (x, weight, bias), calls)
+
+
+@case(differentiable=False, dtypes=(torch.bfloat16,))
+def fp8_mlp(draw: Draw) -> Call:
+    n, c, hidden = draw.of((2, 16, 16), (19, 32, 48), (96, 64, 256))
+    x = draw.normal(n, c)
+    weights = draw.normal(hidden, c, scale=c**-0.5), draw.normal(hidden), draw.normal(c, hidden, scale=hidden**-0.5)
+    args = x, *weights, draw.normal(c)
+    dtype = draw.dtype
+    histories = [torch.zeros(18, dtype=torch.int32, device=draw.device) for _ in range(4)]
+    saved = ops.fp8_mlp(*args, *histories, [True] * 4)[1:]
+    calls = [
+        call(ops.fp8_mlp, *args, *histories, [True] * 4),
+        call(ops.fp8_mlp_backward, draw.normal(n, c), *saved, *histories[2:], [True] * 5),
+    ]
+    # GELU's argument is rounded to the dtype and its result to eight bits: where the first is another, so may be the
+    # second. What follows is therefore compared for the hidden numbers that ours has.
+    pre_gelu = ops.fp8_mlp(*args, None, None, None, None, [False] * 4)[1]
+    post_gelu = read_back(ops.gelu(pre_gelu))
+
+    def ours(*args: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.fp8_mlp(*args, None, None, None, None, [False] * 4)[:2]
+
+    def torchs(x: Tensor, fc: Tensor, fc_bias: Tensor, proj: Tensor, proj_bias: Tensor) -> tuple[Tensor, Tensor]:
+        return F.linear(post_gelu, read_back(proj), proj_bias), F.linear(read_back(x), read_back(fc), fc_bias)
+
+    def exact(x: Tensor, fc: Tensor, fc_bias: Tensor, proj: Tensor, proj_bias: Tensor) -> tuple[Tensor, Tensor]:
+        wide_x, wide_fc, wide_proj = (read_back(t.to(dtype)).double() for t in (x, fc, proj))
+        return F.linear(post_gelu.double(), wide_proj, proj_bias), F.linear(wide_x, wide_fc, fc_bias)
+
+    return Call(ours, torchs, exact, args, calls)
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

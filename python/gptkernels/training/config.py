@@ -36,6 +36,7 @@ SAMPLINGS = ("epochs", "random-offset")
 ACTIVATIONS = ("gelu_tanh", "gelu")
 RECOMPUTE = ("none", "blocks")
 DEFAULT_FINAL_LR_FRACTION = 0.1
+FP8_ALIGNMENT = 16  # of gptkernels.ops.fp8, which imports torch
 MAX_SEED = 2**62 - 1
 MAX_SAMPLE_LENGTH = 2**20
 
@@ -270,6 +271,9 @@ class TrainConfig:
     )
     device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one", "speed")
     tf32: bool = _option(False, "let CUDA round float32 matmuls to TF32", "speed")
+    fp8: bool = _option(
+        False, "train with float8 products in the layers' matrices; evaluation has the precision of --dtype", "speed"
+    )
     graph: bool = _option(
         True, "replay the step as a CUDA graph, which has the same bits (default: on CUDA, where it can be)", "speed"
     )
@@ -292,6 +296,8 @@ class TrainConfig:
             self.steps, self.epochs = preset.steps, None if preset.steps else 1.0
         if self.channels % self.heads:
             raise ValueError(f"--channels is {self.channels}, must be a multiple of --heads, {self.heads}")
+        if self.fp8 and self.channels % FP8_ALIGNMENT:
+            raise ValueError(f"--channels is {self.channels}, must be a multiple of {FP8_ALIGNMENT} for --fp8")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(
                 f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"

@@ -30,6 +30,7 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     "bias": (bool,),
     "activation": (str,),
     "dropout": (int, float),
+    "fp8": (bool,),
 }
 
 
