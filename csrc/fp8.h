@@ -15,13 +15,13 @@ enum class Fp8Format { kE4M3, kE5M2 };
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
 // A tensor's history: the largest finite magnitudes of its last kFp8Calls calls, the newest last, as the bits of
-// float32; then two cells that are 0 between calls, the largest magnitude of a call under way and how many of its blocks
-// are done. (Bits, because a module's floating buffers change their dtype with the module's.)
+// float32; then two cells that are 0 between calls, the largest magnitude of a call under way and how many of its
+// blocks are done. (Bits, because a module's floating buffers change their dtype with the module's.)
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// The transposed matrix's rows are padded with zeros to a multiple of this: a product on the tensor cores takes no other
-// number of terms.
+// The transposed matrix's rows are padded with zeros to a multiple of this: a product on the tensor cores takes no
+// other number of terms.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {

@@ -1,5 +1,5 @@
-// The scale of a tensor that is quantised to eight bits, from its largest magnitude, by whole numbers: the same on every
-// device.
+// The scale of a tensor that is quantised to eight bits, from its largest magnitude, by whole numbers: the same on
+// every device.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ struct Fp8Scale {
   uint32_t scale;       // and multiplied by this when it is read
 };
 
-// The largest power of two by which `amax`, the bits of a finite float32 that is not negative, can be multiplied without
-// exceeding 1.75 * 2^largest_exponent: 448 for 8, 57344 for 15. 1 for amax 0.
+// The largest power of two by which `amax`, the bits of a finite float32 that is not negative, can be multiplied
+// without exceeding 1.75 * 2^largest_exponent: 448 for 8, 57344 for 15. 1 for amax 0.
 GPTKERNELS_HOST_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75

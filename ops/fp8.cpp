@@ -57,8 +57,8 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
   const auto handle = static_cast<cublasHandle_t>(torchs);
   const Fp8Plan plan = fp8_matmul_plan(p, handle);
   if (!plan.found)
-    fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ", p.inner,
-         ")^T on this GPU; it needs compute capability 8.9 or newer");
+    fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ",
+         p.inner, ")^T on this GPU; it needs compute capability 8.9 or newer");
   const Tensor scratch = workspace(plan.workspace, out);
   const MatmulStatus status = fp8_matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
   launcher.check(status.cuda);
@@ -89,8 +89,8 @@ Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOption
 
 Tensor widened(const Launcher& launcher, const Tensor& x) {
   const Tensor wide = allocate({rows_of(x), width_of(x)}, ScalarType::Float, x);
-  launcher.check(fp8_widen(pointer<float>(wide), pointer<uint8_t>(x), x.numel(), format_of(x.scalar_type()),
-                           launcher.stream()));
+  launcher.check(
+      fp8_widen(pointer<float>(wide), pointer<uint8_t>(x), x.numel(), format_of(x.scalar_type()), launcher.stream()));
   return wide;
 }
 
@@ -191,7 +191,8 @@ Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTens
     launch_quantize<T>(launcher, out, values, history, {.transposed = options.transposed}, Fp8Source::kValues);
   });
   if (options.column_sums)
-    column_sums(launcher, *options.column_sums, {values, rows_of(x), width_of(x), std::max<int64_t>(width_of(x), 1), 1});
+    column_sums(launcher, *options.column_sums,
+                {values, rows_of(x), width_of(x), std::max<int64_t>(width_of(x), 1), 1});
 #endif
   return out;
 }

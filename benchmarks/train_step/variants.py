@@ -1,6 +1,7 @@
 """Who trains: ours and torch's, eager, compiled and in CUDA graphs, each from the same weights."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -14,6 +15,7 @@ from gptkernels.optim import AdamW
 VARIANTS = {
     "ours": "gptkernels, eager",
     "ours-graph": "gptkernels.graphed_step",
+    "ours-fp8-graph": "gptkernels.graphed_step, float8 products in the layers",
     "torch-eager": "plain torch: cuDNN attention, fused AdamW",
     "torch-compile": "the same, torch.compile",
     "torch-compile-reduce-overhead": 'the same, torch.compile(mode="reduce-overhead")',
@@ -32,7 +34,10 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
     """A step on (tokens, targets) that returns the loss before its update, on the device."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = GPT2(config, device, dtype) if variant.startswith("ours") else TorchGPT2(config).to(device, dtype)
+    if variant.startswith("ours"):
+        model = GPT2(dataclasses.replace(config, fp8="fp8" in variant), device, dtype)
+    else:
+        model = TorchGPT2(config).to(device, dtype)
     model.load_state_dict(weights)
 
     def context():
@@ -58,7 +63,7 @@ def _ours(variant, model, context) -> Step:
         with context():
             return model(tokens, targets, return_logits=False)[1]
 
-    step = gptkernels.graphed_step(loss, optimizer, capture=variant == "ours-graph")
+    step = gptkernels.graphed_step(loss, optimizer, capture=variant.endswith("graph"))
     return lambda *batch: step(batch).loss
 
 

@@ -23,7 +23,8 @@ struct Fp8Rounding {
     constexpr float kMagic = std::bit_cast<float>(uint32_t(127 + 23 + 1 - kBias - kSignificand) << 23);
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
-    const uint32_t normal = (magnitude - kRebias + (1u << (kDropped - 1)) - 1 + ((magnitude >> kDropped) & 1)) >> kDropped;
+    const uint32_t normal =
+        (magnitude - kRebias + (1u << (kDropped - 1)) - 1 + ((magnitude >> kDropped) & 1)) >> kDropped;
     const uint32_t denormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + kMagic) - std::bit_cast<uint32_t>(kMagic);
     const uint32_t rounded = magnitude < kLeastNormal ? denormal : normal < kLargest ? normal : kLargest;

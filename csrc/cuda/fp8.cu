@@ -134,8 +134,7 @@ __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize
       u.to(others);
     }
 #pragma unroll
-    for (int k = 0; k < kSide; ++k)
-      bits = max(bits, finite_magnitude(Source::template of<T>(values[k], others[k])));
+    for (int k = 0; k < kSide; ++k) bits = max(bits, finite_magnitude(Source::template of<T>(values[k], others[k])));
   }
   bits = block_largest(bits);
   if (threadIdx.x == 0) largest[blockIdx.x] = bits;
@@ -144,8 +143,8 @@ __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize
 // ---------------------------------------------------------------------------------------------------------------
 // The pass.
 
-// Eight numbers as float8, the first in the lowest byte. (NaN is not changed by the conversion, and infinities have been
-// made NaN.)
+// Eight numbers as float8, the first in the lowest byte. (NaN is not changed by the conversion, and infinities have
+// been made NaN.)
 __device__ uint2 to_fp8(const float (&values)[kSide], __nv_fp8_interpretation_t format) {
   uint32_t halves[2];
 #pragma unroll
@@ -167,8 +166,8 @@ __device__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 2 (column / 8), so
-// that the lanes of a store, which have two bands and all values of column / 8, write to different banks.
+// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 2 (column / 8),
+// so that the lanes of a store, which have two bands and all values of column / 8, write to different banks.
 using TransposedTile = uint32_t[kTile][kBands];
 
 __device__ void put_transposed(TransposedTile& tile, const uint2 (&rows)[kDown], int group, int band) {

@@ -1,11 +1,10 @@
-#include "fp8_matmul.h"
-
 #include <compare>
 #include <map>
 #include <mutex>
 
 #include "common/launch.cuh"
 #include "common/packed.cuh"
+#include "fp8_matmul.h"
 
 // cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b, transposed, and B = our a. Of float8
 // matrices this is the one layout that it has on Hopper: the terms of each sum lie together in both.
@@ -106,7 +105,8 @@ template <typename T>
 cudaError_t add_bias(const Fp8Matmul<T>& p, Stream stream) {
   constexpr int kThreads = 256;
   const int64_t size = p.rows * p.columns;
-  fp8_matmul_bias_kernel<T><<<grid_size(ceil_div(size, kThreads)), kThreads, 0, stream>>>(p.out, p.bias, size, p.columns);
+  fp8_matmul_bias_kernel<T>
+      <<<grid_size(ceil_div(size, kThreads)), kThreads, 0, stream>>>(p.out, p.bias, size, p.columns);
   return cudaGetLastError();
 }
 
@@ -149,17 +149,17 @@ MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* worksp
   } else {
     Problem<T> problem(p);
     const float alpha = 1, beta = 0;
-    problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
-                                 p.a, &problem.b, &beta, p.out, &problem.out, p.out, &problem.out, &plan.algorithm,
-                                 workspace, plan.workspace, stream));
+    problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b,
+                                 &problem.a, p.a, &problem.b, &beta, p.out, &problem.out, p.out, &problem.out,
+                                 &plan.algorithm, workspace, plan.workspace, stream));
     status.cublas = problem.status;
   }
-  if (p.bias && (p.inner == 0 || !kFusesBias<T>)&&status.ok()) status.cuda = add_bias(p, stream);
+  if (p.bias && (p.inner == 0 || !kFusesBias<T>) && status.ok()) status.cuda = add_bias(p, stream);
   return status;
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                               \
-  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t);     \
+#define GPTKERNELS_INSTANTIATE(T)                                           \
+  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t); \
   template MatmulStatus fp8_matmul<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 

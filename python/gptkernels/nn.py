@@ -71,8 +71,8 @@ class Linear(torch.nn.Linear):
 
     With ``fp8``, training multiplies float8 numbers (``docs/fp8.md``): the input and the weight in e4m3, the output's
     gradient in e5m2, with scales from the magnitudes of the last 16 calls. These are two buffers, which are in the
-    state dict; one that lacks them can be loaded, and the magnitudes then start anew. In evaluation the layer is what
-    it is without the option.
+    state dict; one that lacks them can be loaded, and the magnitudes then start anew. In evaluation, and under
+    ``torch.no_grad()``, the layer is what it is without the option.
 
     Args:
         in_features: I.
@@ -88,6 +88,8 @@ class Linear(torch.nn.Linear):
 
     HISTORIES = ("fp8_history", "fp8_dout_history")
     fp8: bool = False
+    fp8_history: Tensor
+    fp8_dout_history: Tensor
 
     def __init__(
         self,
@@ -115,9 +117,13 @@ class Linear(torch.nn.Linear):
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """:meth:`forward` with another bias, or None."""
-        if self.fp8 and self.training:
+        if self.multiplies_fp8():
             return functional.fp8_linear(input, self.weight, bias, self.fp8_history, self.fp8_dout_history)
         return functional.linear(input, self.weight, bias)
+
+    def multiplies_fp8(self) -> bool:
+        """Whether a call now multiplies float8 numbers: in training, where a gradient may be asked for."""
+        return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
         """Torch's, with the option where it is set."""
@@ -250,7 +256,7 @@ class MLP(torch.nn.Module):
 
 def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None) -> Tensor:
     """Both layers, and GELU between them, as one operator if both have the same numbers."""
-    eights = [layer.fp8 and layer.training for layer in (fc, proj)]
+    eights = [layer.multiplies_fp8() for layer in (fc, proj)]
     if all(eights):
         histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
         return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)

@@ -19,6 +19,14 @@ def new_history(device=None) -> Tensor:
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
+def is_history(tensor: Tensor) -> bool:
+    """Whether it could be one: finite magnitudes, and no call under way."""
+    if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
+        return False
+    calls, under_way = tensor[:CALLS], tensor[CALLS:]
+    return bool((calls >= 0).all() and calls.view(torch.float32).isfinite().all() and not under_way.any())
+
+
 def padded(rows):
     """The rows of a transposed copy: the terms of a product, so a multiple of 16."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT

@@ -19,7 +19,7 @@ from gptkernels.ops._register import (
 )
 from gptkernels.ops._vmap import loop
 from gptkernels.ops.fp8 import scale_like, transposed_like
-from gptkernels.ops.linear import linear_backward_flops, linear_flops
+from gptkernels.ops.linear import linear_flops
 from gptkernels.ops.mlp import mlp_backward_flops, mlp_flops
 
 SAVED = torch.float8_e4m3fn
@@ -31,7 +31,7 @@ def refuse_tangents(inputs, tangents, outputs):
 
 
 def refuse_second_derivatives():
-    """Raise where the backward itself is recorded: its derivative would leave out what the float8 operands came from."""
+    """Raise where the backward is recorded: its derivative would leave out what the float8 operands came from."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"

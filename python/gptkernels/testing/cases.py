@@ -491,9 +491,11 @@ def fp8_linear(draw: Draw) -> Call:
         return F.linear(read_back(x), read_back(weight), bias)
 
     def exact(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return F.linear(*(read_back(t.to(dtype)).double() for t in (x, weight)), bias)
+        return F.linear(read_back(x.to(dtype)).double(), read_back(weight.to(dtype)).double(), bias)
 
-    return Call(lambda *args: ops.fp8_linear(*args, None, None, [False, False])[0], torchs, exact, (x, weight, bias), calls)
+    return Call(
+        lambda *args: ops.fp8_linear(*args, None, None, [False, False])[0], torchs, exact, (x, weight, bias), calls
+    )
 
 
 @case(differentiable=False, dtypes=(torch.bfloat16,))

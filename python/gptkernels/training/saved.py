@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptkernels import nn
 from gptkernels.checkpoint import TrainingState, check_model, find_non_finite
+from gptkernels.ops.fp8 import is_history
 from gptkernels.training.config import TrainConfig
 
 _BELOW = 2**62
@@ -95,6 +97,10 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
                 f"{path}: options: {option} is {getattr(options, option)}, but the model has {name} {sizes[name]}"
             )
     for name, tensor in saved.model.items():
+        if name.endswith(nn.Linear.HISTORIES):
+            if not is_history(tensor):
+                raise ValueError(f"{path}: {name} is no history of magnitudes")
+            continue
         if tensor.dtype != _parameter_dtype(options):
             raise ValueError(f"{path}: {name} is of {tensor.dtype}, but the options say {options.dtype}")
         if name.endswith("wte.weight") and len(tensor) != config.get("padded_vocab_size", len(tensor)):
