@@ -9,26 +9,31 @@
 #include "gelu.cuh"
 
 // The pass reads x once, N * C * sizeof(T) bytes (and u, as many), and writes N * C bytes, twice with the transposed
-// copy. A block takes a strip of 128 columns and every gridDim.y-th tile of 128 rows of it. A thread has 4 rows of 8
+// copy. A block takes a strip of 64 columns and every gridDim.y-th tile of 128 rows of it. A thread has 4 rows of 8
 // columns of a tile: it rounds them, transposes their bytes in registers, and the tile's transposed rows are put
-// together in shared memory, so that all stores to memory are of whole 128-byte lines.
+// together in shared memory, so that its stores to the transposed copy are of whole 128-byte lines. The next tile's
+// loads are under way meanwhile.
 
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kTile = 128;  // rows and columns of a tile
-constexpr int kSide = 8;    // columns of a thread's part of it
-constexpr int kDown = 4;    // rows of that part
-constexpr int kGroups = kTile / kSide;
-constexpr int kBands = kTile / kDown;
+constexpr int kTileRows = 128;
+constexpr int kTileColumns = 64;
+constexpr int kSide = 8;  // columns of a thread's part of a tile
+constexpr int kDown = 4;  // rows of that part
+constexpr int kGroups = kTileColumns / kSide;
+constexpr int kBands = kTileRows / kDown;
 constexpr int kThreads = kGroups * kBands;
 constexpr int kWarps = kThreads / kWarp;
+constexpr int kWarpBands = kWarp / kGroups;  // bands that are in one warp
 
 // ---------------------------------------------------------------------------------------------------------------
 // What is quantised.
 
+// kResident: how many blocks of a multiprocessor were fastest (docs/fp8.md).
 struct Values {
   static constexpr bool kTwo = false;
+  static constexpr int kResident = 3;
   template <typename T>
   static __device__ float of(float x, float) {
     return x;
@@ -37,6 +42,7 @@ struct Values {
 
 struct GeluOf {
   static constexpr bool kTwo = false;
+  static constexpr int kResident = 4;
   template <typename T>
   static __device__ float of(float x, float) {
     return widen(narrow<T>(GeluTanh<T>::value(x)));
@@ -45,11 +51,14 @@ struct GeluOf {
 
 struct GeluGradientOf {
   static constexpr bool kTwo = true;
+  static constexpr int kResident = 3;
   template <typename T>
   static __device__ float of(float x, float u) {
     return widen(narrow<T>(x * GeluTanh<T>::derivative(u)));
   }
 };
+
+constexpr int kMostResident = 4;
 
 // A row's 8 neighbouring elements, as they are in memory.
 template <typename T>
@@ -82,29 +91,24 @@ struct Part {
   }
 };
 
-// The larger magnitude, as bits: those of floats that are not negative have the order of whole numbers. NaN and
-// infinities are ignored.
-struct LargerBits {
-  __device__ int32_t operator()(int32_t a, int32_t b) const { return max(a, b); }
-};
-
-__device__ int32_t finite_magnitude(float x) {
-  const int32_t bits = __float_as_int(x) & 0x7FFFFFFF;
-  return bits < 0x7F800000 ? bits : 0;
+// The value with its infinities made NaN, which FiniteMax ignores and float8 has.
+__device__ float finite_or_nan(float x) {
+  return fmaf(x, 0.0f, x);
 }
 
 // The largest over the block, in thread 0.
-__device__ int32_t block_largest(int32_t bits) {
-  __shared__ int32_t warps[kWarps];
-  bits = warp_reduce<LargerBits>(bits);
+__device__ float block_largest(float magnitude) {
+  __shared__ float warps[kWarps];
+  magnitude = warp_reduce<FiniteMax>(magnitude);
   __syncthreads();
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = bits;
+  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = magnitude;
   __syncthreads();
   if (threadIdx.x == 0)
-    for (int i = 1; i < kWarps; ++i) bits = max(bits, warps[i]);
-  return bits;
+    for (int i = 1; i < kWarps; ++i) magnitude = fmaxf(magnitude, warps[i]);
+  return magnitude;
 }
 
+// The bits of floats that are not negative have the order of whole numbers.
 __device__ int32_t history_largest(const int32_t* history) {
   int32_t bits = 0;
   if (history)
@@ -119,11 +123,12 @@ __device__ int32_t history_largest(const int32_t* history) {
 constexpr int kMostLargest = 1024;  // blocks, each of which writes one number
 
 template <typename T, typename Source, bool kVector>
-__global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, int32_t* largest) {
+__global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
+  wait_for_previous_kernel();
   if (history_largest(p.history) > 0) return;
   const int64_t size = p.rows * p.width;
   const int64_t stride = int64_t(gridDim.x) * kThreads * kSide;
-  int32_t bits = 0;
+  float amax = 0;
   for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kSide; i < size; i += stride) {
     Part<T> x, u;
     float values[kSide], others[kSide] = {};
@@ -134,10 +139,11 @@ __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize
       u.to(others);
     }
 #pragma unroll
-    for (int k = 0; k < kSide; ++k) bits = max(bits, finite_magnitude(Source::template of<T>(values[k], others[k])));
+    for (int k = 0; k < kSide; ++k)
+      amax = fmaxf(amax, fabsf(finite_or_nan(Source::template of<T>(values[k], others[k]))));
   }
-  bits = block_largest(bits);
-  if (threadIdx.x == 0) largest[blockIdx.x] = bits;
+  amax = block_largest(amax);
+  if (threadIdx.x == 0) largest[blockIdx.x] = amax;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -166,9 +172,10 @@ __device__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 2 (column / 8),
-// so that the lanes of a store, which have two bands and all values of column / 8, write to different banks.
-using TransposedTile = uint32_t[kTile][kBands];
+// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 4 (column / 8),
+// so that the lanes of a store, which have four bands and all values of column / 8, write to different banks.
+using TransposedTile = uint32_t[kTileColumns][kBands];
+static_assert(kWarpBands == 4);
 
 __device__ void put_transposed(TransposedTile& tile, const uint2 (&rows)[kDown], int group, int band) {
 #pragma unroll
@@ -178,22 +185,21 @@ __device__ void put_transposed(TransposedTile& tile, const uint2 (&rows)[kDown],
     for (int i = 0; i < kDown; ++i) words[i] = half ? rows[i].y : rows[i].x;
     transpose_bytes(words);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tile[group * kSide + half * 4 + i][band ^ (2 * group)] = words[i];
+    for (int i = 0; i < 4; ++i) tile[group * kSide + half * 4 + i][band ^ (4 * group)] = words[i];
   }
 }
 
 // Writes the tile's columns to out_transposed, 16 rows at a time.
 template <typename T>
 __device__ void store_transposed(const Fp8Quantize<T>& p, const TransposedTile& tile, int64_t row, int64_t column) {
-  constexpr int kChunks = kTile / 16;  // of a column
+  constexpr int kChunks = kTileRows / 16;  // of a column
   const int64_t padded = fp8_padded(p.rows);
 #pragma unroll
-  for (int i = 0; i < kTile * kChunks / kThreads; ++i) {
+  for (int i = 0; i < kTileColumns * kChunks / kThreads; ++i) {
     const int chunk = i * kThreads + threadIdx.x;
     const int mine = chunk / kChunks, place = chunk % kChunks, group = mine / kSide;
     if (column + mine >= p.width || row + 16 * place >= padded) continue;
-    uint4 bytes = *reinterpret_cast<const uint4*>(&tile[mine][(4 * place) ^ (2 * group & ~3)]);
-    if (group % 2) bytes = {bytes.z, bytes.w, bytes.x, bytes.y};
+    const uint4 bytes = *reinterpret_cast<const uint4*>(&tile[mine][(4 * place) ^ (4 * group)]);
     __stwb(reinterpret_cast<uint4*>(p.out_transposed + (column + mine) * padded + row + 16 * place), bytes);
   }
 }
@@ -216,33 +222,17 @@ __device__ void note_largest(int32_t* history, int32_t bits) {
 }
 
 template <typename T, typename Source, bool kVector>
-__global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
-    fp8_quantize_kernel(const Fp8Quantize<T> p, const int32_t* largest, int count, sum_t<T>* partials) {
+__global__ void __launch_bounds__(kThreads, Source::kResident)
+    fp8_quantize_kernel(const Fp8Quantize<T> p, const float* largest, int count, sum_t<T>* partials) {
   using A = sum_t<T>;
   __shared__ alignas(16) TransposedTile tiles[2];
-  __shared__ int32_t amax;
-  int32_t bits = history_largest(p.history);
-  if (bits == 0) {
-    for (int i = threadIdx.x; i < count; i += kThreads) bits = max(bits, largest[i]);
-    bits = block_largest(bits);
-  }
-  if (threadIdx.x == 0) amax = bits;
-  __syncthreads();
-  const bool e4m3 = p.format == Fp8Format::kE4M3;
-  const auto format = e4m3 ? __NV_E4M3 : __NV_E5M2;
-  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(amax), e4m3 ? 8 : 15);
-  const float multiplier = __uint_as_float(scale.multiplier);
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.scale = __uint_as_float(scale.scale);
-
+  __shared__ int32_t shared_bits;
   const int group = threadIdx.x % kGroups, band = threadIdx.x / kGroups;
-  const int64_t column = int64_t(blockIdx.x) * kTile;
+  const int64_t column = int64_t(blockIdx.x) * kTileColumns;
   const int64_t mine = column + group * kSide, columns = p.width - mine;  // the thread's first column, and those left
-  const int64_t stride = int64_t(gridDim.y) * kTile;
-  A sums[kSide] = {};
-  bits = 0;
-  int buffer = 0;
-  for (int64_t tile = int64_t(blockIdx.y) * kTile; tile < p.rows; tile += stride, buffer ^= 1) {
-    Part<T> x[kDown], u[Source::kTwo ? kDown : 1];
+  const int64_t stride = int64_t(gridDim.y) * kTileRows;
+  Part<T> x[kDown], u[Source::kTwo ? kDown : 1];
+  const auto load_tile = [&](int64_t tile) {
 #pragma unroll
     for (int i = 0; i < kDown; ++i) {
       const int64_t row = tile + band * kDown + i;
@@ -250,6 +240,28 @@ __global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
       x[i].template load_from<kVector>(p.x + at, left);
       if constexpr (Source::kTwo) u[i].template load_from<kVector>(p.u + at, left);
     }
+  };
+
+  wait_for_previous_kernel();
+  int64_t tile = int64_t(blockIdx.y) * kTileRows;
+  if (tile < p.rows) load_tile(tile);
+  int32_t bits = history_largest(p.history);
+  if (bits == 0) {
+    float amax = 0;
+    for (int i = threadIdx.x; i < count; i += kThreads) amax = fmaxf(amax, largest[i]);
+    bits = __float_as_int(block_largest(amax));
+  }
+  if (threadIdx.x == 0) shared_bits = bits;
+  __syncthreads();
+  const bool e4m3 = p.format == Fp8Format::kE4M3;
+  const auto format = e4m3 ? __NV_E4M3 : __NV_E5M2;
+  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(shared_bits), e4m3 ? 8 : 15);
+  const float multiplier = __uint_as_float(scale.multiplier);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.scale = __uint_as_float(scale.scale);
+
+  A sums[kSide] = {};
+  float amax = 0;
+  for (int buffer = 0; tile < p.rows; tile += stride, buffer ^= 1) {
     uint2 rows[kDown];
 #pragma unroll
     for (int i = 0; i < kDown; ++i) {
@@ -258,11 +270,11 @@ __global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
       if constexpr (Source::kTwo) u[i].to(others);
 #pragma unroll
       for (int k = 0; k < kSide; ++k) {
-        float value = Source::template of<T>(values[k], others[k]);
+        const float value = Source::template of<T>(values[k], others[k]);
         sums[k] += value;
-        value = fmaf(value, 0.0f, value);  // infinities become NaN
-        bits = max(bits, finite_magnitude(value));
-        values[k] = value * multiplier;
+        const float finite = finite_or_nan(value);
+        amax = fmaxf(amax, fabsf(finite));
+        values[k] = finite * multiplier;
       }
       rows[i] = to_fp8(values, format);
       const int64_t row = tile + band * kDown + i;
@@ -276,29 +288,30 @@ __global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
           if (k < columns) to[k] = static_cast<uint8_t>((k < 4 ? rows[i].x : rows[i].y) >> 8 * (k % 4));
       }
     }
-    // Two buffers, because a thread may be one tile ahead of another.
+    if (p.out_transposed) put_transposed(tiles[buffer], rows, group, band);
+    if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    put_transposed(tiles[buffer], rows, group, band);
-    __syncthreads();
+    __syncthreads();  // one a tile: with two buffers, a thread may be one tile ahead of another
     store_transposed(p, tiles[buffer], tile, column);
   }
 
   if (p.history) {
-    bits = block_largest(bits);
-    if (threadIdx.x == 0) note_largest(p.history, bits);
+    amax = block_largest(amax);
+    if (threadIdx.x == 0) note_largest(p.history, __float_as_int(amax));
   }
   if (p.column_sums == nullptr) return;
-  using Bands = A[kWarps][kTile];
+  using Bands = A[kWarps][kTileColumns];
   Bands& bands = *reinterpret_cast<Bands*>(tiles);
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kSide; ++k) {
-    sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], kGroups);  // two bands are one warp
-    if (band % 2 == 0) bands[threadIdx.x / kWarp][group * kSide + k] = sums[k];
+#pragma unroll
+    for (int lanes = kGroups; lanes < kWarp; lanes *= 2) sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], lanes);
+    if (band % kWarpBands == 0) bands[threadIdx.x / kWarp][group * kSide + k] = sums[k];
   }
   __syncthreads();
   const int64_t sum_column = column + threadIdx.x;
-  if (threadIdx.x >= kTile || sum_column >= p.width) return;
+  if (threadIdx.x >= kTileColumns || sum_column >= p.width) return;
   A sum = 0;
   for (int i = 0; i < kWarps; ++i) sum += bands[i][threadIdx.x];
   partials[int64_t(blockIdx.y) * p.width + sum_column] = sum;
@@ -307,28 +320,27 @@ __global__ void __launch_bounds__(kThreads, kTwoBlocks<kThreads>)
 // ---------------------------------------------------------------------------------------------------------------
 // Launches.
 
-constexpr int64_t kLargestBytes = kMostLargest * sizeof(int32_t);
+constexpr int64_t kLargestBytes = kMostLargest * sizeof(float);
 
-// As many runs of tiles as fill one wave of blocks, each of which has two of its strip's tiles at least.
-dim3 quantize_grid(int64_t rows, int64_t width) {
-  constexpr int64_t kResident = 2;  // blocks of a multiprocessor
+// As many runs of tiles as fill one wave of blocks, `resident` on a multiprocessor.
+dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMostRuns = 1024;
-  const int64_t strips = std::max<int64_t>(ceil_div(width, kTile), 1);
-  const int64_t filling = std::max<int64_t>(kResident * multiprocessors() / strips, 1);
-  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTile), 1, std::min(filling, kMostRuns));
+  const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);
+  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTileRows), 1, std::min(filling, kMostRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
 template <typename T, typename Source, bool kVector>
 void launch(const Fp8Quantize<T>& p, Stream stream) {
-  auto* largest = static_cast<int32_t*>(p.workspace);
+  auto* largest = static_cast<float*>(p.workspace);
   auto* partials = reinterpret_cast<sum_t<T>*>(static_cast<char*>(p.workspace) + kLargestBytes);
   const int64_t size = p.rows * p.width;
   const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMostLargest);
   const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kSide), 1, filling));
-  fp8_largest_kernel<T, Source, kVector><<<count, kThreads, 0, stream>>>(p, largest);
-  const dim3 grid = quantize_grid(p.rows, p.width);
-  fp8_quantize_kernel<T, Source, kVector><<<grid, kThreads, 0, stream>>>(p, largest, count, partials);
+  launch_early<fp8_largest_kernel<T, Source, kVector>>(dim3(count), dim3(kThreads), 0, stream, p, largest);
+  const dim3 grid = quantize_grid(p.rows, p.width, Source::kResident);
+  launch_early<fp8_quantize_kernel<T, Source, kVector>>(grid, dim3(kThreads), 0, stream, p, largest, count, partials);
   if (p.column_sums && p.width > 0)
     launch_partial_sums<T, sum_t<T>>({.first = p.column_sums,
                                       .second = nullptr,
@@ -352,7 +364,8 @@ Status launch(const Fp8Quantize<T>& p, Stream stream) {
 
 template <typename T>
 int64_t fp8_quantize_workspace(int64_t rows, int64_t width) {
-  return kLargestBytes + int64_t(quantize_grid(rows, width).y) * width * int64_t(sizeof(sum_t<T>));
+  const int64_t most = quantize_grid(rows, width, kMostResident).y;
+  return kLargestBytes + most * width * int64_t(sizeof(sum_t<T>));
 }
 
 template <typename T>
