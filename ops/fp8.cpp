@@ -55,10 +55,12 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
   void* torchs;
   check_shim(torch_get_current_cuda_blas_handle(&torchs));
   const auto handle = static_cast<cublasHandle_t>(torchs);
-  const Fp8Plan plan = fp8_matmul_plan(p, handle);
+  Fp8Plan plan = fp8_matmul_plan(p, handle);
   if (!plan.found)
     fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ",
          p.inner, ")^T on this GPU; it needs compute capability 8.9 or newer");
+  if (plan.untimed)
+    plan = fp8_matmul_time(p, plan, pointer<void>(workspace(kMatmulTimingWorkspace, out)), handle, launcher.stream());
   const Tensor scratch = workspace(plan.workspace, out);
   const MatmulStatus status = fp8_matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
   launcher.check(status.cuda);
@@ -100,6 +102,12 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   Shape shape = shape_of(a);
   shape.back() = b.size(0);
   return shape;
+}
+
+// A BLAS takes float8 matrices in packs of 16 bytes. Tensors from torch's allocator begin at such an address.
+void check_aligned(const char* op, const char* name, const Tensor& t) {
+  if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
+    fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");
 }
 
 void check_scale(const char* op, const char* name, const Tensor& scale, const Tensor& like) {
@@ -144,7 +152,10 @@ Tensor fp8_matmul_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, co
   }
   const Launcher launcher(op, a);
   const Tensor out = allocate(product_shape(a, b), dtype, a);
-  fp8_product(launcher, out, {dense(a), scale_a}, {dense(b), scale_b}, dense(bias), fast_accumulation);
+  const Tensor a_dense = dense(a), b_dense = dense(b);
+  check_aligned(op, "a", a_dense);
+  check_aligned(op, "b", b_dense);
+  fp8_product(launcher, out, {a_dense, scale_a}, {b_dense, scale_b}, dense(bias), fast_accumulation);
   return out;
 }
 

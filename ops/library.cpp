@@ -96,8 +96,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // float8 (docs/fp8.md). A history (18) of int32, a tensor's largest magnitudes so far, is read for the scale and moved
-  // on; q_t is (C, N rounded up to 16), without elements unless transposed. fp8_matmul is a @ b^T.
+  // float8 (docs/fp8.md). A history (18) of int32, a tensor's largest magnitudes so far, is read for the scale and
+  // moved on; q_t is (C, N rounded up to 16), without elements unless transposed. fp8_matmul is a @ b^T.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");

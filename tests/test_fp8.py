@@ -376,6 +376,7 @@ def test_bad_input(device):
     x, weight, bias = inputs(5, 32, 48, torch.float32, device)
     one = torch.ones((), device=device)
     q, w = x.to(E4M3), weight.to(E4M3)
+    shifted = q.flatten()[1:33].view(1, 32)
     for call, message in [
         (lambda: ops.fp8_quantize(x.double(), None, E4M3), "x must be float32, bfloat16 or float16, got float64"),
         (lambda: ops.fp8_quantize(x, None, torch.float16), "dtype must be float8_e4m3fn or float8_e5m2, got float16"),
@@ -384,6 +385,7 @@ def test_bad_input(device):
         (lambda: ops.fp8_matmul(x, w, one, one, None, torch.float32), "a must be float8"),
         (lambda: ops.fp8_matmul(q, w[:40], one, one, None, torch.float32), "multiple of 16 .*got 40"),
         (lambda: ops.fp8_matmul(q[:, :8], w[:, :8], one, one, None, torch.float32), "multiple of 16 .*got 8"),
+        (lambda: ops.fp8_matmul(shifted, w, one, one, None, torch.float32), "multiple of 16 bytes"),
         (lambda: ops.fp8_matmul(q, w, bias, one, None, torch.float32), r"scale_a must have shape \(\)"),
         (lambda: ops.fp8_matmul(q, w, one, one, None, torch.float64), "dtype must be float32, bfloat16 or float16"),
         (lambda: ops.fp8_matmul(x.to(E5M2), weight.to(E5M2), one, one, None, torch.float32), "one of a and b"),

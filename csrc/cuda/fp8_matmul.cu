@@ -1,10 +1,12 @@
-#include <compare>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "common/launch.cuh"
 #include "common/packed.cuh"
 #include "fp8_matmul.h"
+#include "matmul_choices.h"
+#include "matmul_timing.h"
 
 // cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b, transposed, and B = our a. Of float8
 // matrices this is the one layout that it has on Hopper: the terms of each sum lie together in both.
@@ -27,14 +29,10 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 
-struct Key {
-  int device;
-  cudaDataType_t out, a, b;
-  bool bias, fast;
-  int64_t rows, columns, inner;
-
-  auto operator<=>(const Key&) const = default;
-};
+// A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
+cublasLtHandle_t lt(cublasHandle_t handle) {
+  return reinterpret_cast<cublasLtHandle_t>(handle);
+}
 
 // The arguments of cublasLtMatmul, on the stack.
 template <typename T>
@@ -73,26 +71,97 @@ struct Problem {
 };
 
 template <typename T>
-Fp8Plan ask_heuristic(const Fp8Matmul<T>& p, cublasLtHandle_t handle) {
+ProductKey key_of(const Fp8Matmul<T>& p) {
+  int device = 0;
+  cudaGetDevice(&device);
+  return {.device = device,
+          .type = type_of(p.a_format),
+          .b_type = type_of(p.b_format),
+          .out_type = kType<T>,
+          .compute = CUBLAS_COMPUTE_32F,
+          .epilogue = kFusesBias<T> && p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
+          .rows = p.rows,
+          .columns = p.columns,
+          .inner = p.inner,
+          .out_ld = p.columns,
+          .a_ld = p.inner,
+          .b_ld = p.inner,
+          .a_transposed = false,
+          .b_transposed = true,
+          .accumulate = false,
+          .fast_accumulation = p.fast_accumulation,
+          .out_alignment = alignment(p.out),
+          .a_alignment = alignment(p.a),
+          .b_alignment = alignment(p.b),
+          .bias_alignment = alignment(p.bias),
+          .gelu_alignment = alignment(nullptr)};
+}
+
+// The heuristic's choices, its best first. The partial sums of split-K are float32.
+template <typename T>
+std::vector<ProductChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t handle, int most) {
   constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;
+  constexpr uint32_t kScheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   Problem<T> problem(p);
   cublasLtMatmulPreferenceOpaque_t preference;
   problem.first(cublasLtMatmulPreferenceInit(&preference));
   problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                                      &kMaxWorkspace, sizeof(kMaxWorkspace)));
-  const uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme,
-                                                     sizeof(scheme)));
-  cublasLtMatmulHeuristicResult_t found = {};
+  problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &kScheme,
+                                                     sizeof(kScheme)));
+  std::vector<cublasLtMatmulHeuristicResult_t> found(most);
   int count = 0;
-  problem.first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
-                                               &problem.out, &preference, 1, &found, &count));
-  if (problem.status != CUBLAS_STATUS_SUCCESS || count == 0 || found.state != CUBLAS_STATUS_SUCCESS) return {};
-  return {.found = true, .algorithm = found.algo, .workspace = static_cast<int64_t>(found.workspaceSize)};
+  problem.first(cublasLtMatmulAlgoGetHeuristic(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
+                                               &problem.out, &preference, most, found.data(), &count));
+  std::vector<ProductChoice> choices;
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return choices;
+  for (int i = 0; i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS)
+      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
+  return choices;
 }
 
+Fp8Plan plan_of(const ProductChoice& choice) {
+  return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};
+}
+
+// Whether the algorithm can compute the product, in the workspace that it says.
+template <typename T>
+bool fits(const Fp8Matmul<T>& p, const ProductChoice& choice, cublasHandle_t handle) {
+  Problem<T> problem(p);
+  cublasLtMatmulHeuristicResult_t result = {};
+  problem.first(cublasLtMatmulAlgoCheck(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
+                                        &problem.out, &choice.algorithm, &result));
+  return problem.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
+         static_cast<int64_t>(result.workspaceSize) <= choice.workspace;
+}
+
+template <typename T>
+Fp8Plan first_plan(const Fp8Matmul<T>& p, const ProductKey& key, cublasHandle_t handle) {
+  constexpr double kLeastFlops = 4e9;  // some microseconds
+  const bool timed = choices_are_timed() && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops;
+  if (timed)
+    if (const auto choice = kept_choice(key); choice && fits(p, *choice, handle)) return plan_of(*choice);
+  const auto choices = ask_heuristic(p, handle, 1);
+  if (choices.empty()) return {};
+  Fp8Plan plan = plan_of(choices[0]);
+  plan.untimed = timed;
+  return plan;
+}
+
+// The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
-std::map<Key, Fp8Plan> plans;
+std::map<ProductKey, Fp8Plan> plans;
+
+template <typename T>
+MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                     Stream stream) {
+  Problem<T> problem(p);
+  const float alpha = 1, beta = 0;
+  problem.first(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
+                               &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
+  return {.cublas = problem.status};
+}
 
 template <typename T>
 __global__ void fp8_matmul_bias_kernel(T* out, const T* bias, int64_t size, int64_t columns) {
@@ -120,23 +189,28 @@ bool is_empty(const Fp8Matmul<T>& p) {
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle) {
   if (is_empty(p) || p.inner == 0) return {.found = true};
-  int device = 0;
-  cudaGetDevice(&device);
-  const Key key = {.device = device,
-                   .out = kType<T>,
-                   .a = type_of(p.a_format),
-                   .b = type_of(p.b_format),
-                   .bias = p.bias != nullptr,
-                   .fast = p.fast_accumulation,
-                   .rows = p.rows,
-                   .columns = p.columns,
-                   .inner = p.inner};
+  const ProductKey key = key_of(p);
   const std::lock_guard lock(plans_mutex);
   auto known = plans.find(key);
-  // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
-  if (known == plans.end())
-    known = plans.emplace(key, ask_heuristic(p, reinterpret_cast<cublasLtHandle_t>(handle))).first;
+  if (known == plans.end()) known = plans.emplace(key, first_plan(p, key, handle)).first;
   return known->second;
+}
+
+template <typename T>
+Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream) {
+  if (is_captured(stream)) return plan;
+  constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
+  const ProductKey key = key_of(p);
+  const auto fastest = time_choices(ask_heuristic(p, handle, kChoices), stream, [&](const ProductChoice& choice) {
+    return product(p, plan_of(choice), workspace, handle, stream).ok();
+  });
+  Fp8Plan timed = fastest ? plan_of(*fastest) : plan;
+  timed.untimed = false;
+  if (fastest) keep_choice(key, *fastest);
+  const std::lock_guard lock(plans_mutex);
+  plans[key] = timed;
+  return timed;
 }
 
 template <typename T>
@@ -144,22 +218,17 @@ MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* worksp
                         Stream stream) {
   if (is_empty(p)) return {};
   MatmulStatus status;
-  if (p.inner == 0) {
+  if (p.inner == 0)
     status.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream);
-  } else {
-    Problem<T> problem(p);
-    const float alpha = 1, beta = 0;
-    problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b,
-                                 &problem.a, p.a, &problem.b, &beta, p.out, &problem.out, p.out, &problem.out,
-                                 &plan.algorithm, workspace, plan.workspace, stream));
-    status.cublas = problem.status;
-  }
+  else
+    status = product(p, plan, workspace, handle, stream);
   if (p.bias && (p.inner == 0 || !kFusesBias<T>) && status.ok()) status.cuda = add_bias(p, stream);
   return status;
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                           \
-  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t); \
+#define GPTKERNELS_INSTANTIATE(T)                                                                          \
+  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t);                                \
+  template Fp8Plan fp8_matmul_time<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream); \
   template MatmulStatus fp8_matmul<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 

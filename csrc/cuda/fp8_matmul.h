@@ -7,9 +7,8 @@
 namespace gptkernels::cuda {
 
 // out (rows, columns) = scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias, all dense; inner and columns
-// are multiples of kFp8Alignment. The sums are float32 with the tensor cores' precision: with fast_accumulation they
-// keep 14 bits of significand throughout, without it the sum of each 128 terms (of one instruction's at least) is added
-// in float32.
+// are multiples of kFp8Alignment, a and b begin at multiples of 16 bytes. With fast_accumulation the sums have the
+// tensor cores' 14 bits of significand throughout; without it the sums of every 128 terms are added in float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;
@@ -27,14 +26,20 @@ struct Fp8Matmul {
 };
 
 struct Fp8Plan {
-  bool found;  // cuBLASLt has an algorithm
+  bool found;    // cuBLASLt has an algorithm
+  bool untimed;  // fp8_matmul_time may find a faster one
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
 
-// cuBLASLt's heuristic is asked once a shape; its answer is kept for the life of the process.
+// As matmul_plan and matmul_time: cuBLASLt's heuristic is asked once a shape, and a large product's algorithm is then
+// chosen by timing, once per shape and user. Timing writes to p's out; the workspace has kMatmulTimingWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
+
+template <typename T>
+Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream);
 
 template <typename T>
 MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,

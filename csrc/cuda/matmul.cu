@@ -11,6 +11,7 @@
 #include "matmul.h"
 #include "matmul_choices.h"
 #include "matmul_sm90.h"
+#include "matmul_timing.h"
 
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
 // out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
@@ -124,12 +125,6 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// The largest power of two, 256 at most, that divides the address: a faster algorithm may need 16.
-uint32_t alignment(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
-  return static_cast<uint32_t>(address & -address);
-}
-
 // cuBLASLt requires a leading dimension divisible by 8 for GELU's matrix. It does not document the accuracy of its
 // tanh; 16-bit results show no difference. For float32 its GELU epilogue is slower than our own kernel after a TF32
 // product (docs/mlp.md).
@@ -196,6 +191,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   cudaGetDevice(&device);
   return {.device = device,
           .type = kDataType<T>,
+          .b_type = kDataType<T>,
           .out_type = out_type(p),
           .compute = compute,
           .epilogue = epilogue(p),
@@ -208,6 +204,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .a_transposed = p.a_transposed,
           .b_transposed = p.b_transposed,
           .accumulate = p.accumulate,
+          .fast_accumulation = false,
           .out_alignment = alignment(out_of(p)),
           .a_alignment = alignment(p.a),
           .b_alignment = alignment(p.b),
@@ -305,91 +302,6 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
                                p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
                                &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.first.status};
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// Timing.
-
-// Times launches one by one, without waiting between them.
-class Timer {
- public:
-  explicit Timer(Stream stream) : stream_(stream) {}
-  ~Timer() {
-    for (cudaEvent_t event : events_) cudaEventDestroy(event);
-  }
-  Timer(const Timer&) = delete;
-  Timer& operator=(const Timer&) = delete;
-
-  template <typename Launch>
-  void time(const Launch& launch) {
-    mark();
-    launch();
-    mark();
-  }
-
-  // The milliseconds of each launch so far; empty if the device failed.
-  std::vector<float> read() const {
-    std::vector<float> times;
-    if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
-    for (size_t i = 0; i + 1 < events_.size(); i += 2) {
-      float milliseconds = 0;
-      if (cudaEventElapsedTime(&milliseconds, events_[i], events_[i + 1]) != cudaSuccess) return {};
-      times.push_back(milliseconds);
-    }
-    return times;
-  }
-
- private:
-  void mark() {
-    cudaEvent_t event = nullptr;
-    if (cudaEventCreate(&event) != cudaSuccess) return;
-    events_.push_back(event);
-    cudaEventRecord(event, stream_);
-  }
-
-  Stream stream_;
-  std::vector<cudaEvent_t> events_;
-};
-
-// The index of the fastest, by the median of its launches; times has those of the first round, then of the next. The
-// first choice is kept unless another is clearly faster: the heuristic's order is the same at every run, and times are
-// not.
-inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
-  constexpr float kClearly = 0.98f;
-  const auto median = [&](size_t choice) {
-    std::vector<float> own;
-    for (int round = 0; round < rounds; ++round) own.push_back(times[round * count + choice]);
-    std::nth_element(own.begin(), own.begin() + own.size() / 2, own.end());
-    return own[own.size() / 2];
-  };
-  size_t best = 0;
-  for (size_t i = 1; i < count; ++i)
-    if (median(i) < median(best)) best = i;
-  return median(best) < kClearly * median(0) ? best : 0;
-}
-
-// Times p by each of the choices and returns the fastest. The choices take turns, so that a change of the clock is fair
-// to all. Those that cannot be launched are left out; without any there is no result.
-template <typename T>
-std::optional<ProductChoice> time_choices(const Matmul<T>& p, std::vector<ProductChoice> choices, void* workspace,
-                                          cublasHandle_t handle, Stream stream) {
-  constexpr int kRounds = 8;
-  const auto launch = [&](const ProductChoice& choice) {
-    return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
-  };
-  std::erase_if(choices, [&](const ProductChoice& choice) { return !launch(choice); });
-  if (choices.empty()) return std::nullopt;
-  Timer timer(stream);
-  for (int round = 0; round < kRounds; ++round)
-    for (const ProductChoice& choice : choices) timer.time([&] { launch(choice); });
-  const std::vector<float> times = timer.read();
-  if (times.size() != kRounds * choices.size()) return choices[0];
-  return choices[fastest(times, choices.size(), kRounds)];
-}
-
-inline bool is_captured(Stream stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
-  return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -496,7 +408,9 @@ MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out
   if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
   if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
   const auto choices = ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
-  const auto fastest = time_choices(p, choices, workspace, handle, stream);
+  const auto fastest = time_choices(choices, stream, [&](const ProductChoice& choice) {
+    return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
+  });
   MatmulPlan timed = fastest ? plan_of(*fastest) : plan;
   timed.untimed = timed.own_gelu = false;
   if (fastest) keep_choice(key, *fastest);

@@ -19,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kVariable = "GPTKERNELS_MATMUL_CHOICES";
-constexpr const char* kFirstLine = "gptkernels: cuBLASLt's algorithms by product, format 1";
+constexpr const char* kFirstLine = "gptkernels: cuBLASLt's algorithms by product, format 2";
 constexpr size_t kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
 using Choices = std::map<ProductKey, ProductChoice>;
@@ -49,10 +49,27 @@ fs::path file_of(int device) {
 // A line has the key without the device, the workspace, and the algorithm's words.
 std::string line_of(const ProductKey& k, const ProductChoice& choice) {
   std::ostringstream line;
-  for (int64_t value : {int64_t(k.type), int64_t(k.out_type), int64_t(k.compute), int64_t(k.epilogue), k.rows,
-                        k.columns, k.inner, k.out_ld, k.a_ld, k.b_ld, int64_t(k.a_transposed), int64_t(k.b_transposed),
-                        int64_t(k.accumulate), int64_t(k.out_alignment), int64_t(k.a_alignment), int64_t(k.b_alignment),
-                        int64_t(k.bias_alignment), int64_t(k.gelu_alignment), choice.workspace})
+  for (int64_t value : {int64_t(k.type),
+                        int64_t(k.out_type),
+                        int64_t(k.compute),
+                        int64_t(k.epilogue),
+                        k.rows,
+                        k.columns,
+                        k.inner,
+                        k.out_ld,
+                        k.a_ld,
+                        k.b_ld,
+                        int64_t(k.a_transposed),
+                        int64_t(k.b_transposed),
+                        int64_t(k.accumulate),
+                        int64_t(k.out_alignment),
+                        int64_t(k.a_alignment),
+                        int64_t(k.b_alignment),
+                        int64_t(k.bias_alignment),
+                        int64_t(k.gelu_alignment),
+                        int64_t(k.b_type),
+                        int64_t(k.fast_accumulation),
+                        choice.workspace})
     line << value << ' ';
   uint64_t words[kWords];
   std::memcpy(words, &choice.algorithm, sizeof(words));
@@ -63,16 +80,17 @@ std::string line_of(const ProductKey& k, const ProductChoice& choice) {
 // Adds what a line says; one that is not whole says nothing.
 void read_line(const std::string& text, int device, Choices& choices) {
   std::istringstream line(text);
-  std::array<int64_t, 19> v;
+  std::array<int64_t, 21> v;
   for (int64_t& value : v)
     if (!(line >> value)) return;
   uint64_t words[kWords];
   for (uint64_t& word : words)
     if (!(line >> std::hex >> word)) return;
-  ProductChoice choice = {.workspace = v[18]};
+  ProductChoice choice = {.workspace = v[20]};
   std::memcpy(&choice.algorithm, words, sizeof(words));
   const ProductKey key = {.device = device,
                           .type = static_cast<cudaDataType_t>(v[0]),
+                          .b_type = static_cast<cudaDataType_t>(v[18]),
                           .out_type = static_cast<cudaDataType_t>(v[1]),
                           .compute = static_cast<cublasComputeType_t>(v[2]),
                           .epilogue = static_cast<cublasLtEpilogue_t>(v[3]),
@@ -85,6 +103,7 @@ void read_line(const std::string& text, int device, Choices& choices) {
                           .a_transposed = v[10] != 0,
                           .b_transposed = v[11] != 0,
                           .accumulate = v[12] != 0,
+                          .fast_accumulation = v[19] != 0,
                           .out_alignment = static_cast<uint32_t>(v[13]),
                           .a_alignment = static_cast<uint32_t>(v[14]),
                           .b_alignment = static_cast<uint32_t>(v[15]),

@@ -17,16 +17,23 @@ namespace gptkernels::cuda {
 // Everything that cuBLASLt's answer may depend on. The sizes are those of Matmul.
 struct ProductKey {
   int device;
-  cudaDataType_t type;
+  cudaDataType_t type;    // of the operand a
+  cudaDataType_t b_type;  // another with float8 alone
   cudaDataType_t out_type;
   cublasComputeType_t compute;
   cublasLtEpilogue_t epilogue;
   int64_t rows, columns, inner, out_ld, a_ld, b_ld;
-  bool a_transposed, b_transposed, accumulate;
+  bool a_transposed, b_transposed, accumulate, fast_accumulation;
   uint32_t out_alignment, a_alignment, b_alignment, bias_alignment, gelu_alignment;
 
   auto operator<=>(const ProductKey&) const = default;
 };
+
+// The largest power of two, 256 at most, that divides the address: a faster algorithm may need 16.
+inline uint32_t alignment(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
+  return static_cast<uint32_t>(address & -address);
+}
 
 struct ProductChoice {
   cublasLtMatmulAlgo_t algorithm;
