@@ -151,4 +151,5 @@ def test_the_rule_is_public():
 def test_an_odd_size_is_odd():
     for case in CASES:
         args = case.draw(Draw(ODD, torch.bfloat16, torch.device("cpu"), 0)).args
-        assert any(t.shape[-1] % 8 for t in args), case.name
+        dim = 0 if case.name.startswith("fp8") else -1  # features of float8 layers are multiples of 16
+        assert any(t.shape[dim] % 8 for t in args), case.name
