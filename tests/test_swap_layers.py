@@ -580,6 +580,16 @@ def test_compiled_head_and_loss_are_one_pass(returned, device):
     assert not any(isinstance(made, torch.Tensor) and made.numel() >= 300 * 77 for _, made in graphs[1])
 
 
+def test_compiled_head_and_loss_under_func(device):
+    """A transform of torch.func inside the compiled function sees the operators."""
+    torch._dynamo.reset()
+    hidden, weight = (torch.randn(shape, device=device) for shape in [(300, 16), (77, 16)])
+    targets = torch.randint(77, (300,), device=device)
+    gradient = torch.func.grad(lambda hidden, weight: head_and_loss(hidden, weight, targets, -1)[1])
+    found = torch.compile(gradient, fullgraph=True, backend="aot_eager")(hidden, weight)
+    torch.testing.assert_close(found, gradient(hidden, weight))
+
+
 def test_the_heads_second_derivative(device):
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(3, 5, 16), (77, 16)])
     targets = torch.randint(77, (3, 5), device=device)

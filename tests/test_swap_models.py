@@ -183,6 +183,35 @@ def test_compiled_training(family, device):
     assert graphs[0]["aten._foreach_copy.default"] == graphs[1]["aten._foreach_copy.default"] == 2  # one a block
 
 
+@both
+@COMPILED
+def test_compiled_frozen_parameters(family, autocast, device):
+    """The same gradients as in eager mode, and no others."""
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model).train()
+    for name, p in model.named_parameters():
+        if any(part in name for part in ("h.0.ln_1", "h.1.attn", "wte", "h.0.mlp.c_fc.weight", "h.1.ln_2.bias")):
+            p.requires_grad_(False)
+
+    def gradients_by(run):
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = run()
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def loss():
+        return call(model, device)[1]
+
+    expected = gradients_by(loss)
+    found = gradients_by(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=scale * (2e-2 if autocast else 1e-4))
+
+
 @COMPILED
 def test_reduce_overhead(family, device):
     """Inductor's CUDA graphs: losses as in eager mode without dropout, and others at each step with it."""
