@@ -16,7 +16,7 @@ from gptkernels.ops._below import Below
 from gptkernels.ops._register import differentiate
 from gptkernels.swapping.layers import products_dtype
 
-CHUNK = 2**30  # bytes of the gradient of the logits that exist at a time, in eager training
+CHUNK = 2**29  # bytes of the gradient of the logits that exist at a time, in eager training
 
 
 def head_and_loss(
@@ -137,6 +137,7 @@ class _HeadAndLoss(torch.autograd.Function):
                 )
                 losses.append(found.sum())
                 dx_part, dweight_part, _ = ops.linear_backward.default(dlogits, x_rows[part], padded, (*needs, False))
+                del dlogits  # before the next one is allocated
                 if dx is not None:
                     dx[part] = dx_part
                 if needs[1]:
