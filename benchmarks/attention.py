@@ -1,7 +1,9 @@
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import exact
@@ -9,25 +11,81 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-# batch, query heads, queries, keys, head size, causal. Where there are as many queries as keys, packed qkv.
+# Which keys a query sees, the last number of a size: all, those up to its own, and of these the ones that are no
+# padding. Hugging Face's models say by a mask (B, 1, T, T), bool or added, which these are.
+ALL, CAUSAL, RIGHT, LEFT, LENGTHS = range(5)
+PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
+# batch, query heads, queries, keys, head size, which keys. Where there are as many queries as keys and they are causal,
+# packed qkv.
 SIZES = {
     "bfloat16": [
-        (64, 12, 1024, 1024, 64, 1),
-        (16, 12, 4096, 4096, 64, 1),
-        (4, 12, 16384, 16384, 64, 1),
-        (4, 12, 1024, 1024, 64, 1),
-        (64, 6, 1024, 1024, 128, 1),
-        (16, 6, 4096, 4096, 128, 1),
-        (4, 6, 16384, 16384, 128, 1),
-        (64, 12, 1024, 1024, 64, 0),
-        (16, 12, 4096, 4096, 64, 0),
-        *((batch, 12, 1, keys, 64, 0) for batch in (1, 64) for keys in (1024, 8192, 65536)),
+        (64, 12, 1024, 1024, 64, CAUSAL),
+        (16, 12, 4096, 4096, 64, CAUSAL),
+        (4, 12, 16384, 16384, 64, CAUSAL),
+        (4, 12, 1024, 1024, 64, CAUSAL),
+        (64, 6, 1024, 1024, 128, CAUSAL),
+        (16, 6, 4096, 4096, 128, CAUSAL),
+        (4, 6, 16384, 16384, 128, CAUSAL),
+        (64, 12, 1024, 1024, 64, ALL),
+        (16, 12, 4096, 4096, 64, ALL),
+        *((32, 12, 1024, 1024, 64, padded) for padded in PADDED),
+        *((batch, 12, 1, keys, 64, ALL) for batch in (1, 64) for keys in (1024, 8192, 65536)),
     ],
-    "float32": [(4, 12, 1024, 1024, 64, 1), (16, 12, 1024, 1024, 64, 1)],
+    "float32": [(4, 12, 1024, 1024, 64, CAUSAL), (16, 12, 1024, 1024, 64, CAUSAL)],
 }
-CPU_SIZES = [(1, 12, 1024, 1024, 64, 1), (4, 12, 256, 256, 64, 1), (1, 12, 1, 1024, 64, 0)]
-TINY = (1, 1, 8, 8, 8, 1)
+CPU_SIZES = [
+    (1, 12, 1024, 1024, 64, CAUSAL),
+    (4, 12, 256, 256, 64, CAUSAL),
+    *((4, 12, 256, 256, 64, padded) for padded in PADDED),
+    (1, 12, 1, 1024, 64, ALL),
+]
+TINY = (1, 1, 8, 8, 8, CAUSAL)
 MOST_SCORES = 1 << 26  # of the float64 reference at a time
+
+
+@dataclass
+class Seen:
+    """Which keys a query sees."""
+
+    causal: bool
+    begin: Tensor | None = None  # (B): of each sequence's keys that are no padding
+    end: Tensor | None = None
+    mask: Tensor | None = None  # the same and the causal condition together, as torch takes them
+    by_bounds: bool = False  # ours takes `begin` and `end` instead
+
+    @classmethod
+    def of(cls, kind, batch, tokens, dtype, device):
+        """Padded sequences have from half of the tokens to all of them."""
+        if kind not in PADDED:
+            return cls(kind == CAUSAL)
+        lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
+        begin = tokens - lengths if kind == LEFT else torch.zeros_like(lengths)
+        seen = cls(True, begin, begin + lengths, by_bounds=kind == LENGTHS)
+        seen.mask = seen.allowed(tokens, tokens, device)
+        if kind == LEFT:
+            seen.mask = torch.zeros(seen.mask.shape, dtype=dtype, device=device).masked_fill_(
+                ~seen.mask, torch.finfo(dtype).min
+            )
+        return seen
+
+    def allows(self, b, h, q, k):
+        """Of one sequence, head, query and key; flex_attention's form."""
+        causal = q >= k
+        return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
+
+    def allowed(self, queries, keys, device):
+        """(B, 1, queries, keys), B being 1 without padding."""
+        b, _, q, k = torch.meshgrid(
+            *(torch.arange(n, device=device) for n in (1 if self.end is None else len(self.end), 1, queries, keys)),
+            indexing="ij",
+        )
+        return self.allows(b, 0, q, k)
+
+    def ours(self):
+        """The arguments of our op after the value: mask, dropout, causal, scale, offset, bounds."""
+        if self.by_bounds:
+            return None, 0.0, True, None, 0, self.begin, self.end
+        return self.mask, 0.0, self.causal and self.mask is None, None, 0, None, None
 
 
 def flash3(query, key, value, causal):
@@ -38,106 +96,120 @@ def flash3(query, key, value, causal):
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
 
-def flex(causal):
-    """flex_attention under torch.compile."""
+def flex(seen):
+    """flex_attention under torch.compile; its block mask is made once."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    masks = {}
+    attend = compiled(lambda query, key, value, mask: flex_attention(query, key, value, block_mask=mask))
+    masks = []
 
     def call(query, key, value):
-        mask = None
-        if causal:
-            sizes = query.shape[2], key.shape[2], query.device
-            if sizes not in masks:
-                masks[sizes] = create_block_mask(lambda b, h, q, k: q >= k, None, None, *sizes[:2], device=sizes[2])
-            mask = masks[sizes]
-        return flex_attention(query, key, value, block_mask=mask)
+        if not masks:
+            batch = None if seen.end is None else len(seen.end)
+            sizes = batch, None, query.shape[2], key.shape[2]
+            masks.append(create_block_mask(seen.allows, *sizes, device=query.device) if seen.causal else None)
+        return attend(query, key, value, masks[0])
 
-    return compiled(call)
+    return call
 
 
-def by_backend(backend, query, key, value, causal):
+def by_backend(backend, query, key, value, seen):
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        return F.scaled_dot_product_attention(query, key, value, seen.mask, is_causal=seen.causal and seen.mask is None)
 
 
-def functions(device, causal):
+def functions(device, seen):
     """What else computes attention, of query, key and value."""
-    flash = SDPBackend.FLASH_ATTENTION
+    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
     if device.type == "cpu":
-        return {"torch": lambda *t: by_backend(flash, *t, causal), "flex": flex(causal)}
+        return {"torch": lambda *t: by_backend(flash, *t, seen), "flex": flex(seen)}
 
     def torchs(*t):
         half = t[0].dtype in (torch.bfloat16, torch.float16)
-        return by_backend(flash if half else SDPBackend.EFFICIENT_ATTENTION, *t, causal)
+        return by_backend(flash if half and seen.mask is None else efficient, *t, seen)
 
-    return {
+    found = {
         "torch": torchs,
-        "cudnn": lambda *t: by_backend(SDPBackend.CUDNN_ATTENTION, *t, causal),
-        "flex": flex(causal),
-        "fa3": lambda *t: flash3(*t, causal),
+        "cudnn": lambda *t: by_backend(SDPBackend.CUDNN_ATTENTION, *t, seen),
+        "flex": flex(seen),
     }
+    return found if seen.end is not None else found | {"fa3": lambda *t: flash3(*t, seen.causal)}
 
 
-def reference(causal):
+def reference(allowed):
     """The formula of query, key and value (rows of B * NH); in float64."""
 
     def function(query, key, value):
         scores = query @ key.mT / query.shape[-1] ** 0.5
-        if causal:
-            scores = scores.masked_fill(scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
         return scores.softmax(-1) @ value
 
     return function
 
 
-def checked(inputs, dout, causal):
-    """A few whole heads of out, or of the gradients, beside float64: all of them would take longer than the rest."""
+def checked(inputs, dout, seen):
+    """A few whole heads of out, or of the gradients, beside float64: all of them would take longer than the rest. Not
+    the queries that are padding on the left: they see no key, and every implementation has an output of its own there.
+    """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))
     part = (slice(0, 1), slice(0, heads))
-    formula, pieces = reference(causal), [exact.double(t[part]) for t in inputs]
+    allowed = seen.allowed(query.shape[2], key.shape[2], query.device)[:1] if seen.causal else None
+    formula, pieces = reference(allowed), [exact.double(t[part]) for t in inputs]
     if dout is None:
-        yield 0, part, formula(*pieces)
+        first = 0 if seen.begin is None else int(seen.begin[0])
+        yield 0, (*part, slice(first, None)), formula(*pieces)[:, :, first:]
         return
     leaves = [t.requires_grad_() for t in pieces]
     for i, gradient in enumerate(torch.autograd.grad(formula(*leaves), leaves, exact.double(dout[part]))):
         yield i, part, gradient
 
 
-def cases(device, dtype, batch, heads, queries, keys, size, causal):
-    causal = bool(causal)
-    packed = causal and queries == keys
-    if packed:
+def cases(device, dtype, batch, heads, queries, keys, size, kind):
+    seen = Seen.of(kind, batch, queries, dtype, device)
+    packed = seen.causal and seen.mask is None and queries == keys
+    if seen.causal:
         qkv = torch.randn(batch, queries, 3 * heads * size, device=device, dtype=dtype)
         query, key, value = _unpack(qkv, heads)
-        out, logsumexp = ops.attention(qkv, heads)
-        dout = torch.randn_like(out)
-        douts = dout.unflatten(2, (heads, size)).transpose(1, 2)
     else:
         query, key, value = (
             torch.randn(batch, heads, n, size, device=device, dtype=dtype) for n in (queries, keys, keys)
         )
-        out, logsumexp = ops.scaled_dot_product_attention(query, key, value)
+    arguments = seen.ours()
+    if packed:
+        out, logsumexp = ops.attention(qkv, heads)
+        dout = torch.randn_like(out)
+        douts = dout.unflatten(2, (heads, size)).transpose(1, 2)
+    else:
+        out, logsumexp = ops.scaled_dot_product_attention(query, key, value, *arguments)
         dout = douts = torch.randn_like(out)
+        if seen.begin is not None:  # nothing is learned from padding
+            dout.masked_fill_((torch.arange(queries, device=device) < seen.begin[:, None])[:, None, :, None], 0)
     inputs = [query, key, value]
     what = f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}"
-    shape = f"B={batch} NH={heads} {what} HS={size}" + ("" if causal or queries == 1 else " not causal")
-    # Two products, of which half is above the diagonal.
-    flops = 4 * batch * heads * queries * keys * size // (2 if causal else 1)
-    peers = functions(device, causal)
+    shape = f"B={batch} NH={heads} {what} HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
+    if kind in PADDED:
+        shape += " " + PADDED[kind]
+    # Two products of the scores that are seen; half of all where they are causal.
+    pairs = batch * queries * keys / (2 if seen.causal else 1)
+    if seen.end is not None:
+        pairs = int(seen.allowed(queries, keys, device).sum())
+    flops = int(4 * heads * pairs * size)
+    peers = functions(device, seen)
 
     def ours():
         if packed:
             return ops.attention(qkv, heads)[0].unflatten(2, (heads, size)).transpose(1, 2)
-        return ops.scaled_dot_product_attention(query, key, value)[0]
+        return ops.scaled_dot_product_attention(query, key, value, *arguments)[0]
 
+    mask_bytes = 0 if seen.by_bounds else nbytes(seen.mask)
     yield Case(
         "attention fwd" if queries > 1 else "attention decode",
         shape,
         ours,
-        lambda: checked(inputs, None, causal),
-        bytes=nbytes(*inputs, out),
+        lambda: checked(inputs, None, seen),
+        bytes=nbytes(*inputs, out) + mask_bytes,
         flops=flops,
         peers={name: partial(function, *inputs) for name, function in peers.items()},
     )
@@ -147,14 +219,14 @@ def cases(device, dtype, batch, heads, queries, keys, size, causal):
     def ours_backward():
         if packed:
             return _unpack(ops.attention_backward(dout, qkv, out, logsumexp, heads), heads)
-        return ops.scaled_dot_product_attention_backward(dout, None, query, key, value, out, logsumexp)
+        return ops.scaled_dot_product_attention_backward(dout, None, query, key, value, out, logsumexp, *arguments)
 
     yield Case(
         "attention bwd",
         shape,
         ours_backward,
-        lambda: checked(inputs, douts, causal),
-        bytes=2 * nbytes(*inputs) + 2 * nbytes(out),
+        lambda: checked(inputs, douts, seen),
+        bytes=2 * nbytes(*inputs) + 2 * nbytes(out) + mask_bytes,
         flops=5 * flops // 2,
         peers={name: backward(function, inputs, douts) for name, function in peers.items()},
     )

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness.measure import Settings, cases, sizes_of
 
-COMPILERS = {"compile", "liger", "quack"}  # Each keeps what it compiled on disk, where the run then finds it.
+COMPILERS = {"compile", "liger", "quack", "flex"}  # Each keeps what it compiled on disk, where the run then finds it.
 MEMORY = 8 << 30  # what the largest case may take
 
 
