@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
   if (threadIdx.x == 0) barriers.init();
   __syncthreads();
+  let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
@@ -334,6 +335,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     give_registers<24>();
     if (threadIdx.x != 0) return;
     const int key_heads = p.problem.heads / p.problem.group;
+    wait_for_previous_kernel();
     const int query_blocks = (p.problem.queries + kBlock - 1) / kBlock;
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;

@@ -166,7 +166,7 @@ Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
   arguments.value = panel_map(p.value, s, s.key_heads, s.keys, kRows);
   arguments.order =
       TileOrder::of(key_tiles, key_heads, s.queries * token_bytes * (s.heads / s.key_heads), false, taken + 1);
-  kDkey<<<blocks(key_tiles * key_heads), kThreads, DkeyShape::kSharedBytes, stream>>>(arguments);
+  launch_early<kDkey>(blocks(key_tiles * key_heads), kThreads, DkeyShape::kSharedBytes, stream, arguments);
   return cudaGetLastError();
 }
 

@@ -3,8 +3,8 @@
 //
 // - The first kernel has only the queries there; its product with dout reads both operands from shared memory.
 // - The second reads keys and values from shared memory, and has the scores of one block only. A warpgroup starts its
-//   next products when it has packed dS, and waits for all of them before its exponentials: these are under the other
-//   warpgroup's products.
+//   next products when it has packed dS, and waits for scores and dp; its exponentials are under its own dk and the
+//   other warpgroup's products.
 //
 // Shared memory has no room for results either: dq goes through the tile's dout, dk and dv through its keys and values.
 // Neither kernel stops between tiles: the last step of one starts the products of the next one's first block, and a
@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
     mbarrier_init_fence();
   }
   __syncthreads();
+  let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
     give_registers<24>();
@@ -309,6 +310,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < 32; i += 8) largest = fmaxf(largest, current[i + 7]);
     complete(largest);
+
     wgmma_wait<1>();  // dp, and dq of the block before
     pin_registers(dp);
     pin_registers(ds);
@@ -353,6 +355,17 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
 }
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
+
+// Causal, one half of a tile has a block more than the other: the warpgroups take the longer half in turn. Of a tile's
+// half only its first row is kept: tiles begin at multiples of 128.
+__device__ inline int other_half(int row) {
+  return ~row & 64;
+}
+
+// The bytes of a panel before it.
+__device__ inline uint32_t half_at(int row) {
+  return (row & 64) * kPanelRowBytes;
+}
 
 template <typename T, bool kCausal>
 __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
@@ -408,6 +421,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       tma_store_wait();
     }
     if (threadIdx.x != 0) return;
+    wait_for_previous_kernel();
     const int query_blocks = (p.problem.queries + kBlock - 1) / kBlock;
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;
@@ -457,20 +471,20 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   const int lane = threadIdx.x % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / 32, 0);
-  const uint32_t own_rows = warpgroup * 64 * kPanelRowBytes;
   const float factor = p.problem.scale_log2;
 
   float scores[32], dp[32], dkey[64], dvalue[64];
   uint32_t weights[16];  // P, then dS
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  int row, block, end, member = 0;
+  int row = warpgroup * 64;  // the first of the warpgroup's 64
+  int block, end, member = 0;
 
   // Over the first blocks of a head, which may have only queries that see none of the warpgroup's keys.
   const auto begin_head = [&] {
     block = tiles[at.slot].first;
     if constexpr (kCausal) {
-      const int own_first = min((row + warpgroup * 64 - p.problem.query_offset) / kBlock, end - 1);
+      const int own_first = min((row - p.problem.query_offset) / kBlock, end - 1);
       for (; block < own_first; ++block) {
         barrier_wait(block_full(ring.slot), ring.phase);
         barrier_arrive_if(lane == 0, block_empty(ring.slot));
@@ -481,23 +495,25 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   // False after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(tile_full(at.slot), at.phase);
-    row = tiles[at.slot].row;
-    if (row < 0) return false;
+    if (tiles[at.slot].row < 0) return false;
+    row = tiles[at.slot].row + other_half(row);
     end = tiles[at.slot].first + tiles[at.slot].blocks;
     member = 0;
     begin_head();
     return true;
   };
 
-  // The scores of the block at hand, which are done, to P; dv is under way when this returns.
+  // The scores of the block at hand, which are done, to P, while dk of the block before runs; dv is under way when this
+  // returns.
   bool accumulate = false;
+  int freed = -1;  // the block that was used last: it is free once its dk is done
   const auto probabilities = [&] {
     const int now = ring.slot, first_query = block * kBlock;
     // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
-    if (kCausal && first_query + p.problem.query_offset < row + warpgroup * 64 + 63) {
+    if (kCausal && first_query + p.problem.query_offset < row + 63) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int limit = row + warpgroup * 64 + warp * 16 + lane / 4 + 8 * r - p.problem.query_offset - first_query -
+        const int limit = row + warp * 16 + lane / 4 + 8 * r - p.problem.query_offset - first_query -
                           2 * (lane % 4);  // the first to see it
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -514,14 +530,19 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       scores[4 * i + 2] = exp2_approximately(fmaf(scores[4 * i + 2], factor, bias.x));
       scores[4 * i + 3] = exp2_approximately(fmaf(scores[4 * i + 3], factor, bias.y));
     }
+    complete(fmaxf(fmaxf(scores[7], scores[15]), fmaxf(scores[23], scores[31])));
+    wgmma_wait<0>();  // dk of the block before
+    pin_registers(weights);
+    barrier_arrive_if(lane == 0 && freed >= 0, block_empty(max(freed, 0)));
+    freed = now;
     accumulators_to_a<T>(weights, scores);
     multiply_add<T>(dvalue, weights, panel_descriptor(dout_at(now), kBlockPanel), accumulate);
   };
 
   if (!begin_tile()) return;
   barrier_wait(block_full(ring.slot), ring.phase);
-  multiply<T>(scores, key_at(at.slot) + own_rows, query_at(ring.slot));
-  multiply<T>(dp, value_at(at.slot) + own_rows, dout_at(ring.slot));
+  multiply<T>(scores, key_at(at.slot) + half_at(row), query_at(ring.slot));
+  multiply<T>(dp, value_at(at.slot) + half_at(row), dout_at(ring.slot));
   wgmma_wait<0>();
   pin_registers(scores);
   pin_registers(dp);
@@ -542,6 +563,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
 
     ring.advance();
     const int tile = at.slot;
+    const uint32_t own_rows = half_at(row);
     bool last = false, more = true;
     if (++block == end) {
       if (++member < p.problem.group) {
@@ -553,10 +575,10 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       }
     }
     if (more) barrier_wait(block_full(ring.slot), ring.phase);
-    // Scores and dp of the block ahead, dk of the block at hand.
-    multiply<T>(scores, key_at(at.slot) + own_rows, query_at(ring.slot));
+    // Scores and dp of the block ahead, dk of the block at hand: this runs under the next exponentials.
+    multiply<T>(scores, key_at(at.slot) + half_at(row), query_at(ring.slot));
+    multiply<T>(dp, value_at(at.slot) + half_at(row), dout_at(ring.slot));
     multiply_add<T>(dkey, weights, panel_descriptor(query_at(now), kBlockPanel), accumulate);
-    multiply<T>(dp, value_at(at.slot) + own_rows, dout_at(ring.slot));
     accumulate = true;
     if (last) {
       wgmma_wait<0>();
@@ -570,10 +592,9 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       __syncwarp();
       barrier_arrive_if(lane == 0, gradients_full(tile));
     }
-    wgmma_wait<0>();
+    wgmma_wait<1>();  // scores and dp
     pin_registers(scores);
     pin_registers(dp);
-    barrier_arrive_if(lane == 0, block_empty(now));
     // After the last block of all too, for nobody: with a way out of the loop before this, ptxas makes every wgmma
     // wait.
     probabilities();
