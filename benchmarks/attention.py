@@ -107,7 +107,9 @@ def flex(seen):
         if not masks:
             batch = None if seen.end is None else len(seen.end)
             sizes = batch, None, query.shape[2], key.shape[2]
-            masks.append(create_block_mask(seen.allows, *sizes, device=query.device) if seen.causal else None)
+            # It takes functions, not methods.
+            allows = lambda b, h, q, k: seen.allows(b, h, q, k)  # noqa: E731
+            masks.append(create_block_mask(allows, *sizes, device=query.device) if seen.causal else None)
         return attend(query, key, value, masks[0])
 
     return call
