@@ -24,8 +24,9 @@ struct DqueryShape : BackwardShape<128> {
   static constexpr int kKeysAt = kDoutAt + kDouts * kRowBytes;
   static constexpr int kValuesAt = kKeysAt + kKeys * kBlockBytes;
   static constexpr int kBarriersAt = kValuesAt + kValues * kBlockBytes;
-  static constexpr int kTilesAt = kBarriersAt + 8 * (2 + 2 * kDouts + 2 * kKeys + 2 * kValues);
-  static constexpr int kSharedBytes = kTilesAt + static_cast<int>(sizeof(BackwardTile)) + 1024;
+  static constexpr int kAhead = 3;  // a tile is taken when this many blocks of the one before are still to be loaded
+  static constexpr int kTilesAt = kBarriersAt + 8 * (4 + 2 * kDouts + 2 * kKeys + 2 * kValues);
+  static constexpr int kSharedBytes = kTilesAt + 2 * static_cast<int>(sizeof(BackwardTile)) + 1024;
 };
 
 struct DkeyShape : BackwardShape<128> {
@@ -87,7 +88,9 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   extern __shared__ uint8_t shared_bytes[];
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const uint32_t shared = (start + 1023) / 1024 * 1024;
+  // The tile that is loaded next, and the one whose blocks are.
   BackwardTile* next_tile = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
+  BackwardTile* loaded_tile = next_tile + 1;
   const auto dout_at = [&](int i) { return shared + Shape::kDoutAt + i * kRowBytes; };
   const auto key_at = [&](int i) { return shared + Shape::kKeysAt + i * Shape::kBlockBytes; };
   const auto value_at = [&](int i) { return shared + Shape::kValuesAt + i * Shape::kBlockBytes; };
@@ -100,8 +103,11 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   const auto key_empty = [&](int i) { return tile_full + 8 * (2 + 2 * kDouts + kKeys + i); };
   const auto value_full = [&](int i) { return tile_full + 8 * (2 + 2 * kDouts + 2 * kKeys + i); };
   const auto value_empty = [&](int i) { return tile_full + 8 * (2 + 2 * kDouts + 2 * kKeys + kValues + i); };
+  const uint32_t tile_taken = value_empty(kValues), tile_wanted = tile_taken + 8;  // between the loading threads
 
   if (threadIdx.x == 0) {
+    barrier_init(tile_taken, 1);
+    barrier_init(tile_wanted, 1);
     barrier_init(tile_full, 1);
     barrier_init(tile_empty, kComputingWarps + 1);
     for (int i = 0; i < kDouts; ++i) {
@@ -138,9 +144,38 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       }
       tma_store_wait();
     }
+    if (threadIdx.x == 64) {  // takes tiles and loads what stays during one
+      RingPosition<kDouts> dout;
+      unsigned phase = 0;
+      for (int index = -1;; phase ^= 1, dout.advance()) {
+        barrier_wait(tile_wanted, phase ^ 1);
+        index = index < 0 ? p.order.first() : p.order.take();
+        TileOrder::Tile found = {};
+        const bool any = p.order.find(index, found);
+        const int row = any ? found.tile * Shape::kRows : -1;
+        int end = p.problem.keys;
+        if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
+        const int blocks = max((end + kBlock - 1) / kBlock, 1);  // the first also where nobody sees it
+        *loaded_tile = {row, found.head, 0, blocks};
+        barrier_arrive(tile_taken);
+        barrier_wait(tile_empty, phase ^ 1);
+        *next_tile = {row, found.head, 0, blocks};
+        if (!any) {
+          barrier_arrive(tile_full);
+          return;
+        }
+        barrier_wait(dout_empty(dout.slot), dout.phase ^ 1);
+        const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
+        mbarrier_expect(tile_full, 3 * kRowBytes);
+        for (int i = 0; i < Shape::kPanels; ++i) {
+          const uint32_t to = shared + i * kRowPanel;
+          tma_load(to, p.query, i * kPanelColumns, row, head, batch, tile_full);
+          tma_load(dout_at(dout.slot) + i * kRowPanel, p.dout, i * kPanelColumns, row, head, batch, tile_full);
+          tma_load(to + Shape::kOutAt, p.out, i * kPanelColumns, row, head, batch, tile_full);
+        }
+      }
+    }
     if (threadIdx.x != 0) return;
-    unsigned phase = 0;
-    RingPosition<kDouts> dout;
     RingPosition<kKeys> key;
     RingPosition<kValues> value;
     const auto load = [&](const CUtensorMap& map, uint32_t to, int block, int head, int batch, uint32_t full) {
@@ -148,32 +183,15 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       for (int i = 0; i < Shape::kPanels; ++i)
         tma_load(to + i * kBlockPanel, map, i * kPanelColumns, block * kBlock, head, batch, full);
     };
-    for (int index = p.order.first();; index = p.order.take(), phase ^= 1) {
-      barrier_wait(tile_empty, phase ^ 1);
-      TileOrder::Tile found;
-      if (!p.order.find(index, found)) {
-        next_tile->row = -1;
-        barrier_arrive(tile_full);
-        return;
-      }
-      barrier_wait(dout_empty(dout.slot), dout.phase ^ 1);
-      const int row = found.tile * Shape::kRows;
-      int end = p.problem.keys;
-      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      const int blocks = max((end + kBlock - 1) / kBlock, 1);  // the first also where nobody sees it
-      *next_tile = {row, found.head, 0, blocks};
-      const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
-      const int key_head = head / p.problem.group;
-      mbarrier_expect(tile_full, 3 * kRowBytes);
-      for (int i = 0; i < Shape::kPanels; ++i) {
-        const uint32_t to = shared + i * kRowPanel;
-        tma_load(to, p.query, i * kPanelColumns, row, head, batch, tile_full);
-        tma_load(dout_at(dout.slot) + i * kRowPanel, p.dout, i * kPanelColumns, row, head, batch, tile_full);
-        tma_load(to + Shape::kOutAt, p.out, i * kPanelColumns, row, head, batch, tile_full);
-      }
-      dout.advance();
+    for (unsigned phase = 0;; phase ^= 1) {
+      barrier_wait(tile_taken, phase);
+      const BackwardTile tile = *loaded_tile;
+      if (tile.row < 0) return;
+      const int batch = tile.head / p.problem.heads, key_head = tile.head % p.problem.heads / p.problem.group;
+      const int wanted = min(Shape::kAhead, tile.blocks) - 1;
 #pragma unroll 1  // more would need registers that this warpgroup has not
-      for (int block = blocks - 1; block >= 0; --block) {
+      for (int block = tile.blocks - 1; block >= 0; --block) {
+        if (block == wanted) barrier_arrive(tile_wanted);
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
         load(p.key, key_at(key.slot), block, key_head, batch, key_full(key.slot));
         key.advance();
@@ -277,17 +295,6 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
     const int key_now = key.slot, tile_row = row, first_key = block * kBlock, tile_dout = dout.slot;
     barrier_wait(value_full(value.slot), value.phase);
     multiply<T>(dp, dout_at(dout.slot) + own_rows, value_at(value.slot));
-    key.advance();
-    const bool last = block == 0;
-    bool more = true;
-    if (last) {
-      dout.advance();
-      more = begin_tile();
-    } else {
-      --block;
-    }
-    if (more) barrier_wait(key_full(key.slot), key.phase);
-    multiply<T>(next, q, key_at(key.slot));  // after the last block of all nobody reads it
 
     int end = p.problem.keys;
     if constexpr (kCausal) end = min(end, tile_row + warpgroup * 64 + p.problem.query_offset + 1);
@@ -310,6 +317,19 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < 32; i += 8) largest = fmaxf(largest, current[i + 7]);
     complete(largest);
+
+    // A product with A in registers holds up the warp until it runs: not ahead of the exponentials.
+    key.advance();
+    const bool last = block == 0;
+    bool more = true;
+    if (last) {
+      dout.advance();
+      more = begin_tile();
+    } else {
+      --block;
+    }
+    if (more) barrier_wait(key_full(key.slot), key.phase);
+    multiply<T>(next, q, key_at(key.slot));  // after the last block of all nobody reads it
 
     wgmma_wait<1>();  // dp, and dq of the block before
     pin_registers(dp);
