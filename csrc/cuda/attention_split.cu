@@ -11,7 +11,7 @@ constexpr int kMaxSplitQueries = 16;
 constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
 
-// Each warp has 16 of kKeys keys, two stages of which are in shared memory.
+// Each warp has 16 of kKeys keys, kStages of which are in shared memory: the others arrive meanwhile.
 template <typename T, int HS>
 struct SplitShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
@@ -20,7 +20,8 @@ struct SplitShape {
   static constexpr int kKeys = 16 * kWarps;
   static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
   static constexpr int kPitch = HS + 8;               // floats of a row of a warp's sums
-  static constexpr int kStagesBytes = 4 * kStageBytes;
+  static constexpr int kStages = kBytes <= 128 ? 3 : 2;
+  static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
   static constexpr int kSharedBytes = kSplitRows * kBytes + std::max(kStagesBytes, kSumsBytes);
   static_assert(kSharedBytes <= 99 << 10);
@@ -47,7 +48,8 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     attention_forward_split_kernel(const __grid_constant__ AttentionForward<T> p,
                                    const __grid_constant__ SplitPlan plan) {
   using Shape = SplitShape<T, HS>;
-  constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kN = 2, kOut = HS / 8;
+  constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
+  constexpr int kN = 2, kOut = HS / 8;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -91,8 +93,12 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     if (inside) from += at.head * p.query.head + at.query * p.query.token + chunk * kPack<T>;
     copy_async_16(query_tile + MmaRows<T, HS>::at(r, chunk), from, inside);
   }
-  if (first < end) copy_stage(first, 0);
-  copy_async_wait();
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    if (first + i * kKeys < end) copy_stage(first + i * kKeys, i);
+    copy_async_commit();
+  }
+  copy_async_wait<kStages - 2>();
   if constexpr (std::is_same_v<T, float> && !kExact)
     for (int i = threadIdx.x; i < kSplitRows * MmaRows<T, HS>::kChunks; i += kThreads) {
       float4& own = *reinterpret_cast<float4*>(
@@ -120,12 +126,14 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   float out[1][kOut][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
   int stage = 0;
-  for (int block = first; block < end; block += kKeys, stage ^= 1) {
-    copy_async_wait();
+  for (int block = first; block < end; block += kKeys) {
+    copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
                                                    stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all are done with the other one
-    if (block + kKeys < end) copy_stage(block + kKeys, stage ^ 1);
+    __syncthreads();  // this stage has arrived, and all are done with the one before
+    const int ahead = block + (kStages - 1) * kKeys;
+    if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
+    copy_async_commit();
     const int start = block + 16 * warp;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes + 16 * warp * Shape::kBytes;
 
@@ -170,6 +178,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
         for (int e = 0; e < 4; ++e) out[0][o][e] *= rescale[e / 2];
     }
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
   // The warps' sums, relative to the block's maximum, by way of shared memory.
@@ -264,14 +273,16 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// As many splits as it takes to have a few blocks for each multiprocessor, none of them shorter than 128 keys.
+// As many splits as it takes to have a few blocks for each multiprocessor, none of them shorter than 128 keys; more
+// where there are so many tiles that not all are resident, or the last ones would be alone for long.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
-  constexpr int kBlocksEach = 4, kFewestKeys = 128;
+  constexpr int kFewestKeys = 128;
   const AttentionSizes& s = p.sizes;
   int64_t keys = s.keys;
   if (p.mask.causal) keys = std::min(keys, std::max<int64_t>(s.queries + p.mask.query_offset, 1));
-  const int64_t wanted = ceil_div(int64_t{kBlocksEach} * multiprocessors(), split_tiles(s));
+  const int64_t tiles = split_tiles(s), blocks_each = tiles < 4 * multiprocessors() ? 4 : 12;
+  const int64_t wanted = ceil_div(blocks_each * multiprocessors(), tiles);
   return static_cast<int>(std::clamp<int64_t>(std::min(wanted, keys / kFewestKeys), 1, kMaxSplits));
 }
 

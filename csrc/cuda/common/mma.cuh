@@ -30,6 +30,21 @@ __device__ inline void copy_async_4(uint32_t to, const void* from, bool inside) 
 #endif
 }
 
+// Ends a group of this thread's own copies.
+__device__ inline void copy_async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits until all but the kPending groups committed last have arrived.
+template <int kPending>
+__device__ void copy_async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
 // Of this thread's own copies.
 __device__ inline void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
