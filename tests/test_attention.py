@@ -368,6 +368,28 @@ def test_keys_beyond_the_end_are_not_read(dtype, device):
 
 
 @all_dtypes
+@pytest.mark.parametrize("causal", [False, True], ids=["all", "causal"])
+def test_padded_batches(causal, dtype, device):
+    """Of many blocks of keys; what is in memory in place of padding changes no bit, with dropout or without."""
+    q, k, v, dout = tensors(6, 4, 2, 300, 300, 64, dtype, device)
+    begin = torch.tensor([0, 130, 0, 64, 250, 299], dtype=torch.int32, device=device)
+    end = torch.tensor([300, 300, 17, 201, 240, 300], dtype=torch.int32, device=device)
+    bounds = {"begin": begin, "end": end, "causal": causal}
+    check(q, k, v, dout, **bounds)
+    hidden = ~visible(q, k, begin=begin, end=end)[:, :2, 0, :, None]
+    poisoned = [t.masked_fill(hidden, math.nan) for t in (k, v)]
+    for dropout in ((0.0, None, None), (0.3, *numbers(device))):
+        results = []
+        for keys, values in ((k, v), poisoned):
+            leaves = [t.detach().requires_grad_() for t in (q, keys, values)]
+            out, logsumexp = ours(*leaves, **bounds, dropout=dropout)
+            results.append([out, logsumexp, *torch.autograd.grad(out, leaves, dout)])
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+        assert all((t[hidden.expand_as(t)] == 0).all() for t in results[0][3:])
+
+
+@all_dtypes
 def test_queries_that_see_nothing(dtype, device):
     q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
     mask = torch.rand(2, 1, 70, 70, device=device) < 0.9

@@ -77,6 +77,40 @@ CUtensorMap panel_map(const HeadsView<T>& t, const AttentionSizes& sizes, int64_
 
 #if GPTKERNELS_WGMMA
 
+// ---- the keys of a padded sequence ----------------------------------------------------------------------------------
+
+// Those that are no padding: from begin to before end, none where end <= begin.
+struct KeyRange {
+  int begin;
+  int end;
+
+  template <typename T>
+  __device__ static KeyRange of(const Sm90Problem<T>& problem, int batch) {
+    const AttentionMask<T>& mask = problem.mask;
+    return {mask.key_begin ? min(max(mask.key_begin[batch], 0), problem.keys) : 0,
+            mask.key_end ? min(max(mask.key_end[batch], 0), problem.keys) : problem.keys};
+  }
+
+  __device__ bool has(int key) const { return begin <= key && key < end; }
+  __device__ bool has_all(int key, int count) const { return begin <= key && key + count <= end; }
+};
+
+// Sets the rows of keys or values in shared memory that are padding to 0, by all warps of a warpgroup: a probability of
+// 0 times what may be there would not be 0. `first_key` is the first row's.
+template <int kRows, int kPanels>
+__device__ void clear_padding(uint32_t shared, KeyRange range, int first_key, int barrier) {
+  const int row = threadIdx.x % kWarpgroup;
+  if (row < kRows && !range.has(first_key + row))
+    for (int i = 0; i < kPanels; ++i)
+      for (int chunk = 0; chunk < 8; ++chunk)
+        asm volatile(
+            "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + (i * kRows + row) * kPanelRowBytes + 16 * chunk),
+            "r"(0)
+            : "memory");
+  fence_async_shared();
+  warpgroup_barrier(barrier);
+}
+
 // ---- dropout --------------------------------------------------------------------------------------------------------
 //
 template <typename T>
@@ -184,15 +218,21 @@ bool suits_tma(const HeadsView<T>& t, const AttentionSizes& s, int64_t heads, in
   return tma_takes<std::remove_const_t<T>>(t.data, t.token, tokens, t.head, heads, t.batch, s.batches);
 }
 
-// Causal or not, with nothing else that hides a key, dropout that keeps something, and sizes that 32 bits index.
+template <typename T>
+bool has_bounds(const AttentionMask<T>& mask) {
+  return mask.key_begin || mask.key_end;
+}
+
+// Causal or not, keys of padded sequences, nothing else that hides a key, dropout that keeps something, and sizes that
+// 32 bits index.
 template <typename T, auto kKernel, typename Params>
 bool sm90_serves(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
   const AttentionMask<T>& mask = p.mask;
   return built_for_wgmma<kKernel>() && tensor_map_encoder() && s.head_size % 8 == 0 && p.scale > 0 &&
-         dropout_threshold(p.dropout.probability) < 1 << 16 && !mask.key_begin && !mask.key_end && !mask.allowed &&
-         !mask.bias && std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
+         dropout_threshold(p.dropout.probability) < 1 << 16 && !mask.allowed && !mask.bias &&
+         std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
          s.batches * s.heads * (ceil_div(s.queries, 128) + ceil_div(s.keys, 128)) < kLargest &&
          suits_tma(p.query, s, s.heads, s.queries) && suits_tma(p.key, s, s.key_heads, s.keys) &&
          suits_tma(p.value, s, s.key_heads, s.keys) && suits_tma(p.out, s, s.heads, s.queries);

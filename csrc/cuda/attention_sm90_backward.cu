@@ -110,7 +110,7 @@ __device__ void positive_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DqueryShape<HS>;
@@ -142,11 +142,16 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         return;
       }
       const int row = found.tile * Shape::kRows;
-      int end = p.problem.keys;
-      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      const int blocks = max((end + kBlock - 1) / kBlock, 0);
-      tiles[at.slot] = {row, found.head, 0, blocks};
       const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
+      int first = 0, end = p.problem.keys;
+      if constexpr (kBounds) {
+        const KeyRange range = KeyRange::of(p.problem, batch);
+        first = range.begin / kBlock;
+        end = range.end;
+      }
+      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
+      const int blocks = max((end + kBlock - 1) / kBlock, first);  // before the end
+      tiles[at.slot] = {row, found.head, first, blocks};
       const int key_head = head / p.problem.group;
       mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
@@ -157,7 +162,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       }
       at.advance();
 #pragma unroll 1  // fewer registers
-      for (int block = blocks - 1; block >= 0; --block) {
+      for (int block = blocks - 1; block >= first; --block) {
         barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
         mbarrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
         for (int i = 0; i < Shape::kPanels; ++i) {
@@ -225,8 +230,16 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
     // Blocks that none of the warpgroup's queries sees.
     int block = tile.blocks - 1;
+    const int first = kBounds ? tile.first : 0;
+    const KeyRange range = kBounds ? KeyRange::of(p.problem, tile.head / p.problem.heads) : KeyRange{};
+    // A block's hidden keys and values to 0, before any product reads them.
+    const auto clear_block = [&](int slot, int of) {
+      if (!kBounds || range.has_all(of * kBlock, kBlock)) return;
+      clear_padding<kBlock, Shape::kPanels>(key_at(slot), range, of * kBlock, 1 + warpgroup);
+      clear_padding<kBlock, Shape::kPanels>(value_at(slot), range, of * kBlock, 1 + warpgroup);
+    };
     if constexpr (kCausal) {
-      const int own_blocks = max((tile.row + half * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, 0);
+      const int own_blocks = max((tile.row + half * 64 + 64 + p.problem.query_offset + kBlock - 1) / kBlock, first);
       for (; block >= own_blocks; --block) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);  // or its buffer may still be the other warpgroup's
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
@@ -241,22 +254,26 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const RingPosition<kStages> now = ring;
       multiply<T>(dp, g, panel_descriptor(value_at(now.slot)));
       ring.advance();
-      if (block > 0) barrier_wait(barriers.block_full(ring.slot), ring.phase);
+      if (block > first) {
+        barrier_wait(barriers.block_full(ring.slot), ring.phase);
+        clear_block(ring.slot, block - 1);
+      }
       multiply<T>(next, q, panel_descriptor(key_at(ring.slot)));  // after the last block nobody reads it
 
       const int first_key = block * kBlock;
-      int end = p.problem.keys;
+      int end = kBounds ? range.end : p.problem.keys;
       if constexpr (kCausal) end = min(end, tile.row + half * 64 + p.problem.query_offset + 1);
-      if (first_key + kBlock > end) {
+      if (first_key + kBlock > end || (kBounds && first_key < range.begin)) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          int limit = p.problem.keys;
+          int limit = kBounds ? range.end : p.problem.keys;
           if constexpr (kCausal) limit = min(limit, tile.row + own_row + 8 * r + p.problem.query_offset + 1);
           limit -= first_key + 2 * (lane % 4);
+          const int begin = kBounds ? range.begin - first_key - 2 * (lane % 4) : 0;
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
-            if (8 * i >= limit) current[4 * i + 2 * r] = -INFINITY;
-            if (8 * i + 1 >= limit) current[4 * i + 2 * r + 1] = -INFINITY;
+            if (8 * i >= limit || (kBounds && 8 * i < begin)) current[4 * i + 2 * r] = -INFINITY;
+            if (8 * i + 1 >= limit || (kBounds && 8 * i + 1 < begin)) current[4 * i + 2 * r + 1] = -INFINITY;
           }
         }
       }
@@ -284,8 +301,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     // A block is free once its dq is done: a step later.
     int freed = -1;
     const auto free_block = [&] { barrier_arrive_if(lane == 0 && freed >= 0, barriers.block_empty(max(freed, 0))); };
-    if (block >= 0) {
+    if (block >= first) {
       barrier_wait(barriers.block_full(ring.slot), ring.phase);
+      clear_block(ring.slot, block);
       multiply<T>(scores_a, q, panel_descriptor(key_at(ring.slot)));
       wgmma_wait<0>();
       pin_registers(scores_a);
@@ -293,11 +311,11 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         const int a = step(scores_a, scores_b).slot;
         free_block();
         freed = a;
-        if (--block < 0) break;
+        if (--block < first) break;
         const int b = step(scores_b, scores_a).slot;
         free_block();
         freed = b;
-        if (--block < 0) break;
+        if (--block < first) break;
       }
       wgmma_wait<0>();
       pin_registers(dquery);
@@ -312,7 +330,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DkeyShape<HS>;
@@ -350,8 +368,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const int row = found.tile * Shape::kRows;
       int first = 0;
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
-      tiles[at.slot] = {row, found.head, first, query_blocks - first};
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
+      if constexpr (kBounds) {
+        const KeyRange range = KeyRange::of(p.problem, batch);
+        if (row + Shape::kRows <= range.begin || row >= range.end) first = query_blocks;  // nothing but padding
+      }
+      tiles[at.slot] = {row, found.head, first, query_blocks - first};
       mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
@@ -401,6 +423,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     half ^= 1;
     const int own_row = half * 64 + warp * 16 + lane / 4;
     load_a(k, tile_at(at.slot), half * 64 + warp * 16);
+    const KeyRange range =
+        kBounds ? KeyRange::of(p.problem, tile.head / (p.problem.heads / p.problem.group)) : KeyRange{};
+    const bool padded = kBounds && !range.has_all(tile.row + half * 64, 64);
+    if (padded)
+      clear_padding<64, 1>(tile_at(at.slot) + Shape::kRowBytes + half * 64 * kPanelRowBytes, range,
+                           tile.row + half * 64, 1 + warpgroup);
     const uint64_t v = panel_descriptor(tile_at(at.slot) + Shape::kRowBytes + half * 64 * kPanelRowBytes);
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
@@ -452,6 +480,14 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
             if (8 * i + 1 < limit) current[4 * i + 2 * r + 1] = -INFINITY;
           }
         }
+      }
+      if (kBounds && padded) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          if (!range.has(tile.row + own_row + 8 * r)) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) current[4 * i + 2 * r] = current[4 * i + 2 * r + 1] = -INFINITY;
+          }
       }
       float last = 0;
 #pragma unroll
@@ -528,20 +564,20 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 #else
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
   return launch_backward<T, DqueryShape<HS>, DkeyShape<HS>,
-                         attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout>,
-                         attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout>>(p, stream);
+                         attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>,
+                         attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>>(p, stream);
 }
 
 }  // namespace
@@ -549,8 +585,8 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
   const AttentionSizes& s = p.sizes;
-  const bool sized = s.head_size <= 64 || (s.head_size <= 128 && p.dropout.probability == 0);
-  return sized && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false>>(p) &&
+  const bool sized = s.head_size <= 64 || (s.head_size <= 128 && p.dropout.probability == 0 && !has_bounds(p.mask));
+  return sized && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false, false>>(p) &&
          suits_tma(p.dout, s, s.heads, s.queries) && suits_tma(p.dquery, s, s.heads, s.queries) &&
          suits_tma(p.dkey, s, s.key_heads, s.keys) && suits_tma(p.dvalue, s, s.key_heads, s.keys);
 }
@@ -562,9 +598,14 @@ int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
   if (p.sizes.head_size > 64) return attention_backward_sm90_128(p, stream);
+  const auto with = [&]<bool kDropout, bool kBounds>() {
+    return p.mask.causal ? launch<T, 64, true, kDropout, kBounds>(p, stream)
+                         : launch<T, 64, false, kDropout, kBounds>(p, stream);
+  };
+  const bool bounds = has_bounds(p.mask);
   if (p.dropout.probability > 0)
-    return p.mask.causal ? launch<T, 64, true, true>(p, stream) : launch<T, 64, false, true>(p, stream);
-  return p.mask.causal ? launch<T, 64, true, false>(p, stream) : launch<T, 64, false, false>(p, stream);
+    return bounds ? with.template operator()<true, true>() : with.template operator()<true, false>();
+  return bounds ? with.template operator()<false, true>() : with.template operator()<false, false>();
 }
 
 #define INSTANTIATE(T)                                                          \

@@ -56,7 +56,7 @@ struct alignas(16) QueryTile {
 
 #if GPTKERNELS_WGMMA
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
   using Shape = ForwardShape<HS, kDropout>;
@@ -105,16 +105,22 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       barrier_wait(query_empty(query.slot), query.phase ^ 1);
       TileOrder::Tile found;
       if (!p.order.find(index, found)) {
+        if constexpr (kBounds) tiles[query.slot].head = 0;  // whose range is looked up, for nobody
         tiles[query.slot].blocks = 0;
         barrier_arrive(query_full(query.slot));
         return;
       }
       const int row = found.tile * Shape::kRows;
-      int end = p.problem.keys;
-      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      const int blocks = max((end + kKeys - 1) / kKeys, 1);
-      tiles[query.slot] = {row, found.head, blocks};
       const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
+      int first_block = 0, end = p.problem.keys;
+      if constexpr (kBounds) {
+        const KeyRange range = KeyRange::of(p.problem, batch);
+        first_block = range.begin / kKeys;
+        end = range.end;
+      }
+      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
+      const int blocks = max((end + kKeys - 1) / kKeys - first_block, 1);
+      tiles[query.slot] = {row, found.head, blocks};
       const int key_head = head / p.problem.group;
       mbarrier_expect(query_full(query.slot), Shape::kQueryBytes);
       for (int i = 0; i < kPanels; ++i)
@@ -123,10 +129,11 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       query.advance();
       for (int block = blocks - 1; block >= 0; --block) {
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
-        load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), block, key_head, batch);
+        load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), first_block + block,
+             key_head, batch);
         barrier_wait(value_empty(key.slot), key.phase ^ 1);
-        load(p.value, shared + Shape::kValuesAt + key.slot * Shape::kKeyBytes, value_full(key.slot), block, key_head,
-             batch);
+        load(p.value, shared + Shape::kValuesAt + key.slot * Shape::kKeyBytes, value_full(key.slot),
+             first_block + block, key_head, batch);
         key.advance();
       }
     }
@@ -156,6 +163,12 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   int block = tile.blocks - 1;
   int previous_row = 0, previous_head = 0;  // of the tile before
   bool any_previous = false;                // block
+  KeyRange range;                           // kBounds: of the tile's sequence
+  const auto find_range = [&] {
+    if constexpr (kBounds) range = KeyRange::of(p.problem, tile.head / p.problem.heads);
+  };
+  find_range();
+  const auto first_key_of = [&](int of) { return (kBounds ? range.begin / kKeys + of : of) * kKeys; };
 
   const auto issue_scores = [&](float (&scores)[kScores]) {
     const uint64_t q = panel_descriptor(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes);
@@ -193,19 +206,20 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
   // Scores of keys that a query does not see become -inf.
   const auto mask = [&](float (&scores)[kScores]) {
-    const int first_key = block * kKeys;
-    int end = p.problem.keys;  // of the keys that all of the warpgroup's queries see
+    const int first_key = first_key_of(block);
+    int end = kBounds ? range.end : p.problem.keys;  // of the keys that all of the warpgroup's queries see
     if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
-    if (first_key + kKeys <= end) return;
+    if (first_key + kKeys <= end && (!kBounds || first_key >= range.begin)) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int limit = p.problem.keys;
+      int limit = kBounds ? range.end : p.problem.keys;
       if constexpr (kCausal) limit = min(limit, tile.row + own_row + 8 * r + p.problem.query_offset + 1);
       limit -= first_key + 2 * (lane % 4);
+      const int begin = kBounds ? range.begin - first_key - 2 * (lane % 4) : 0;
 #pragma unroll
       for (int i = 0; i < kScores / 4; ++i) {
-        if (8 * i >= limit) scores[4 * i + 2 * r] = -INFINITY;
-        if (8 * i + 1 >= limit) scores[4 * i + 2 * r + 1] = -INFINITY;
+        if (8 * i >= limit || (kBounds && 8 * i < begin)) scores[4 * i + 2 * r] = -INFINITY;
+        if (8 * i + 1 >= limit || (kBounds && 8 * i + 1 < begin)) scores[4 * i + 2 * r + 1] = -INFINITY;
       }
     }
   };
@@ -282,9 +296,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
   // After their sums are taken: dropped weights become 0.
   const auto drop = [&](float (&scores)[kScores]) {
-    if (kCausal && block * kKeys > tile.row + warpgroup * 64 + 63 + p.problem.query_offset) return;  // none is seen
+    if (kCausal && first_key_of(block) > tile.row + warpgroup * 64 + 63 + p.problem.query_offset)
+      return;  // none is seen
     float last = 0;
-    for_kept<kScores>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, block * kKeys,
+    for_kept<kScores>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, first_key_of(block),
                       [&](int i, bool keep, bool keep_next) {
                         if (!keep) scores[i] = 0;
                         if (!keep_next) scores[i + 1] = 0;
@@ -375,6 +390,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     }
     accumulators_to_a<T>(weights, current);
 
+    if constexpr (kBounds)
+      if (!range.has_all(first_key_of(block), kKeys))
+        clear_padding<kKeys, kPanels>(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, range,
+                                      first_key_of(block), 1 + warpgroup);
     if (!Shape::kTurnsAtExponentials) wait_for_turn();
     const uint64_t v = panel_descriptor(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, Shape::kKeyPanel);
     pin_registers(weights);
@@ -389,6 +408,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       previous_row = tile.row;
       previous_head = tile.head;
       tile = next_tile;
+      find_range();
       block = tile.blocks - 1;
     }
     return more;
@@ -411,16 +431,16 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
 #else
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 __global__ void __launch_bounds__(kStubThreads)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal, bool kDropout>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
 Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = ForwardShape<HS, kDropout>;
-  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout>;
+  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads;
   const int64_t tiles = ceil_div(s.queries, Shape::kRows);
@@ -445,7 +465,8 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
-  return p.sizes.head_size <= 128 && sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false>>(p);
+  return p.sizes.head_size <= (has_bounds(p.mask) ? 64 : 128) &&
+         sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false, false>>(p);
 }
 
 int64_t attention_forward_sm90_workspace() {
@@ -455,8 +476,11 @@ int64_t attention_forward_sm90_workspace() {
 template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
   const auto with = [&]<int HS, bool kCausal>() {
-    return p.dropout.probability > 0 ? launch<T, HS, kCausal, true>(p, stream)
-                                     : launch<T, HS, kCausal, false>(p, stream);
+    const bool dropout = p.dropout.probability > 0;
+    if constexpr (HS == 64)
+      if (has_bounds(p.mask))
+        return dropout ? launch<T, HS, kCausal, true, true>(p, stream) : launch<T, HS, kCausal, false, true>(p, stream);
+    return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
   };
   if (p.sizes.head_size <= 64)
     return p.mask.causal ? with.template operator()<64, true>() : with.template operator()<64, false>();
