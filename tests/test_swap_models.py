@@ -24,10 +24,15 @@ def test_matches_float64(family, autocast, device):
     ours, torchs, exact, call = three(family, device)
     for model in (ours, torchs, exact):
         model.train(autocast)
-    pairs = [
-        (results(torchs, call, device, autocast, draw), results(exact, call, device, draw=draw)) for draw in range(4)
-    ]
-    assert_as_exact(results(ours, call, device, autocast), *pairs[0], pairs[1:])
+
+    def pair(draw):
+        return results(torchs, call, device, autocast, draw), results(exact, call, device, draw=draw)
+
+    pairs, found = [pair(draw) for draw in range(4)], results(ours, call, device, autocast)
+    try:
+        assert_as_exact(found, *pairs[0], pairs[1:])
+    except AssertionError:  # torch may be exact by luck: the gradient of one number that is 0 but for roundings
+        assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
 
 

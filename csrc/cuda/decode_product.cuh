@@ -10,6 +10,7 @@
 
 #include "../decode.h"
 #include "common/launch.cuh"
+#include "common/moments.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "gelu.cuh"
@@ -96,12 +97,13 @@ __global__ void __launch_bounds__(kDecodeThreads)
   A sum = 0;
   for (int64_t i = threadIdx.x; i < p.sizes.inner; i += kDecodeThreads) sum += x[i];
   const A mean = block_sum(sum) / static_cast<A>(p.sizes.inner);
-  sum = 0;
-  for (int64_t i = threadIdx.x; i < p.sizes.inner; i += kDecodeThreads) sum += (x[i] - mean) * (x[i] - mean);
-  const A rstd = A(1) / sqrt(block_sum(sum) / static_cast<A>(p.sizes.inner) + static_cast<A>(p.eps));
+  A rests = 0, squares = 0;
+  for (int64_t i = threadIdx.x; i < p.sizes.inner; i += kDecodeThreads)
+    rests += x[i] - mean, squares += (x[i] - mean) * (x[i] - mean);
+  const Moments<A> m = moments(mean, block_sum(rests), block_sum(squares), A(1) / static_cast<A>(p.sizes.inner), p.eps);
   for (int64_t i = threadIdx.x; i < p.sizes.inner; i += kDecodeThreads) {
     const A bias = p.norm_bias ? widen(p.norm_bias[i]) : A(0);
-    out[blockIdx.x * p.sizes.inner + i] = (x[i] - mean) * rstd * widen(p.norm_weight[i]) + bias;
+    out[blockIdx.x * p.sizes.inner + i] = (x[i] - m.mean - m.rest) * m.rstd * widen(p.norm_weight[i]) + bias;
   }
 }
 
@@ -196,15 +198,16 @@ struct DecodeVector {
     return warp_reduce<Sum>(total);
   }
 
-  __device__ A sum_of_squares(A origin, int packs) const {
+  __device__ Moments<A> moments_of(int packs, A inverse, double eps) const {
     const int lane = threadIdx.x % kWarp;
-    A total = 0;
+    const A mean = sum() * inverse;
+    A rests = 0, squares = 0;
 #pragma unroll
     for (int k = 0; k < kPacks; ++k)
 #pragma unroll
       for (int e = 0; e < kVec; ++e)
-        if (lane + k * kWarp < packs) total += (v[k][e] - origin) * (v[k][e] - origin);
-    return warp_reduce<Sum>(total);
+        if (lane + k * kWarp < packs) rests += v[k][e] - mean, squares += (v[k][e] - mean) * (v[k][e] - mean);
+    return moments(mean, warp_reduce<Sum>(rests), warp_reduce<Sum>(squares), inverse, eps);
   }
 
   __device__ A dot(const Packed<T, kVec> (&weights)[kPacks]) const {
@@ -240,15 +243,14 @@ struct DecodeNorm {
 
   __device__ void apply(DecodeVector<T, kPacks>& x, const DecodeProduct<T>& p, int packs) const {
     using A = accumulate_t<T>;
-    const A mean = x.sum() / static_cast<A>(p.sizes.inner);
-    const A rstd = A(1) / sqrt(x.sum_of_squares(mean, packs) / static_cast<A>(p.sizes.inner) + static_cast<A>(p.eps));
+    const Moments<A> m = x.moments_of(packs, A(1) / static_cast<A>(p.sizes.inner), p.eps);
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       A w[kVec], b[kVec];
       widen(w, weight[k]);
       widen(b, bias[k]);
 #pragma unroll
-      for (int e = 0; e < kVec; ++e) x.v[k][e] = (x.v[k][e] - mean) * rstd * w[e] + b[e];
+      for (int e = 0; e < kVec; ++e) x.v[k][e] = (x.v[k][e] - m.mean - m.rest) * m.rstd * w[e] + b[e];
     }
   }
 };

@@ -1,15 +1,13 @@
 // Layernorm forward over the rows of a matrix. Reads x and writes out: 2 * N * C * sizeof(T) bytes, and 8 bytes of
 // statistics per row. With a residual, it also reads that and writes the sum: twice as many bytes, no more than a
 // separate addition would move. Dropout of x + x_bias (DenseDropout in place of NoDropout) moves no more.
-//
-// The float32 mean m of a row is rounded, so it may be off by |m| * 2^-24. The kernels also take the average of x - m
-// (`rest`) and correct by it, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "../layernorm.h"
+#include "common/moments.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/row.cuh"
@@ -20,27 +18,6 @@
 namespace gptkernels::cuda {
 
 // ---- what both kernels share ----
-
-template <typename A>
-struct Moments {
-  A mean, rest, rstd;
-};
-
-// 1 / sqrt(x), correctly rounded for float32.
-__device__ inline float reciprocal_root(float x) {
-  return __frsqrt_rn(x);
-}
-__device__ inline double reciprocal_root(double x) {
-  return 1 / sqrt(x);
-}
-
-// From the sums over a row of x - mean and of (x - mean)^2; `inverse` is 1 / C.
-template <typename A>
-__device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
-  const A rest = rests * inverse;
-  const A variance = squares * inverse - rest * rest;
-  return {mean, rest, reciprocal_root(variance + A(eps))};
-}
 
 // kVec columns of weight and bias; ones and zeros where they are absent. kBoth: both are present, which saves the
 // checks.

@@ -220,13 +220,15 @@ def residual_layernorm(draw):
         total = drop(x, x_bias) + residual
         return F.layer_norm(total, shape, weight, bias, eps), total
 
+    # A float32 residual is taken beside a 16-bit x, if all else is float32 too, or absent.
+    mixed = dtype.itemsize == 2 and args["weight"] is None and args["bias"] is None
     return Call(
         f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias, {p}, {seed}, {offset})",
         ours,
         torchs,
         lambda x, residual, weight, bias, x_bias: exact(drop(x, x_bias), residual, weight, bias, eps),
         args,
-        tied=() if functional else ("x", "residual", "weight", "bias", "x_bias"),
+        tied=() if functional or mixed else ("x", "residual", "weight", "bias", "x_bias"),
         denormal_gradients=False,
     )
 
@@ -449,7 +451,8 @@ def packed_attention(draw, name, kernel, torchs):
         merged(attention_formula),
         {"qkv": draw.tensor("qkv", (batch, tokens, 3 * heads * head), dtype, special="none", denormal=denormal)},
         any_threads=False,
-        denormal_gradients=denormal,
+        # attention_probabilities rounds the scores' gradients to the dtype, where denormals have few digits.
+        denormal_gradients=denormal and (name != "attention_probabilities" or dtype.itemsize > 2),
         nan_gradients=False,  # of a query, it reaches keys that the query does not see, by 0 * NaN in a product
     )
 
