@@ -198,7 +198,8 @@ def with_tensor(tensor):
         (lambda: their_checkpoint(nanogpt(), model_args={"n_layer": 2}), "block_size is None, must be an integer"),
         (lambda: their_checkpoint(nanogpt(), model={}), "but there are 0 parameters"),
         (lambda: with_tensor("x"), "is no dense tensor"),
-        (lambda: with_tensor(torch.ones(16).to_sparse()), "is no dense tensor"),
+        # The second is torch's from 2.15 on, which does not load it.
+        (lambda: with_tensor(torch.ones(16).to_sparse()), "is no dense tensor|no whole file of torch.save"),
         (lambda: with_tensor(torch.ones(16, device="meta")), "is no dense tensor"),
         (lambda: with_tensor(torch.ones(16, dtype=torch.int64)), "torch.int64, must be of a floating-point dtype"),
         (lambda: with_tensor(torch.ones(17)), "has shape (17,), must have (16,)"),
@@ -207,9 +208,10 @@ def with_tensor(tensor):
 )
 def test_a_pickle_that_is_no_checkpoint(tmp_path, content, message):
     path = tmp_path / "ckpt.pt"
+    expected = "|".join(map(re.escape, message.split("|")))
     for legacy in (False, True):
         torch.save(content(), path, _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(ValueError, match=re.escape(message)) as error:
+        with pytest.raises(ValueError, match=expected) as error:
             load(path)
         assert str(path) in str(error.value)
         assert "\n" not in str(error.value)

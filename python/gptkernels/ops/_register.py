@@ -91,6 +91,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     has done that before it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply_in_transform = _single_level(function).apply
 
     def record(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
@@ -99,11 +100,17 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         _outer.modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         try:
             with enable_single_level_autograd_function():  # for the transform that called the kernel
-                return apply(*args)
+                return apply_in_transform(*args)
         finally:
             _outer.modes = before
 
     return record
+
+
+def _single_level(function: type[torch.autograd.Function]) -> Any:
+    """The function for one transform alone. From torch 2.15 on the C++ part of ``Function.apply`` handles transforms."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 class _Outer(threading.local):
