@@ -108,7 +108,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """The function for one transform alone. From torch 2.15 on the C++ part of ``Function.apply`` handles transforms."""
+    """The function for one transform alone: from torch 2.15 on, ``Function.apply`` handles transforms in C++ too."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
