@@ -31,8 +31,9 @@ BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
 
+# One OpenMP thread for each of pytest's workers: with more, they spin while they wait for each other.
 test: $(BUILT) $(STAMPS)/test-tools
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
 
 # With torch's CPU kernels and with ours for each instruction set that this processor has: all pairs. ARGS=--same runs
 # fewer; other arguments are pytest's, in place of the ops' tests.
