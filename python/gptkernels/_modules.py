@@ -25,13 +25,13 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
     """``is_unmodified`` of each of these."""
     for module, kind in parts:
-        if type(module) is not kind or not _is_bare(module.__dict__):
+        if type(module) is not kind or not is_bare(module.__dict__):
             return False
     return not _has_any_global_hook()
 
 
-def _is_bare(attributes: dict[str, Any]) -> bool:
-    """Whether a module with these attributes has neither hooks of its own nor another forward."""
+def is_bare(attributes: dict[str, Any]) -> bool:
+    """Whether a module with this ``__dict__`` has neither hooks of its own nor another forward."""
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+from gptkernels._modules import is_bare
 from gptkernels.swapping.checks import bare, untouched
 
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
@@ -74,15 +75,8 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def _is_bare(module: torch.nn.Module, attributes: dict[str, Any]) -> bool:
-    """``checks.bare`` without what is asked once for all modules."""
-    if (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-    ):
-        return bare(module)
-    return "forward" not in attributes and attributes.get("_compiled_call_impl") is None
+    """``checks.bare``, which takes longer and allows hooks that only look on, where it is not obvious."""
+    return is_bare(attributes) or bare(module)
 
 
 def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
