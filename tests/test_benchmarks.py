@@ -232,14 +232,13 @@ def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
     assert "| torch-eager | autocast | 2 |" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "step.json"] if p.exists()])
-def test_the_page_has_the_kept_steps_figures(path):
-    """They are what `python -m benchmarks.train_step --from benchmarks/results/step.json --pages` puts there."""
+def test_the_page_has_the_kept_steps_figures():
+    """They are what `python -m benchmarks.train_step --from benchmarks/results/step*.json --pages` puts there."""
     from benchmarks.train_step.__main__ import PAGE, tables
 
-    kept = json.loads(path.read_text())
+    kept = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("step*.json"))]
     page = PAGE.read_text()
-    assert pages.between(page, "\n\n".join(tables(kept))) == page
+    assert pages.between(page, "\n\n".join(table for run in kept for table in tables(run))) == page
 
 
 def test_the_hosts_part_of_a_step(capsys):

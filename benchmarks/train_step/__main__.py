@@ -14,6 +14,7 @@ from benchmarks.train_step import host, timeline
 from benchmarks.train_step.measure import batches, measure
 from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.models.gpt2 import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "step.md"
 HEADER = ["", "parameters", "batch", "ms", "+-", "tokens/s", "MFU", "GiB", "first loss", "last loss"]
@@ -25,8 +26,9 @@ def parser():
     add("--batch", default="64,4", help="sequences a step, comma-separated (default: %(default)s)")
     add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
     add("--precisions", default="bf16", help="; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()))
-    add("--layers", type=int, default=12, help="of GPT-2 124M (default: %(default)s)")
-    add("--width", type=int, default=768, help="channels (default: %(default)s)")
+    add("--model", choices=PRESETS, default="gpt2", help="(default: %(default)s, 124M parameters)")
+    add("--layers", type=int, help="other than the model's")
+    add("--width", type=int, help="channels, other than the model's; a head has 64")
     add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     add("--vocabulary", type=int, default=50304, help="a multiple of 128: no padding (default: %(default)s)")
     add("--warm-up", type=int, default=10, help="steps before the timed ones (default: %(default)s)")
@@ -38,8 +40,13 @@ def parser():
         action="store_true",
         help="the host's time for the parts of a step and for its operators, tiny batch",
     )
-    add("--json", type=Path, metavar="FILE", help="keep the run here; what the file has of other kinds stays")
-    add("--from", type=Path, dest="kept", metavar="FILE", help="take this kept run and measure nothing")
+    add(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="keep the run here, after each row; what the file has of other kinds (steps, profile, host) stays",
+    )
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept runs and measure nothing")
     add("--pages", action="store_true", help="put the tables into docs/step.md")
     return parser
 
@@ -53,16 +60,19 @@ def main(arguments=None):
         cli.error(f"--vocabulary must be a multiple of 128, got {arguments.vocabulary}")
     sizes = [int(batch) for batch in arguments.batch.split(",")]
     if arguments.kept:
-        run = json.loads(arguments.kept.read_text())
-        print(*tables(run), sep="\n\n")
+        runs = [json.loads(path.read_text()) for path in arguments.kept]
+        print(*_all_tables(runs), sep="\n\n")
     else:
-        run = _measured(arguments, chosen, precisions, sizes)
-    if arguments.json:
-        before = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps({**before, **run}, indent=1) + "\n")
+        runs = [_measured(arguments, chosen, precisions, sizes)]
     if arguments.pages:
-        PAGE.write_text(between(PAGE.read_text(), "\n\n".join(tables(run))))
+        PAGE.write_text(between(PAGE.read_text(), "\n\n".join(_all_tables(runs))))
     return 0
+
+
+def _keep(path, run):
+    if path:
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**before, **run}, indent=1) + "\n")
 
 
 def _list(text, known, error):
@@ -75,33 +85,43 @@ def _list(text, known, error):
 
 def _measured(arguments, chosen, precisions, sizes):
     device = torch.device(arguments.device)
-    config = GPT2Config(
-        block_size=arguments.length,
-        vocab_size=arguments.vocabulary,
-        n_layer=arguments.layers,
-        n_head=max(1, arguments.width // 64),
-        n_embd=arguments.width,
-    )
+    config = _config(arguments)
     torch.manual_seed(0)
     weights = GPT2(config).state_dict()
     machine = describe(device)
     print(title(machine), flush=True)
     if arguments.profile:
-        return {"profile": {"machine": machine, "steps": _profiles(config, weights, sizes, precisions[0], device)}}
+        run = {"profile": {"machine": machine, "steps": _profiles(config, weights, sizes, precisions[0], device)}}
+        _keep(arguments.json, run)
+        return run
     if arguments.host:
-        found = host.measured(config, weights, device)
-        print(*host.tables(found), sep="\n\n")
-        return {"host": {"machine": machine, **found}}
+        run = {"host": {"machine": machine, **host.measured(config, weights, device)}}
+        print(*host.tables(run["host"]), sep="\n\n")
+        _keep(arguments.json, run)
+        return run
     rows = []
+    run = {"steps": {"machine": machine, "model": arguments.model, "rows": rows}}
     print(markdown(HEADER, [], texts=2), flush=True)
     for precision in precisions:
         for batch in sizes:
             for variant in chosen:
                 options = {"warm_up": arguments.warm_up, "steps": arguments.steps}
-                row = measure(variant, precision, config, weights, batch, device, **options).dump()
-                rows.append(row)
-                print("| " + " | ".join(_cells(row)) + " |", flush=True)
-    return {"steps": {"machine": machine, "rows": rows}}
+                rows.append(measure(variant, precision, config, weights, batch, device, **options).dump())
+                print("| " + " | ".join(_cells(rows[-1])) + " |", flush=True)
+                _keep(arguments.json, run)
+    return run
+
+
+def _config(arguments):
+    shape = PRESETS[arguments.model]
+    width = arguments.width or shape["n_embd"]
+    return GPT2Config(
+        block_size=arguments.length,
+        vocab_size=arguments.vocabulary,
+        n_layer=arguments.layers or shape["n_layer"],
+        n_head=max(1, width // 64),
+        n_embd=width,
+    )
 
 
 # ---- profile ---------------------------------------------------------------------------------------------------------
@@ -147,10 +167,17 @@ def tables(run) -> list[str]:
     """What docs/step.md shows of a run."""
     found = []
     if "steps" in run:
-        found += [title(run["steps"]["machine"]) + ".", markdown(HEADER, map(_cells, run["steps"]["rows"]), texts=2)]
+        found += [
+            f"{run['steps']['model']}; {title(run['steps']['machine'])}.",
+            markdown(HEADER, map(_cells, run["steps"]["rows"]), texts=2),
+        ]
     if "profile" in run:
         found += [title(run["profile"]["machine"]) + ".", *map(_profile_table, run["profile"]["steps"])]
     return found
+
+
+def _all_tables(runs):
+    return [table for run in runs for table in tables(run)]
 
 
 if __name__ == "__main__":
