@@ -271,3 +271,83 @@ def test_a_timeline_counts_every_launch_once():
     assert by_what["linear_backward", "column sums"].floor == 0
     assert by_what["adamw_", ""].floor == pytest.approx(280 / 1e6)
     assert cells(list(by_what.values()))[-1][4] == "7"
+
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+SMALL_CURVES = ["--device", "cpu", "--steps=60", "--batch=2", "--layers=1", "--width=32", "--length=16", "--warm-up=5"]
+
+
+@pytest.fixture(scope="module")
+def token_files(tmp_path_factory):
+    from gptkernels.data import write_tokens
+
+    folder = tmp_path_factory.mktemp("tokens")
+    for name, count in ("train", 4000), ("val", 400):
+        write_tokens(folder / f"{name}.bin", [(torch.rand(count) ** 3 * 64).int().numpy()])
+    return ["--vocabulary=64", f"--train={folder / 'train.bin'}", f"--val={folder / 'val.bin'}"]
+
+
+def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys):
+    from benchmarks.curves.__main__ import main as curves
+
+    both, joined = tmp_path / "both.json", tmp_path / "joined.json"
+    command = [*SMALL_CURVES, *token_files]
+    assert curves([*command, "--json", str(both)]) == 0
+    assert "bf16: 25 steps, loss" in capsys.readouterr().out
+    parts = [tmp_path / f"{variant}.json" for variant in ("fp8", "bf16")]
+    for part in parts:
+        assert curves([*command, "--variants", part.stem, "--json", str(part)]) == 0
+    capsys.readouterr()
+    assert curves(["--from", *map(str, parts), "--json", str(joined), "--plot", str(tmp_path / "curves.png")]) == 0
+    out = capsys.readouterr().out
+    assert "| bfloat16 | 60 |" in out
+    assert "% at the end; validation " in out
+    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+
+    found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
+    assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == ["bf16", "fp8"]
+    for one, other in zip(found, alone, strict=True):
+        assert len(one["losses"]) == 60
+        assert one["losses"][-1] < one["losses"][0]
+        assert one["losses"] == other["losses"]
+        assert one["validation"] == other["validation"] > 0
+    assert found[0]["losses"] != found[1]["losses"]
+
+
+def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch):
+    from benchmarks.curves.__main__ import main as curves
+
+    def full(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.curves.train._validation", full)
+    kept = tmp_path / "kept.json"
+    with pytest.raises(KeyboardInterrupt):
+        curves([*SMALL_CURVES, *token_files, "--variants", "bf16", "--json", str(kept)])
+    (curve,) = json.loads(kept.read_text())["curves"]
+    assert len(curve["losses"]) == 50
+    assert curve["validation"] is None
+    assert curves(["--from", str(kept)]) == 0
+
+
+def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, capsys):
+    from benchmarks.curves.__main__ import main as curves
+
+    files = []
+    for seed in "01":
+        files.append(str(tmp_path / f"{seed}.json"))
+        options = ["--steps=2", "--variants=bf16", "--val-batches=0", f"--seed={seed}"]
+        assert curves([*SMALL_CURVES, *token_files, *options, "--json", files[-1]]) == 0
+    with pytest.raises(SystemExit):
+        curves(["--from", *files])
+    assert "different settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "curves.json"] if p.exists()])
+def test_the_page_has_the_kept_curves(path):
+    """They are what `python -m benchmarks.curves --from benchmarks/results/curves.json --pages` puts there."""
+    from benchmarks.curves.__main__ import PAGE, PLACE, joined, section
+
+    page = PAGE.read_text()
+    assert pages.between(page, section(joined([path], pytest.fail)), PLACE) == page

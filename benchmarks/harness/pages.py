@@ -5,7 +5,8 @@ from pathlib import Path
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import by_op, markdown, microseconds, rate, tables
 
-BEGIN, END = "<!-- the kept run -->", "<!-- /the kept run -->"
+KEPT = "the kept run"
+BEGIN, END = f"<!-- {KEPT} -->", f"<!-- /{KEPT} -->"
 PICTURES = "benchmarks/results"
 
 
@@ -27,9 +28,10 @@ def filled(root: Path, run) -> dict[Path, str]:
     return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
 
 
-def between(text, part):
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def between(text, part, place=KEPT):
+    """The text with another part between the two comments of a place."""
+    before, begin, rest = text.partition(f"<!-- {place} -->")
+    _, end, after = rest.partition(f"<!-- /{place} -->")
     return f"{before}{begin}\n{part}\n{end}{after}" if begin and end else text
 
 

@@ -1,0 +1,109 @@
+"""``python -m benchmarks.curves``: trains GPT-2 with and without float8 products from one seed, and draws the losses.
+
+The file of ``--json`` is brought up to date every few steps. Variants may be trained by several processes, each with a
+file of its own; ``--from A.json B.json`` joins them.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.curves.show import draw, tables
+from benchmarks.curves.train import VARIANTS, train
+from benchmarks.harness.pages import between
+from gptkernels._files import replace_file
+from gptkernels.data import find_files
+
+ROOT = Path(__file__).parents[2]
+PAGE, PICTURE = ROOT / "docs" / "fp8.md", ROOT / "benchmarks" / "results" / "fp8_curves.png"
+PLACE = "the kept curves"
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
+    add = parser.add_argument
+    add("--train", metavar="PATTERN", help="token files to train on, as `gptkernels train --train-files` takes them")
+    add("--val", metavar="PATTERN", help="token files for the loss at the end")
+    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
+    add("--steps", type=int, default=1000, help="(default: %(default)s)")
+    add("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")
+    add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
+    add("--layers", type=int, default=12, help="of GPT-2 124M (default: %(default)s)")
+    add("--width", type=int, default=768, help="channels (default: %(default)s)")
+    add("--vocabulary", type=int, default=50257, help="tokens are below this (default: %(default)s)")
+    add("--learning-rate", type=float, default=6e-4, help="the highest (default: %(default)s)")
+    add("--schedule", choices=["cosine", "constant"], default="cosine", help="cosine: down to a tenth of the highest")
+    add("--warm-up", type=int, default=100, help="steps (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
+    add("--val-batches", type=int, default=1000, help="at most so many, 0 for none (default: %(default)s)")
+    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--json", type=Path, metavar="FILE", help="keep the curves here")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept curves and train nothing")
+    add("--plot", type=Path, metavar="PNG", help="draw the curves")
+    add("--pages", action="store_true", help=f"put tables and picture into docs/{PAGE.name}")
+    return parser
+
+
+def main(arguments=None):
+    cli = parser()
+    arguments = cli.parse_args(arguments)
+    curves = joined(arguments.kept, cli.error) if arguments.kept else _trained(arguments, cli.error)
+    if arguments.json:
+        save(arguments.json, curves)
+    print(*tables(curves), sep="\n\n", flush=True)
+    if arguments.plot:
+        draw(curves, arguments.plot)
+    if arguments.pages:
+        draw(curves, PICTURE)
+        PAGE.write_text(between(PAGE.read_text(), section(curves), PLACE))
+    return 0
+
+
+def section(curves) -> str:
+    """What docs/fp8.md shows of them."""
+    return "\n\n".join([*tables(curves), f"![Losses](../{PICTURE.relative_to(ROOT)})"])
+
+
+def save(path, curves):
+    """Write them, or leave the file as it was."""
+    with replace_file(path) as temporary:
+        temporary.write_text(json.dumps({"curves": curves}) + "\n")
+
+
+def joined(paths, error):
+    """All files' curves. They must have been trained in the same way."""
+    curves = [curve for path in paths for curve in json.loads(path.read_text())["curves"]]
+    for curve in curves[1:]:
+        if curve["settings"] != curves[0]["settings"]:
+            error(f"these are of different settings: {curves[0]['settings']} and {curve['settings']}")
+    return sorted(curves, key=lambda curve: list(VARIANTS).index(curve["variant"]))
+
+
+def _trained(arguments, error):
+    chosen = arguments.variants.split(",")
+    for variant in chosen:
+        if variant not in VARIANTS:
+            error(f"there is no {variant}; there is {', '.join(VARIANTS)}")
+    if not arguments.train or not arguments.val:
+        error("--train and --val, or --from")
+    names = "steps batch length layers width vocabulary learning_rate schedule warm_up seed val_batches"
+    settings = {name: getattr(arguments, name) for name in names.split()}
+    files = {name: find_files(getattr(arguments, name)) for name in ("train", "val")}
+    curves: list[dict] = []
+
+    def keep(curve):
+        if arguments.json:
+            save(arguments.json, [*curves, curve])
+        losses, seconds = curve["losses"], curve["seconds"]
+        print(f"{curve['variant']}: {len(losses)} steps, loss {losses[-1]:.4f}, {seconds:.1f} s", flush=True)
+
+    for variant in chosen:
+        curves.append(train(variant, settings, files, torch.device(arguments.device), keep))
+    return curves
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""One curve: a model trained from a seed, and its losses."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+import gptkernels
+from benchmarks.harness.machine import describe
+from gptkernels.data import DataLoader, TokenFiles
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.models.nanogpt import parameter_groups
+from gptkernels.optim import AdamW
+from gptkernels.training.schedule import Schedule
+
+VARIANTS = {"bf16": "bfloat16", "fp8": "float8 products in the layers"}
+BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
+KEEP_EVERY = 25  # steps
+
+
+def train(variant: str, settings: dict, files: dict, device: torch.device, keep: Callable[[dict], object]) -> dict:
+    """Train a model whose weights, batches and learning rates depend on nothing but the settings.
+
+    Args:
+        variant: one of VARIANTS. Parameters are bfloat16 with float32 masters in each.
+        settings: as the command line gives them.
+        files: "train" and "val", lists of token files.
+        device: where.
+        keep: called with the curve so far every KEEP_EVERY steps, and with all of it.
+
+    Returns:
+        The curve: the variant, machine and settings, the loss of every step before its update, and of the validation
+        data at the end; None while it is not known.
+    """
+    curve = {"variant": variant, "settings": settings, "machine": describe(device)}
+    curve |= {"losses": [], "seconds": 0.0, "validation": None}
+    model = _model(variant, settings, device)
+    optimizer = AdamW(
+        parameter_groups(model, WEIGHT_DECAY), betas=BETAS, master_weights=True, max_grad_norm=MAX_NORM, lr=0.0
+    )
+    rate, peak = settings["schedule"], settings["learning_rate"]
+    schedule = Schedule(rate, peak, FINAL_FRACTION * peak, settings["warm_up"], settings["steps"])
+    data = _loader(files["train"], settings, device, shuffle=True)
+
+    def loss_of(tokens, targets):
+        return model(tokens, targets, return_logits=False)[1]
+
+    step = gptkernels.graphed_step(loss_of, optimizer)
+    begin, waiting = time.perf_counter(), None
+
+    def note(result):
+        curve["losses"].append(result.read().loss)
+        curve["seconds"] = time.perf_counter() - begin
+        if len(curve["losses"]) % KEEP_EVERY == 0:
+            keep(curve)
+
+    for i in range(settings["steps"]):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(i)
+        result = step(data.next_batch())
+        if waiting:  # the step before: the device has the next one already
+            note(waiting)
+        waiting = result
+    if waiting:
+        note(waiting)
+    curve["validation"] = _validation(model, files["val"], settings, device)
+    keep(curve)
+    return curve
+
+
+def _model(variant, settings, device):
+    torch.manual_seed(settings["seed"])
+    width = settings["width"]
+    config = GPT2Config(
+        block_size=settings["length"],
+        vocab_size=settings["vocabulary"],
+        n_layer=settings["layers"],
+        n_head=max(1, width // 64),
+        n_embd=width,
+        fp8=variant == "fp8",
+    )
+    return GPT2(config).to(device, torch.bfloat16)
+
+
+def _loader(paths, settings, device, *, shuffle):
+    return DataLoader(
+        TokenFiles(paths),
+        settings["batch"],
+        settings["length"],
+        settings["vocabulary"],
+        seed=settings["seed"],
+        shuffle=shuffle,
+        pin_memory=device.type == "cuda",
+    )
+
+
+@torch.no_grad()
+def _validation(model, paths, settings, device):
+    """Mean loss of the first batches, of the model in evaluation: without float8 numbers."""
+    data = _loader(paths, settings, device, shuffle=False)
+    count = min(data.batches_per_epoch, settings["val_batches"])
+    if not count:
+        return None
+    model.eval()
+    total = torch.zeros((), device=device)
+    for _ in range(count):
+        tokens, targets = (part.to(device, non_blocking=True) for part in data.next_batch())
+        total += model(tokens, targets, return_logits=False)[1]
+    model.train()
+    return (total / count).item()
