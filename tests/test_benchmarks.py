@@ -351,3 +351,77 @@ def test_the_page_has_the_kept_curves(path):
 
     page = PAGE.read_text()
     assert pages.between(page, section(joined([path], pytest.fail)), PLACE) == page
+
+
+# ---- swapped models --------------------------------------------------------------------------------------------------
+
+SMALL_SWAP = ["--size", "tiny", "--length", "8", "--losses", "3", "--seconds", "0"]
+
+
+def swap_benchmark(*arguments):
+    from benchmarks.swap.__main__ import main as swap
+
+    return swap([*SMALL_SWAP, *map(str, arguments)])
+
+
+def test_rows_of_swapped_models_in_several_runs_are_one_table(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    one, other, all_rows = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "all.json"
+    assert swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one, "--at-once", 2) == 0
+    assert swap_benchmark("--rows", "nanogpt/eager/2/0", "--swapped", "yes", "--json", other) == 0
+    rows = [row for path in (one, other) for row in json.loads(path.read_text())["rows"]]
+    assert [(row["model"], row["swapped"]) for row in rows] == [
+        ("huggingface", "no"),
+        ("huggingface", "yes"),
+        ("nanogpt", "yes"),
+    ]
+    for row in rows:
+        assert not row["fault"]
+        assert row["ms"] > 0
+        assert len(row["losses"]) == 3
+    assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-2)
+    capsys.readouterr()
+    assert swap_benchmark("--from", one, other, "--json", all_rows) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(all_rows.read_text())["rows"] == rows
+    assert f"| Hugging Face, eager, B=2, dropout 0 | {rows[0]['ms']:.1f} | {rows[1]['ms']:.1f} |" in shown
+    assert f"| nanoGPT, eager, B=2, dropout 0 |  | {rows[2]['ms']:.1f} |  |" in shown
+
+
+def test_a_cut_run_of_swapped_models_keeps_what_it_has(tmp_path, monkeypatch):
+    from benchmarks.swap import __main__ as command
+
+    def cut(variants, options):
+        yield {"model": variants[0].model, "fault": "", "ms": 1.0}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "measure_in_processes", cut)
+    with pytest.raises(KeyboardInterrupt):
+        swap_benchmark("--rows", "nanogpt/*", "--json", tmp_path / "run.json")
+    assert [row["ms"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == [1.0]
+
+
+def test_a_variant_of_a_swapped_model_that_fails_ends_nothing(tmp_path, capsys):
+    kept, rows = tmp_path / "run.json", "nanogpt/eager/-1/0,nanogpt/eager/1/0"
+    assert swap_benchmark("--rows", rows, "--swapped", "yes", "--json", kept) == 1
+    failed, measured = json.loads(kept.read_text())["rows"]
+    assert "negative dimension" in failed["fault"]
+    assert measured["ms"] > 0
+    assert "negative dimension" in capsys.readouterr().out  # in the table
+
+
+@pytest.mark.parametrize("rows", ["huggingface/eager/32", "nobody/eager/1/0", "nanogpt/fast/1/0", "llmc/*"])
+def test_a_row_of_swapped_models_that_is_none(rows, capsys):
+    with pytest.raises(SystemExit):
+        swap_benchmark("--rows", rows)
+    assert rows in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "swap.json"] if p.exists()])
+def test_the_pages_have_the_kept_runs_figures_of_swapped_models(path):
+    """They are what `python -m benchmarks.swap --from benchmarks/results/swap.json --pages` puts there."""
+    from benchmarks.swap import table
+
+    for page, text in table.filled(ROOT, table.load([path])).items():
+        assert f"<!-- {table.PLACE} -->" in text
+        assert page.read_text() == text

@@ -1,0 +1,1 @@
+"""Training steps of other people's GPT-2, unswapped beside swapped: ``python -m benchmarks.swap``; docs/swap.md."""

@@ -1,0 +1,110 @@
+"""``python -m benchmarks.swap``: training steps of other people's GPT-2, unswapped beside swapped.
+
+A step is what people run: bfloat16 autocast, T=1024, torch's fused AdamW, gradient clipping. Each variant is measured
+in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness.machine import describe, title
+from benchmarks.swap import table
+from benchmarks.swap.measure import measure, measure_in_processes, profile, until_told
+from benchmarks.swap.variants import LOGITS, SIZES, Variant, variant_of
+
+ROOT = Path(__file__).parents[2]
+ROWS = (
+    *("huggingface/eager/32/0", "huggingface/eager/32/0.1", "huggingface/compiled/32/0", "huggingface/compiled/32/0.1"),
+    *("huggingface/eager/4/0", "huggingface/eager/4/0.1", "huggingface/compiled/4/0", "huggingface/compiled/4/0.1"),
+    *("huggingface/graphs/4/0", "huggingface/graphs/4/0.1", "nanogpt/eager/32/0", "nanogpt/compiled/32/0"),
+)
+
+
+def parser():
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--rows",
+        default="*",
+        help="comma-separated MODEL/MODE/BATCH/DROPOUT; with * or ? those of the table: " + ", ".join(ROWS),
+    )
+    add("--swapped", default="no,yes", help="of no, yes, no-logits, detached (default: %(default)s)")
+    add("--size", default="gpt2", choices=SIZES)
+    add("--length", type=int, default=1024, help="T (default: %(default)s)")
+    add("--seconds", type=float, default=2, help="of timed steps for each variant (default: %(default)s)")
+    add("--losses", type=int, default=50, help="how many steps' losses are compared (default: %(default)s)")
+    add("--at-once", type=int, default=1, metavar="N", help="N variants compile at once; each is timed alone")
+    add("--profile", action="store_true", help="show each variant's kernels instead, in this process (CUDA)")
+    add("--json", type=Path, metavar="FILE", help="keep the run here; written after each variant")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="join these kept runs and measure nothing")
+    add("--pages", action="store_true", help="put the table into docs/swap.md and the README")
+    add("--one", help=argparse.SUPPRESS)
+    return parser
+
+
+def main(arguments=None):
+    cli = parser()
+    options = cli.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_float32_matmul_precision("high")
+    if options.one:
+        variant = Variant(**json.loads(options.one))
+        print(json.dumps(measure(variant, device, options.seconds, options.losses, until_told)))
+        return 0
+    if options.kept:
+        run = table.load(options.kept)
+        if options.json:
+            table.save(options.json, run)
+    else:
+        variants = _variants(options, cli.error)
+        if options.profile:
+            for variant in variants:
+                profile(variant, device)
+            return 0
+        run = _measured(variants, options, device)
+    print(table.text(run))
+    if options.pages:
+        for path, text in table.filled(ROOT, run).items():
+            path.write_text(text)
+    return int(any(row["fault"] for row in run["rows"]))
+
+
+def _variants(options, error):
+    names = []
+    for given in options.rows.split(","):
+        found = [row for row in ROWS if fnmatchcase(row, given)] if set(given) & set("*?") else [given]
+        if not found:
+            error(f"--rows: {given} is none of {', '.join(ROWS)}")
+        names += [name for name in found if name not in names]
+    swapped = options.swapped.split(",")
+    for how in swapped:
+        if how not in LOGITS:
+            error(f"--swapped: there is no {how}; there is {', '.join(LOGITS)}")
+    try:
+        rows = [variant_of(name, size=options.size, length=options.length) for name in names]
+    except ValueError as wrong:
+        error(f"--rows: {wrong}")
+    return [dataclasses.replace(row, swapped=how) for row in rows for how in swapped]
+
+
+def _measured(variants, options, device):
+    """Each variant's figures are shown and kept as soon as they are there."""
+    run = {"machine": describe(device), "rows": []}
+    print(title(run["machine"]), flush=True)
+    for row in measure_in_processes(variants, options):
+        run["rows"].append(row)
+        shown = {name: value for name, value in row.items() if name != "losses"}
+        print(json.dumps(shown), flush=True)
+        if options.json:
+            table.save(options.json, run)
+    return run
+
+
+if __name__ == "__main__":
+    sys.exit(main())

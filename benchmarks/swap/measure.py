@@ -1,0 +1,110 @@
+"""A variant's steps, timed; several variants, each in a process of its own, so that none finds another's memory."""
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from benchmarks.swap.variants import Trainer, batches
+
+STEPS = 4  # between two looks at the clock
+
+
+def measure(variant, device, seconds, losses, wait=lambda: None):
+    """Milliseconds a step, peak memory and the first losses; ``wait`` is called before the steps that are timed."""
+    trainer = Trainer(variant, device)
+    data = batches(variant, device)
+    fixed = next(data)
+    began = time.perf_counter()
+    first = [trainer.step(next(data)) for _ in range(max(losses, 3))]
+    first = [loss.item() for loss in first]
+    started = time.perf_counter() - began
+    wait()
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = []
+    while sum(times) * STEPS < seconds or len(times) < 3:
+        synchronize()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            trainer.step(fixed)
+        synchronize()
+        times.append((time.perf_counter() - began) / STEPS)
+    low, median, high = statistics.quantiles(times, n=4, method="inclusive")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {
+        **dataclasses.asdict(variant),
+        "ms": 1e3 * median,
+        "spread": 1e3 * (high - low),
+        "gib": peak / 2**30,
+        "losses": first[:losses],
+        "seconds_to_start": started,
+        "fault": "",
+    }
+
+
+def measure_in_processes(variants, options):
+    """Each variant's figures as soon as they are there.
+
+    ``options.at_once`` variants are started together: they compile and make their first steps at the same time, and the
+    timed ones in turn.
+    """
+    for i in range(0, len(variants), options.at_once):
+        yield from _together(variants[i : i + options.at_once], options)
+
+
+def _together(variants, options):
+    with contextlib.ExitStack() as stack:
+        started = []
+        for variant in variants:
+            command = [sys.executable, "-m", "benchmarks.swap", "--one", json.dumps(dataclasses.asdict(variant))]
+            command += ["--seconds", str(options.seconds), "--losses", str(options.losses)]
+            errors = stack.enter_context(tempfile.TemporaryFile("w+"))
+            pipe = subprocess.PIPE
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            stack.callback(process.kill)  # where the run is cut
+            started.append((variant, process, errors))
+        for _, process, _ in started:
+            for line in process.stdout:
+                if line == "ready\n":
+                    break
+        for variant, process, errors in started:
+            lines = process.communicate("\n" if process.poll() is None else None)[0].splitlines()
+            if process.returncode == 0 and lines:
+                yield json.loads(lines[-1])
+                continue
+            errors.seek(0)
+            said = errors.read().strip()
+            print(f"{variant}, swapped: {variant.swapped}: failed\n{said[-2000:]}", file=sys.stderr, flush=True)
+            fault = said.splitlines()[-1] if said else f"exit status {process.returncode}"
+            yield {**dataclasses.asdict(variant), "fault": fault[:200]}
+
+
+def until_told():
+    """Say that the first steps are done, and wait for the turn."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def profile(variant, device):
+    """A table of where a step's time goes."""
+    trainer, tokens = Trainer(variant, device), next(batches(variant, device))
+    for _ in range(3):
+        trainer.step(tokens)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        trainer.step(tokens)
+        torch.cuda.synchronize()
+    kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # a range of several kernels
+    total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
+    print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
+    for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:
+        print(f"{e.self_device_time_total / 1e3:9.2f} ms {e.count:5d}  {e.key[:110]}", flush=True)
