@@ -16,7 +16,7 @@ from benchmarks.harness.report import markdown
 from benchmarks.harness.roof import copy
 from benchmarks.harness.timing import kernel_times
 from gptkernels.models import GPT2, GPT2Config, decoding
-from gptkernels.models.gpt2 import PRESETS
+from gptkernels.models.config import PRESETS
 
 VARIANTS = {
     "graph": "ours",

@@ -14,7 +14,7 @@ from benchmarks.train_step import host, timeline
 from benchmarks.train_step.measure import batches, measure
 from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.gpt2 import PRESETS
+from gptkernels.models.config import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "step.md"
 HEADER = ["", "parameters", "batch", "ms", "+-", "tokens/s", "MFU", "GiB", "first loss", "last loss"]

@@ -25,7 +25,7 @@ from gptkernels.convert.model import WTE, Model, Progress, checked_model
 from gptkernels.convert.nanogpt import has_moments, read_nanogpt, write_nanogpt
 
 if TYPE_CHECKING:
-    from gptkernels.models import GPT2Config
+    from gptkernels.models.config import GPT2Config
 
 _LM_HEAD = "lm_head.weight"
 

@@ -1,5 +1,6 @@
 """Whole models on this package's operators."""
 
-from gptkernels.models.gpt2 import GPT2, GPT2Config
+from gptkernels.models.config import GPT2Config
+from gptkernels.models.gpt2 import GPT2
 
 __all__ = ["GPT2", "GPT2Config"]

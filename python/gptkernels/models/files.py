@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 if TYPE_CHECKING:
-    from gptkernels.models.gpt2 import GPT2Config
+    from gptkernels.models.config import GPT2Config
 
 Model = TypeVar("Model", bound="Files")
 
@@ -103,7 +103,7 @@ def _build(
     cls: type[Model], config: dict[str, Any], state: dict[str, torch.Tensor], dropout: float, device: Any, dtype: Any
 ) -> Model:
     from gptkernels.convert.model import common_dtype
-    from gptkernels.models.gpt2 import GPT2Config
+    from gptkernels.models.config import GPT2Config
 
     model = cls(GPT2Config(**config, dropout=dropout), device, dtype or common_dtype(state.values()))
     model.load_state_dict(state)

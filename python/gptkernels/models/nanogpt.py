@@ -8,7 +8,8 @@ import torch
 from gptkernels.optim import AdamW
 
 if TYPE_CHECKING:
-    from gptkernels.models.gpt2 import GPT2Config, Transformer
+    from gptkernels.models.config import GPT2Config
+    from gptkernels.models.gpt2 import Transformer
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

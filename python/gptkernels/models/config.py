@@ -1,0 +1,88 @@
+"""GPT-2's configuration, and OpenAI's four."""
+
+import dataclasses
+import math
+from typing import Any
+
+from gptkernels.ops.fp8 import ALIGNMENT
+
+PRESETS = {
+    "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters
+    "gpt2-medium": {"n_layer": 24, "n_head": 16, "n_embd": 1024},  # 355M
+    "gpt2-large": {"n_layer": 36, "n_head": 20, "n_embd": 1280},  # 774M
+    "gpt2-xl": {"n_layer": 48, "n_head": 25, "n_embd": 1600},  # 1558M
+}
+PADDING = 128
+ACTIVATIONS = ("gelu_tanh", "gelu")
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config:
+    """A GPT-2's shape.
+
+    Args:
+        block_size: the longest sequence.
+        vocab_size: V.
+        padded_vocab_size: Vp, the number of rows of the embedding; V rounded up to a multiple of 128 when None, for
+            which matrix products are faster.
+        n_layer: L.
+        n_head: NH, which divides n_embd.
+        n_embd: C.
+        bias: whether linear layers and norms have one.
+        dropout: the probability with which, in training, elements are dropped in nanoGPT's places: attention's
+            probabilities, what a layer adds to the residual stream, the embeddings' sum.
+        activation: the GELU of the feed-forward layers: "gelu_tanh", GPT-2's and llm.c's, or "gelu", the exact one of
+            nanoGPT.
+        fp8: train with float8 products in the layers' four matrices (``gptkernels.nn.Linear``), not in the head; n_embd
+            is then a multiple of 16.
+
+    Raises:
+        ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
+            activation.
+    """
+
+    block_size: int = 1024
+    vocab_size: int = 50257
+    padded_vocab_size: int = None  # type: ignore[assignment]  # V rounded up, once the configuration is made
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    bias: bool = True
+    dropout: float = 0.0
+    activation: str = "gelu_tanh"
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        if self.padded_vocab_size is None:
+            object.__setattr__(self, "padded_vocab_size", math.ceil(self.vocab_size / PADDING) * PADDING)
+        for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPT2Config: {name} must be at least 1, got {getattr(self, name)}")
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(
+                f"GPT2Config: padded_vocab_size must be at least vocab_size {self.vocab_size}, "
+                f"got {self.padded_vocab_size}"
+            )
+        if self.n_embd % self.n_head:
+            raise ValueError(f"GPT2Config: n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"GPT2Config: dropout must be from 0 to 1, got {self.dropout}")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.fp8 and self.n_embd % ALIGNMENT:
+            raise ValueError(f"GPT2Config: n_embd must be a multiple of {ALIGNMENT} for fp8, got {self.n_embd}")
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> "GPT2Config":
+        """One of OpenAI's four: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
+
+        Args:
+            name: which.
+            changes: fields to set otherwise.
+
+        Raises:
+            ValueError: there is no preset of that name.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"GPT2Config: no preset {name!r}; there are {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **changes})
