@@ -22,19 +22,26 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
                  const OptionalTensor& qkv_bias, const Tensor& out_weight, const OptionalTensor& out_bias,
                  const OptionalTensor& norm_2_weight, const OptionalTensor& norm_2_bias, const Tensor& fc_weight,
                  const OptionalTensor& fc_bias, const Tensor& proj_weight, int64_t num_heads,
-                 std::optional<double> scale, double eps_1, double eps_2, const std::string& approximate) {
+                 std::optional<double> scale, double eps_1, double eps_2, const std::string& approximate,
+                 double values_dropout_p, const OptionalTensor& values_seed, const OptionalTensor& values_offset,
+                 double attention_dropout_p, const OptionalTensor& attention_seed,
+                 const OptionalTensor& attention_offset, double out_dropout_p, const OptionalTensor& out_seed,
+                 const OptionalTensor& out_offset) {
   constexpr const char* op = "layer";
   const bool tanh = is_tanh(op, approximate);
-  if (values_bias && !values) fail(op, "values_bias is added to values, which are not given");
+  if (!values && (values_bias || values_dropout_p != 0))
+    fail(op, "values_bias and values_dropout_p are of values, which are not given");
 
-  const LayernormOutputs first =
-      values ? run_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias)
-             : run_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1);
+  const LayernormOutputs first = values ? run_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1,
+                                                        values_bias, {values_dropout_p, values_seed, values_offset})
+                                        : run_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1);
   const Tensor qkv = linear_op(first.out, qkv_weight, qkv_bias);
-  const auto [attended, logsumexp] = attention_op(qkv, num_heads, scale, 0, std::nullopt, std::nullopt);
+  const auto [attended, logsumexp] =
+      attention_op(qkv, num_heads, scale, attention_dropout_p, attention_seed, attention_offset);
   const LayernormOutputs second = [&] {
     const Tensor added = linear_op(attended, out_weight, std::nullopt);
-    return run_layernorm(op, added, first.sum ? *first.sum : stream, norm_2_weight, norm_2_bias, eps_2, out_bias);
+    return run_layernorm(op, added, first.sum ? *first.sum : stream, norm_2_weight, norm_2_bias, eps_2, out_bias,
+                         {out_dropout_p, out_seed, out_offset});
   }();
   const auto [out, pre_gelu, post_gelu] = [&]() -> std::tuple<Tensor, Tensor, Tensor> {
     if (tanh) return mlp_op(second.out, fc_weight, fc_bias, proj_weight, std::nullopt);
@@ -75,19 +82,24 @@ enum Gradient {
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                             Tensor, Tensor, Tensor>;
 
-// The backward of an addition to the stream and the norm that follows it. Where the addend has the stream's dtype its
-// gradient is the stream's, and .dresidual has no elements.
+// Whether the addend's gradient is another than the stream's: where it has another dtype, or elements were dropped.
+bool is_apart(const Tensor& dout, const Tensor& sum, const LayernormDropout& dropout) {
+  return is_mixed(dout, sum) || dropout.p > 0;
+}
+
+// The backward of an addition to the stream and the norm that follows it. Where the addend's gradient is the stream's,
+// .dresidual has no elements.
 LayernormGradients add_and_norm_backward(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum,
                                          const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
                                          bool need_dx, bool need_weight, bool need_bias, bool need_x_bias,
-                                         bool need_dresidual) {
+                                         bool need_dresidual, const LayernormDropout& dropout) {
   constexpr const char* op = "layer_backward";
   std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
-  if (!is_mixed(dout, sum)) {
+  if (!is_apart(dout, sum, dropout)) {
     mask[0] = need_dx || need_dresidual;
     mask.resize(need_x_bias ? 4 : 3);
   }
-  return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask);
+  return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask, dropout);
 }
 
 Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum_1, const Tensor& mean_1,
@@ -97,9 +109,14 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
                            const OptionalTensor& norm_1_weight, const Tensor& qkv_weight, const Tensor& out_weight,
                            const OptionalTensor& norm_2_weight, const Tensor& fc_weight, const Tensor& proj_weight,
                            int64_t num_heads, std::optional<double> scale, const std::string& approximate,
-                           const std::vector<bool>& mask) {
+                           const std::vector<bool>& mask, double values_dropout_p, const OptionalTensor& values_seed,
+                           const OptionalTensor& values_offset, double attention_dropout_p,
+                           const OptionalTensor& attention_seed, const OptionalTensor& attention_offset,
+                           double out_dropout_p, const OptionalTensor& out_seed, const OptionalTensor& out_offset) {
   constexpr const char* op = "layer_backward";
   const bool tanh = is_tanh(op, approximate);
+  const LayernormDropout values_dropout = {values_dropout_p, values_seed, values_offset};
+  const LayernormDropout out_dropout = {out_dropout_p, out_seed, out_offset};
   const bool inputs = mask[kStream] || mask[kValues] || mask[kValuesBias];
   const bool through_norm_1 = inputs || mask[kNorm1Weight] || mask[kNorm1Bias];
 
@@ -115,24 +132,27 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
     std::tie(dnorm, dfc_weight, dfc_bias) = linear_backward_op(gelu_backward_op(dpost, pre_gelu, approximate), norm_2,
                                                                fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
   }
-  const LayernormGradients second = add_and_norm_backward(dnorm, dsum, sum_2, norm_2_weight, mean_2, rstd_2, true,
-                                                          mask[kNorm2Weight], mask[kNorm2Bias], mask[kOutBias], true);
-  const Tensor& dsum_1 = is_mixed(dnorm, sum_2) ? second.dresidual : second.dx;
+  const LayernormGradients second =
+      add_and_norm_backward(dnorm, dsum, sum_2, norm_2_weight, mean_2, rstd_2, true, mask[kNorm2Weight],
+                            mask[kNorm2Bias], mask[kOutBias], true, out_dropout);
+  const Tensor& dsum_1 = is_apart(dnorm, sum_2, out_dropout) ? second.dresidual : second.dx;
   Tensor dattended, dout_weight, dqkv, dqkv_weight, dqkv_bias;
   std::tie(dattended, dout_weight, none) =
       linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight], false});
-  dqkv = attention_backward_op(dattended, qkv, attended, logsumexp, num_heads, scale, 0, std::nullopt, std::nullopt);
+  dqkv = attention_backward_op(dattended, qkv, attended, logsumexp, num_heads, scale, attention_dropout_p,
+                               attention_seed, attention_offset);
   dattended = none;
   std::tie(dnorm, dqkv_weight, dqkv_bias) =
       linear_backward_op(dqkv, norm_1, qkv_weight, {through_norm_1, mask[kQkvWeight], mask[kQkvBias]});
   dqkv = none;
   LayernormGradients first = {absent(dout), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
   if (through_norm_1)
-    first = add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues],
-                                  mask[kNorm1Weight], mask[kNorm1Bias], mask[kValuesBias], mask[kStream]);
-  const bool mixed = is_mixed(dnorm, sum_1);
-  return {mixed ? first.dresidual : first.dx,
-          mixed ? first.dx : absent(dout),
+    first =
+        add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues], mask[kNorm1Weight],
+                              mask[kNorm1Bias], mask[kValuesBias], mask[kStream], values_dropout);
+  const bool apart = is_apart(dnorm, sum_1, values_dropout);
+  return {apart ? first.dresidual : first.dx,
+          apart ? first.dx : absent(dout),
           first.dx_bias,
           first.dweight,
           first.dbias,

@@ -161,21 +161,27 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   // out, which is to be added to sum_2 with the bias of proj. Without values sum_1 is the stream and has no elements.
   // Values and products may have 16 bits where the stream and the norms are float32. approximate is GELU's. The
   // backward's mask and outputs: stream, values (no elements where they are stream's), values_bias, and the weights and
-  // biases in their order. dsum is the gradient of sum_2.
+  // biases in their order. dsum is the gradient of sum_2. The dropouts are of values with their bias, of attention's
+  // probabilities, and of attention's output with its bias.
   m.def(
       "layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, Tensor? norm_2_weight, "
       "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, int num_heads, float? scale, "
-      "float eps_1, float eps_2, str approximate) -> (Tensor out, Tensor sum_1, Tensor mean_1, Tensor rstd_1, "
-      "Tensor norm_1, Tensor qkv, Tensor attended, Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, "
-      "Tensor norm_2, Tensor pre_gelu, Tensor post_gelu)");
+      "float eps_1, float eps_2, str approximate, float values_dropout_p=0.0, Tensor? values_seed=None, "
+      "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
+      "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) "
+      "-> (Tensor out, Tensor sum_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, Tensor qkv, Tensor attended, "
+      "Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, Tensor pre_gelu, "
+      "Tensor post_gelu)");
   m.def(
       "layer_backward(Tensor dout, Tensor? dsum, Tensor sum_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, "
       "Tensor qkv, Tensor attended, Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, "
       "Tensor pre_gelu, Tensor post_gelu, Tensor? norm_1_weight, Tensor qkv_weight, Tensor out_weight, "
       "Tensor? norm_2_weight, Tensor fc_weight, Tensor proj_weight, int num_heads, float? scale, str approximate, "
-      "bool[14] output_mask) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor)");
+      "bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, Tensor? values_offset=None, "
+      "float attention_dropout_p=0.0, Tensor? attention_seed=None, Tensor? attention_offset=None, "
+      "float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
 
   // The logits that follow each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values go to
   // keys_values (L, 2, B, NH, capacity, HS), which has those of the tokens before; B is at most 8. layers has, for each

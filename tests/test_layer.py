@@ -44,20 +44,31 @@ def options(approximate):
     return HEADS, None, 1e-5, 1e-6, approximate
 
 
+def dropouts(device, *probabilities):
+    """Of values, attention and its output, with numbers of their own."""
+    numbers = torch.randint(2**40, (len(probabilities), 2), generator=torch.Generator().manual_seed(6)).to(device)
+    return [x for p, pair in zip(probabilities, numbers, strict=True) for x in (p, *(pair if p else (None, None)))]
+
+
+NONE = dropouts("cpu", 0.0, 0.0, 0.0)
+PROBABILITIES = [(0.1, 0.0, 0.0), (0.0, 0.1, 0.0), (0.0, 0.0, 0.1), (0.1, 0.2, 0.3), (1.0, 0.5, 1.0)]
+
+
 def by_operators(
     stream, values, values_bias, n1w, n1b, qkv_w, qkv_b, out_w, out_b, n2w, n2b, fc_w, fc_b, proj_w, heads, scale,
-    eps_1, eps_2, approximate,
+    eps_1, eps_2, approximate, *dropped,
 ):  # fmt: skip
     """The forward's outputs."""
+    first, second, third = (dropped or NONE)[:3], (dropped or NONE)[3:6], (dropped or NONE)[6:]
     if values is None:
         normed_1, mean_1, rstd_1 = ops.layernorm(stream, n1w, n1b, eps_1)
         sum_1 = stream
     else:
-        normed_1, sum_1, mean_1, rstd_1 = ops.residual_layernorm(values, stream, n1w, n1b, eps_1, values_bias)
+        normed_1, sum_1, mean_1, rstd_1 = ops.residual_layernorm(values, stream, n1w, n1b, eps_1, values_bias, *first)
     qkv = ops.linear(normed_1, qkv_w, qkv_b)
-    attended, logsumexp = ops.attention(qkv, heads, scale)
+    attended, logsumexp = ops.attention(qkv, heads, scale, *second)
     added = ops.linear(attended, out_w)
-    normed_2, sum_2, mean_2, rstd_2 = ops.residual_layernorm(added, sum_1, n2w, n2b, eps_2, out_b)
+    normed_2, sum_2, mean_2, rstd_2 = ops.residual_layernorm(added, sum_1, n2w, n2b, eps_2, out_b, *third)
     if approximate == "tanh":
         out, pre, post = ops.mlp(normed_2, fc_w, fc_b, proj_w, None)
     else:
@@ -68,17 +79,18 @@ def by_operators(
     return (out, sum_1[:0].reshape(0) if values is None else sum_1, *kept)
 
 
-def add_and_norm_backward(dout, dsum, sum, weight, mean, rstd):
+def add_and_norm_backward(dout, dsum, sum, weight, mean, rstd, dropout):
     """Gradients of the addend, weight, bias, addend's bias and stream."""
     inputs = dout, dsum, sum, weight, mean, rstd
-    if dout.dtype != sum.dtype:
-        return ops.residual_layernorm_dropout_backward(*inputs, 0.0, None, None, [True] * 5)
+    if dout.dtype != sum.dtype or dropout[0]:
+        return ops.residual_layernorm_dropout_backward(*inputs, *dropout, [True] * 5)
     dx, *rest = ops.residual_layernorm_bias_backward(*inputs, [True] * 4)
     return dx, *rest, dx
 
 
-def by_operators_backward(dout, dsum, args, kept, approximate):
+def by_operators_backward(dout, dsum, args, kept, approximate, *dropped):
     """All gradients."""
+    first, second, third = (dropped or NONE)[:3], (dropped or NONE)[3:6], (dropped or NONE)[6:]
     n1w, qkv_w, out_w, n2w, fc_w, proj_w = (args[i] for i in (3, 5, 7, 9, 11, 13))
     sum_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, normed_2, pre, post = kept
     if approximate == "tanh":
@@ -88,12 +100,13 @@ def by_operators_backward(dout, dsum, args, kept, approximate):
         dpost, dproj_w, _ = ops.linear_backward(dout, post, proj_w, [True, True, False])
         dpre = ops.gelu_backward(dpost, pre, approximate="none")
         dnormed, dfc_w, dfc_b = ops.linear_backward(dpre, normed_2, fc_w, [True] * 3)
-    dadded, dn2w, dn2b, dout_b, dstream = add_and_norm_backward(dnormed, dsum, sum_2, n2w, mean_2, rstd_2)
+    dadded, dn2w, dn2b, dout_b, dstream = add_and_norm_backward(dnormed, dsum, sum_2, n2w, mean_2, rstd_2, third)
     dattended, dout_w, _ = ops.linear_backward(dadded, attended, out_w, [True, True, False])
-    dqkv = ops.attention_backward(dattended, qkv, attended, logsumexp, HEADS, None)
+    dqkv = ops.attention_backward(dattended, qkv, attended, logsumexp, HEADS, None, *second)
     dnormed, dqkv_w, dqkv_b = ops.linear_backward(dqkv, normed_1, qkv_w, [True] * 3)
-    dvalues, dn1w, dn1b, dvalues_b, dstream = add_and_norm_backward(dnormed, dstream, sum_1, n1w, mean_1, rstd_1)
-    apart = dvalues if dvalues.dtype != dstream.dtype else dvalues.new_empty(0)
+    inputs = dnormed, dstream, sum_1, n1w, mean_1, rstd_1, first
+    dvalues, dn1w, dn1b, dvalues_b, dstream = add_and_norm_backward(*inputs)
+    apart = dvalues.new_empty(0) if dvalues is dstream else dvalues
     return (
         *(dstream, apart, dvalues_b, dn1w, dn1b, dqkv_w, dqkv_b, dout_w, dout_b, dn2w, dn2b),
         *(dfc_w, dfc_b, dproj_w),
@@ -129,6 +142,21 @@ def test_the_same_bits(wide, low, transposed, approximate, device):
     assert_equal(outputs, by_operators(*args, *options(approximate)))
     given = backward_arguments(args, outputs, approximate, [True] * 14)
     assert_equal(ops.layer_backward(*given), by_operators_backward(*given[:2], args, given[2:15], approximate))
+
+
+@pytest.mark.parametrize("probabilities", PROBABILITIES, ids=str)
+@pytest.mark.parametrize(("wide", "low"), [PAIRS[0], PAIRS[2], PAIRS[-2]], ids=str)
+def test_dropout(wide, low, probabilities, device):
+    args, dropped = arguments(wide, low, device), dropouts(device, *probabilities)
+    outputs = ops.layer(*args, *options("tanh"), *dropped)
+    assert_equal(outputs, by_operators(*args, *options("tanh"), *dropped))
+    assert any(not torch.equal(a, b) for a, b in zip(outputs, ops.layer(*args, *options("tanh")), strict=True))
+    *given, mask = backward_arguments(args, outputs, "tanh", [True] * 14)
+    expected = by_operators_backward(*given[:2], args, given[2:15], "tanh", *dropped)
+    assert_equal(ops.layer_backward(*given, mask, *dropped), expected)
+    without_bias = [*[True] * 8, False, *[True] * 5]
+    found = ops.layer_backward(*given, without_bias, *dropped)
+    assert all(torch.equal(a, b) for a, b, need in zip(found, expected, without_bias, strict=True) if need)
 
 
 @pytest.mark.parametrize("approximate", FORMS)
@@ -185,6 +213,10 @@ def test_refuses(device):
         ops.layer(*args, *options("erf"))
     with pytest.raises(RuntimeError, match="layer: values_bias"):
         ops.layer(args[0], None, *args[2:], *options("tanh"))
+    with pytest.raises(RuntimeError, match="layer: values_bias and values_dropout_p"):
+        ops.layer(args[0], None, None, *args[3:], *options("tanh"), *dropouts(device, 0.1))
+    with pytest.raises(RuntimeError, match="layer: dropout_p must be"):
+        ops.layer(*args, *options("tanh"), *dropouts(device, 1.5))
     with pytest.raises(RuntimeError, match="layer has no derivative"):
         ops.layer(args[0].requires_grad_(), *args[1:], *options("tanh"))
     with pytest.raises(RuntimeError, match="must have shape"):
@@ -200,3 +232,12 @@ def test_opcheck(wide, low, values, approximate, device):
     outputs = ops.layer(*args, *options(approximate))
     for mask in ([True] * 14, [False, True] * 7, [False] * 14):
         torch.library.opcheck(ops.layer_backward, backward_arguments(args, outputs, approximate, mask))
+
+
+@pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
+def test_opcheck_with_dropout(wide, low, device):
+    args, dropped = arguments(wide, low, device), dropouts(device, 0.1, 0.2, 0.3)
+    torch.library.opcheck(ops.layer, (*args, *options("tanh"), *dropped))
+    outputs = ops.layer(*args, *options("tanh"), *dropped)
+    for mask in ([True] * 14, [False, True] * 7):
+        torch.library.opcheck(ops.layer_backward, (*backward_arguments(args, outputs, "tanh", mask), *dropped))

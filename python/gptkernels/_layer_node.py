@@ -106,8 +106,8 @@ class _Layer(torch.autograd.Function):
             if stream.dtype != plan.low:
                 cast = _cast_together if type(stream) is Tensor else _cast  # while tracing Inductor allocates
                 matrices = cast(matrices, plan.low)
-            if _by_one_operator(plan, dropouts, (stream if values is None else values).dtype):
-                outputs, weights, kept = _call(plan, stream, values, bias, parameters, matrices)
+            if _by_one_operator(plan, (stream if values is None else values).dtype):
+                outputs, weights, kept = _call(plan, dropouts, stream, values, bias, parameters, matrices)
             else:
                 outputs, weights, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
         ctx.save_for_backward(*parameters, *kept, *(() if weights[0] is parameters[WEIGHTS[0]] else weights))
@@ -125,7 +125,7 @@ class _Layer(torch.autograd.Function):
             return _differentiably(ctx, dropouts, parameters, kept[0], (dtotal, dout, dqkv_outside), dsum)
         apart = ctx.values_dtype is None and not plan.adds_past
         plain = dout is not None and dqkv_outside is None and dsum is None and not apart
-        if plain and _by_one_operator(plan, dropouts, ctx.values_dtype or kept[0].dtype):
+        if plain and _by_one_operator(plan, ctx.values_dtype or kept[0].dtype):
             return None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
         _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
         qkv_w, out_w, fc_w, proj_w = weights
@@ -188,19 +188,16 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
     return apply_layer(plan, dropouts, *tensors)[:3]  # type: ignore[no-any-return]
 
 
-def _by_one_operator(plan: Plan, dropouts: Sequence[Dropout], addend: torch.dtype) -> bool:
-    """Whether ``ops.layer`` may compute the layer: nothing is cast or dropped, and nobody looks at its operators."""
+def _by_one_operator(plan: Plan, addend: torch.dtype) -> bool:
+    """Whether ``ops.layer`` may compute the layer: nothing is cast, and nobody looks at its operators."""
     return addend == plan.low and not (
-        dropouts[0].p
-        or dropouts[1].p
-        or dropouts[2].p
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._autograd._profiler_enabled()
-    )
+        torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
+    )  # fmt: skip
 
 
 def _call(
     plan: Plan,
+    dropouts: Sequence[Dropout],
     stream: Tensor,
     values: Tensor | None,
     bias: Tensor | None,
@@ -213,6 +210,7 @@ def _call(
     out, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, total_2, *rest = ops.layer.default(
         stream, values, bias, norm_1_w, norm_1_b, qkv_w, qkv_b, out_w, out_b, norm_2_w, norm_2_b, fc_w, fc_b, proj_w,
         plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
+        *dropouts[0], *dropouts[1], *dropouts[2],
     )  # fmt: skip
     first = stream if values is None else total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp
     return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w), (*first, total_2, *rest)
@@ -227,15 +225,15 @@ def _call_backward(
     weights: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradients of stream, values, bias and parameters."""
-    plan, needs = ctx.plan, ctx.needs_input_grad[2:]
+    plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[2:]
     qkv_w, out_w, fc_w, proj_w = weights
     with Below(dout.device.type):
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
             dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
-            plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs,
+            plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs, *dropouts[0], *dropouts[1], *dropouts[2],
         )  # fmt: skip
         _cast_gradients(found, parameters, needs[3:], plan)
-    if ctx.values_dtype == dstream.dtype:
+    if ctx.values_dtype == dstream.dtype and not dropouts[0].p:
         dvalues = dstream
     return [g if need else None for g, need in zip((dstream, dvalues, dbias, *found), needs, strict=True)]
 

@@ -10,7 +10,7 @@ from gptkernels.ops.linear import fake_weight_gradient, linear_flops
 
 def _fake(
     stream, values, values_bias, norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, out_weight, out_bias, norm_2_weight,
-    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate,
+    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate, *dropouts,
 ):  # fmt: skip
     low, rows = stream if values is None else values, stream.shape[:-1]
 
@@ -32,12 +32,12 @@ def _fake(
 def _fake_backward(
     dout, dsum, sum_1, mean_1, rstd_1, norm_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, norm_2, pre_gelu,
     post_gelu, norm_1_weight, qkv_weight, out_weight, norm_2_weight, fc_weight, proj_weight, num_heads, scale,
-    approximate, output_mask,
+    approximate, output_mask, values_dropout_p=0.0, *dropouts,
 ):  # fmt: skip
     def sums(like, t):
         return like.new_empty(t.shape[-1])
 
-    apart = dout.dtype != sum_1.dtype
+    apart = dout.dtype != sum_1.dtype or values_dropout_p > 0
     need_stream, need_values, *needs = output_mask
     matrices = [fake_weight_gradient(weight) for weight in (qkv_weight, out_weight, fc_weight, proj_weight)]
     gradients = (
