@@ -141,6 +141,28 @@ def test_compiles_whole(family, autocast, device):
         torch.testing.assert_close(found[name], t, rtol=0, atol=scale * (2e-2 if autocast else 1e-4) + 1e-6)
 
 
+@all_families
+def test_functional_call_compiles_whole(family, device):
+    """With other parameters than the model's, and their gradients."""
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model)
+    parameters = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return call(lambda *args, **kwargs: torch.func.functional_call(model, parameters, args, kwargs), device)[1]
+
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    losses = [run(parameters) for run in (loss, torch.compile(loss, fullgraph=True, backend=backend))]
+    assert not torch.equal(losses[0], call(model, device)[1])
+    expected, found = (torch.autograd.grad(one, list(parameters.values()), allow_unused=True) for one in losses)
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, a, b in zip(parameters, found, expected, strict=True):
+        assert (a is None) == (b is None), name
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * b.abs().max().item() + 1e-6, msg=name)
+
+
 COMPILED = pytest.mark.parametrize(
     "family", [p for p in all_families.args[1] if p.values[0] in ("GPT2LMHeadModel", "nanoGPT")]
 )

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gptkernels._modules import runs_only_its_forward
-from gptkernels.swapping.classes import KIND
+from gptkernels.swapping.classes import kind_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -50,7 +50,7 @@ def bare(module: torch.nn.Module) -> bool:
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
     """Whether a parent may do the module's work in its place: it is this kind of replacement, and bare."""
-    return type(module).__dict__.get(KIND) == kind and bare(module)
+    return kind_of(module) == kind and bare(module)
 
 
 def dropout_of(module: Any) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-MARK, KIND = "_gptkernels_original", "_gptkernels_kind"
+MARK, KIND, OWN = "_gptkernels_original", "_gptkernels_kind", "_gptkernels_class"
 Namespace = dict[str, Any]
 _namespaces: dict[str, Callable[..., Namespace]] = {}
 
@@ -53,6 +53,7 @@ def derive(original: type, name: str, *options: Any) -> type:
             **namespace,
         },
     )
+    setattr(derived, OWN, derived)
     return derived
 
 
@@ -66,3 +67,13 @@ def _rebuild(original: type, name: str, *options: Any) -> Any:
 def original_of(module: torch.nn.Module) -> type | None:
     """The class that the module had before it was replaced; None if its class is not a replacement."""
     return type(module).__dict__.get(MARK)
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """Which replacement the module's class is; None for another class, also for one made from a replacement.
+
+    Attributes of the class are read, not its ``__dict__``: ``torch.compile`` does not trace that after the changes that
+    ``torch.func.functional_call`` makes to a module.
+    """
+    kind = type(module)
+    return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind else None

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gptkernels._modules import is_bare
 from gptkernels.swapping.checks import bare, untouched
+from gptkernels.swapping.classes import kind_of
 
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
 
@@ -59,7 +60,7 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
         kinds: the replacements that the block, its attention and its MLP are as the swap left them.
     """
-    if type(block).__dict__.get("_gptkernels_kind") != kinds[0] or _has_any_global_hook():
+    if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
     if torch.compiler.is_compiling():  # torch compares what it has traced
         return _find(block, kinds)
