@@ -12,8 +12,9 @@ from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
 # Which keys a query sees, the last number of a size: all, those up to its own, and of these the ones that are no
-# padding. Hugging Face's models say by a mask (B, 1, T, T), bool or added, which these are.
-ALL, CAUSAL, RIGHT, LEFT, LENGTHS = range(5)
+# padding. Hugging Face's models say by a mask (B, 1, T, T), bool or added, which these are. TF32: those up to its own,
+# by products of float32 that are rounded to TF32.
+ALL, CAUSAL, RIGHT, LEFT, LENGTHS, TF32 = range(6)
 PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
 # batch, query heads, queries, keys, head size, which keys. Where there are as many queries as keys and they are causal,
 # packed qkv.
@@ -31,7 +32,7 @@ SIZES = {
         *((32, 12, 1024, 1024, 64, padded) for padded in PADDED),
         *((batch, 12, 1, keys, 64, ALL) for batch in (1, 64) for keys in (1024, 8192, 65536)),
     ],
-    "float32": [(4, 12, 1024, 1024, 64, CAUSAL), (16, 12, 1024, 1024, 64, CAUSAL)],
+    "float32": [(batch, 12, 1024, 1024, 64, kind) for kind in (CAUSAL, TF32) for batch in (4, 16)],
 }
 CPU_SIZES = [
     (1, 12, 1024, 1024, 64, CAUSAL),
@@ -57,7 +58,7 @@ class Seen:
     def of(cls, kind, batch, tokens, dtype, device):
         """Padded sequences have from half of the tokens to all of them."""
         if kind not in PADDED:
-            return cls(kind == CAUSAL)
+            return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
         begin = tokens - lengths if kind == LEFT else torch.zeros_like(lengths)
         seen = cls(True, begin, begin + lengths, by_bounds=kind == LENGTHS)
@@ -111,6 +112,20 @@ def flex(seen):
             allows = lambda b, h, q, k: seen.allows(b, h, q, k)  # noqa: E731
             masks.append(create_block_mask(allows, *sizes, device=query.device) if seen.causal else None)
         return attend(query, key, value, masks[0])
+
+    return call
+
+
+def allowing_tf32(function):
+    """The same function, its products rounded to TF32 where torch's setting decides."""
+
+    def call(*arguments):
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = True
+        try:
+            return function(*arguments)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
 
     return call
 
@@ -193,12 +208,16 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     shape = f"B={batch} NH={heads} {what} HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
     if kind in PADDED:
         shape += " " + PADDED[kind]
+    precision = allowing_tf32 if kind == TF32 else lambda function: function
+    rounded = None
+    if kind == TF32:
+        shape, rounded = f"{shape} TF32", torch.float16  # which has as many bits
     # Two products of the scores that are seen; half of all where they are causal.
     pairs = batch * queries * keys / (2 if seen.causal else 1)
     if seen.end is not None:
         pairs = int(seen.allowed(queries, keys, device).sum())
     flops = int(4 * heads * pairs * size)
-    peers = functions(device, seen)
+    peers = {name: precision(function) for name, function in functions(device, seen).items()}
 
     def ours():
         if packed:
@@ -209,11 +228,12 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     yield Case(
         "attention fwd" if queries > 1 else "attention decode",
         shape,
-        ours,
+        precision(ours),
         lambda: checked(inputs, None, seen),
         bytes=nbytes(*inputs, out) + mask_bytes,
         flops=flops,
         peers={name: partial(function, *inputs) for name, function in peers.items()},
+        rounded=rounded,
     )
     if queries == 1:
         return
@@ -226,11 +246,12 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     yield Case(
         "attention bwd",
         shape,
-        ours_backward,
+        precision(ours_backward),
         lambda: checked(inputs, douts, seen),
         bytes=2 * nbytes(*inputs) + 2 * nbytes(out) + mask_bytes,
         flops=5 * flops // 2,
-        peers={name: backward(function, inputs, douts) for name, function in peers.items()},
+        peers={name: precision(backward(function, inputs, douts)) for name, function in peers.items()},
+        rounded=rounded,
     )
 
 

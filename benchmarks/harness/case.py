@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Variant = Callable[[], Any]
@@ -28,6 +29,7 @@ class Case:
         flops: floating-point operations, roughly where they are not what bounds the op.
         look: the tensors to check, from what a variant returns. A variant may return fewer than ``exact`` knows.
         reset: puts back what variants write in place, before each is checked.
+        rounded: the dtype to whose precision products are rounded, where that is less than the outputs'.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Case:
     peers: dict[str, Variant] = field(default_factory=dict)
     look: Callable[[Any], tuple] = as_tuple
     reset: Callable[[], None] = lambda: None
+    rounded: torch.dtype | None = None
 
 
 def nbytes(*tensors) -> int:

@@ -22,7 +22,7 @@ def fault(case, variant, dtype) -> str | None:
         return "nothing to check"
     for i, error in errors.items():
         worst = error.relative()
-        if not worst <= TOLERANCE[dtype]:  # NaN is wrong too
+        if not worst <= TOLERANCE[case.rounded or dtype]:  # NaN is wrong too
             return f"output {i} is off by {worst:.1e}"
     return None
 

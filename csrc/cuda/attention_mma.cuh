@@ -13,6 +13,7 @@
 
 #include "../attention.h"
 #include "../philox.h"
+#include "attention_order.cuh"
 #include "common/approximate.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
@@ -527,6 +528,17 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
           if ((words[c] >> (odd ? 16 : 0) & 0xFFFFu) < dropout.threshold) drop(m, n + w / 2, w % 2 * 2 + c);
       }
     }
+}
+
+// ---- the order of blocks
+// ---------------------------------------------------------------------------------------------
+
+// One tile a block. `rows` is the number of rows that a tile of one head walks over, in two tensors.
+template <typename T>
+HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  return HeadTiles::of(tiles, heads, 2 * rows * head_size * static_cast<int64_t>(sizeof(T)), longest_last,
+                       kSectionBytes);
 }
 
 // ---- what these kernels serve ---------------------------------------------------------------------------------------

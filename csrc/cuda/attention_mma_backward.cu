@@ -25,12 +25,14 @@ struct RowStatistics {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// 4 warps of 16 queries; kKeys keys at a time in two stages.
+// 4 warps of kM times 16 queries; kKeys keys at a time in two stages. Two times 16 queries halve what is loaded of keys
+// and values from shared memory, and what is rounded there.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
-  static constexpr int kM = 1;
+  static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
+  static constexpr int kBlocks = kM;  // whose registers a multiprocessor has, at least
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
@@ -55,8 +57,9 @@ __device__ float quad_dot(const T* dout, const T* out, int head_size) {
 }
 
 template <typename T, int HS, bool kGeneral, bool kExact>
-__global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads)
-    attention_backward_dquery_mma_kernel(const __grid_constant__ AttentionBackward<T> p) {
+__global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DqueryShape<T, HS, kExact>::kBlocks)
+    attention_backward_dquery_mma_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                         const __grid_constant__ HeadTiles order) {
   using Shape = DqueryShape<T, HS, kExact>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
@@ -68,9 +71,9 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads)
   const int queries = static_cast<int>(s.queries), keys = static_cast<int>(s.keys);
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
-  const int tiles = (queries + Shape::kRows - 1) / Shape::kRows;
-  const int64_t head = blockIdx.x / static_cast<unsigned>(tiles);  // of all batches
-  const int row = (tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles))) * Shape::kRows;
+  const HeadTiles::Tile tile = order.at(static_cast<int>(blockIdx.x));
+  const int64_t head = tile.head;
+  const int row = tile.tile * Shape::kRows;
   const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
   const T* key = rows_of(p.key, b, key_head, 0);
   const T* value = rows_of(p.value, b, key_head, 0);
@@ -198,14 +201,15 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads)
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// 64 keys; kQueries queries at a time in two stages. A warp has 16 keys and a part of dk's and dv's columns: all of
-// them where registers hold that.
+// 64 * kM keys; kQueries queries at a time in two stages. A warp has 16 * kM keys and a part of dk's and dv's columns:
+// all of them where registers hold that.
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
-  static constexpr int kM = 1;
+  static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
+  static constexpr int kBlocks = kM;  // whose registers a multiprocessor has, at least
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
@@ -218,8 +222,9 @@ struct DkeyShape {
 };
 
 template <typename T, int HS, bool kGeneral, bool kExact>
-__global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
-    attention_backward_dkey_mma_kernel(const __grid_constant__ AttentionBackward<T> p) {
+__global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::kBlocks)
+    attention_backward_dkey_mma_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                       const __grid_constant__ HeadTiles order) {
   using Shape = DkeyShape<T, HS>;
   constexpr int kM = Shape::kM, kQueries = Shape::kQueries, kN = kQueries / 8, kThreads = Shape::kThreads;
   constexpr int kColumns = HS / Shape::kParts;
@@ -233,11 +238,10 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads)
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int warp_row = warp / Shape::kParts * 16 * kM, warp_column = warp % Shape::kParts * kColumns;
-  const int tiles = (keys + Shape::kRows - 1) / Shape::kRows;
-  const int row = static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles)) * Shape::kRows;  // the longest ones first
+  const HeadTiles::Tile tile = order.at(static_cast<int>(blockIdx.x));
+  const int row = tile.tile * Shape::kRows;
   const int group = static_cast<int>(s.heads / s.key_heads);
-  const int64_t b = blockIdx.x / static_cast<unsigned>(tiles) / s.key_heads;
-  const int64_t key_head = blockIdx.x / static_cast<unsigned>(tiles) % s.key_heads;
+  const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
   // The windows of queries that see a key: of each row, of the tile, and of the warp's first and last row.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
@@ -399,10 +403,13 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
       max_dynamic_shared_memory<kDkey>() < Dkey::kSharedBytes)
     return cudaErrorInvalidConfiguration;
   const AttentionSizes& s = p.sizes;
-  const int64_t query_tiles = ceil_div(s.queries, Dquery::kRows) * s.batches * s.heads;
-  const int64_t key_tiles = ceil_div(s.keys, Dkey::kRows) * s.batches * s.key_heads;
-  kDquery<<<grid_size(query_tiles), Dquery::kThreads, Dquery::kSharedBytes, stream>>>(p);
-  kDkey<<<grid_size(key_tiles), Dkey::kThreads, Dkey::kSharedBytes, stream>>>(p);
+  const int64_t query_tiles = ceil_div(s.queries, Dquery::kRows), heads = s.batches * s.heads;
+  const int64_t key_tiles = ceil_div(s.keys, Dkey::kRows), key_heads = s.batches * s.key_heads;
+  const int64_t group_queries = s.queries * (s.heads / s.key_heads);
+  const HeadTiles query_order = mma_order<T>(query_tiles, heads, s.keys, s.head_size, p.mask.causal);
+  const HeadTiles key_order = mma_order<T>(key_tiles, key_heads, group_queries, s.head_size, false);
+  kDquery<<<grid_size(query_tiles * heads), Dquery::kThreads, Dquery::kSharedBytes, stream>>>(p, query_order);
+  kDkey<<<grid_size(key_tiles * key_heads), Dkey::kThreads, Dkey::kSharedBytes, stream>>>(p, key_order);
   return cudaGetLastError();
 }
 

@@ -30,7 +30,8 @@ __device__ float quad_max(float x) {
 template <typename T, int HS, bool kGeneral, bool kExact>
 __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThreads,
                                   ForwardShape<T, HS, kGeneral, kExact>::kBlocks)
-    attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p) {
+    attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p,
+                                 const __grid_constant__ HeadTiles order) {
   using Shape = ForwardShape<T, HS, kGeneral, kExact>;
   constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kOut = HS / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
@@ -41,10 +42,9 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const int queries = static_cast<int>(s.queries), keys = static_cast<int>(s.keys);
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
-  const int tiles = (queries + Shape::kRows - 1) / Shape::kRows;
-  const int64_t head = blockIdx.x / static_cast<unsigned>(tiles);                            // of all batches
-  const int tile = tiles - 1 - static_cast<int>(blockIdx.x % static_cast<unsigned>(tiles));  // the longest ones first
-  const int row = tile * Shape::kRows;
+  const HeadTiles::Tile tile = order.at(static_cast<int>(blockIdx.x));
+  const int64_t head = tile.head;
+  const int row = tile.tile * Shape::kRows;
   const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
   const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
   const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
@@ -180,8 +180,10 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = ForwardShape<T, HS, kGeneral, kExact>;
   constexpr auto kKernel = attention_forward_mma_kernel<T, HS, kGeneral, kExact>;
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
-  const int64_t tiles = ceil_div(p.sizes.queries, Shape::kRows) * p.sizes.batches * p.sizes.heads;
-  kKernel<<<grid_size(tiles), Shape::kThreads, Shape::kSharedBytes, stream>>>(p);
+  const AttentionSizes& s = p.sizes;
+  const int64_t tiles = ceil_div(s.queries, Shape::kRows), heads = s.batches * s.heads;
+  const HeadTiles order = mma_order<T>(tiles, heads, s.keys, s.head_size, p.mask.causal);
+  kKernel<<<grid_size(tiles * heads), Shape::kThreads, Shape::kSharedBytes, stream>>>(p, order);
   return cudaGetLastError();
 }
 

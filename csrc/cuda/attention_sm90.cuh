@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "../attention.h"
+#include "attention_order.cuh"
 #include "common/approximate.cuh"
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
@@ -167,49 +168,6 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 }
 
 #endif
-
-// ---- the order of tiles ---------------------------------------------------------------------------------------------
-
-// Tiles of all heads in the order in which blocks take them, each block the next one when it has room: heads in
-// sections whose keys and values fit the L2 cache together; in a section the longest tiles first, so that short ones
-// fill up the end.
-struct TileOrder {
-  int tiles;          // of a head
-  int heads;          // of all batches
-  int section;        // heads
-  bool longest_last;  // whether tiles get longer with their number
-  int* next;          // tiles taken by all blocks, beside each block's first; 0 before the launch
-
-  struct Tile {
-    int tile;
-    int head;  // of all batches
-  };
-
-  // For heads whose keys and values take `head_bytes`.
-  static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
-    constexpr int64_t kSectionBytes = 16 << 20;
-    const int64_t section = std::clamp<int64_t>(kSectionBytes / std::max<int64_t>(head_bytes, 1), 1, heads);
-    return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last,
-            static_cast<int*>(next)};
-  }
-
-#ifdef __CUDACC__
-  // By one thread of a block: the number of its first tile, and of the next ones.
-  __device__ int first() const { return blockIdx.x; }
-  __device__ int take() const { return gridDim.x + atomicAdd(next, 1); }
-
-  __device__ bool find(int index, Tile& tile) const {
-    if (index >= tiles * heads) return false;
-    const int start = index / (section * tiles) * section;
-    const int within = index - start * tiles;
-    const int wide = min(section, heads - start);
-    const int row = within / wide;
-    tile.tile = longest_last ? tiles - 1 - row : row;
-    tile.head = start + within - row * wide;
-    return true;
-  }
-#endif
-};
 
 // ---- what these kernels serve ---------------------------------------------------------------------------------------
 
