@@ -137,7 +137,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
   // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
-  // lets the op choose. _with_gradients is for 'mean' and 'sum'.
+  // lets the op choose. _with_gradients is for 'mean' and 'sum'. _with_logits: loss is the sum times scale, which is
+  // 0-dim in its dtype, by default 1 / (the rows that count); dweight is in the loss's dtype.
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
@@ -145,6 +146,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_cross_entropy_with_gradients(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) "
       "-> (Tensor loss, Tensor dx, Tensor dweight)");
+  m.def(
+      "linear_cross_entropy_with_logits(Tensor x, Tensor weight, Tensor targets, Tensor? scale, SymInt vocab_size, "
+      "int ignore_index, SymInt chunk_size, bool[2] output_mask) "
+      "-> (Tensor logits, Tensor loss, Tensor dx, Tensor dweight)");
   m.def(
       "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");

@@ -92,17 +92,17 @@ const void* targets_from(const Problem& p, int64_t begin) {
   return advance(pointer<const char>(p.targets), begin * (wide ? sizeof(int64_t) : sizeof(int32_t)));
 }
 
-// Rows begin .. begin + count: their losses, and their logits replaced by the gradient of the losses times dlosses,
-// which is (N), 0-dim, or absent.
+// Rows begin .. begin + count: their losses, their logits, and dlogits, the gradient of the losses times dlosses, which
+// is (N), 0-dim, or absent. dlogits may be logits.
 void classify(const Launcher& launcher, const Problem& p, const Tensor& losses, const Matrix& logits,
-              const OptionalTensor& dlosses, int64_t begin, int64_t count) {
+              const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   matmul(launcher, logits, part(p.x, begin, count), p.weight.transposed());
   const bool per_row = dlosses && dlosses->dim() != 0;
   dispatch_floating(logits.tensor, [&]<typename T>() {
     using A = accumulate_t<T>;
     launcher.check(fused_classifier_forward<T>({.losses = advance(pointer<A>(losses), begin),
-                                                .dlogits = pointer<T>(logits.tensor),
-                                                .logits = pointer<T>(logits.tensor),
+                                                .dlogits = pointer<T>(dlogits.tensor) + dlogits.offset,
+                                                .logits = pointer<T>(logits.tensor) + logits.offset,
                                                 .targets = targets_from(p, begin),
                                                 .targets_are_int64 = p.targets.scalar_type() == ScalarType::Long,
                                                 .dlosses = advance(pointer<A>(dlosses), per_row ? begin : 0),
@@ -123,29 +123,33 @@ struct Gradients {
   bool want_x;
   bool want_weight;
   Tensor dx;       // of x's shape
-  Tensor dweight;  // (Vp, C)
+  Tensor dweight;  // (Vp, C), in weight's dtype or in that of sums
 
   Gradients(const Tensor& x, const Tensor& weight, bool want_x, bool want_weight)
+      : Gradients(x, weight, want_x, want_weight, weight.scalar_type()) {}
+
+  Gradients(const Tensor& x, const Tensor& weight, bool want_x, bool want_weight, ScalarType dweight_dtype)
       : want_x(want_x),
         want_weight(want_weight),
         dx(allocate_if(want_x, shape_of(x), x)),
-        dweight(allocate_if(want_weight, shape_of(weight), weight)) {}
+        dweight(allocate(want_weight ? shape_of(weight) : Shape{0}, dweight_dtype, weight)) {}
 };
 
 // Fills losses (N) and the gradients. dweight is the sum of the chunks' products, each added by the product's own call,
-// in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end.
+// in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. logits (N, Vp) are filled where
+// they are given; otherwise a chunk's logits are replaced by their gradient.
 void run(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& dlosses,
-         const Gradients& gradients) {
+         const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
-  const Matrix logits = matrix(allocate({most, p.columns()}, p.x.tensor));
+  const Matrix chunk = matrix(allocate({most, p.columns()}, p.x.tensor));
   const Tensor sum = gradients.want_weight && p.rows() > most
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
   do {  // also once for no rows: their sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
-    const Matrix here = part(logits, 0, count);
-    classify(launcher, p, losses, here, dlosses, begin, count);
+    const Matrix here = part(chunk, 0, count);
+    classify(launcher, p, losses, logits ? part(matrix(*logits), begin, count) : here, here, dlosses, begin, count);
     if (gradients.want_x) matmul(launcher, part(matrix(gradients.dx), begin, count), here, p.weight);
     if (gradients.want_weight)
       matmul(launcher, matrix(sum), here.transposed(), part(p.x, begin, count), {.accumulate = begin > 0});
@@ -217,6 +221,29 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
+// The sum of the losses times scale, its gradients, and the logits. dweight is not rounded.
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
+    const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
+    int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {
+  constexpr const char* op = "linear_cross_entropy_with_logits";
+  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  if (scale) {
+    check_same_device(op, "scale", *scale, "x", x);
+    check_dtype(op, "scale", *scale, p.accumulate());
+    check_shape(op, "scale", *scale, {});
+  }
+
+  const Launcher launcher(op, x);
+  Shape shape = leading_shape(x);
+  shape.push_back(p.columns());
+  const Tensor logits = allocate(shape, x);
+  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
+  const Gradients gradients(x, weight, output_mask[0], output_mask[1], p.accumulate());
+  const OptionalTensor factor = scale ? scale : row_gradient(launcher, p, Reduction::kMean, std::nullopt);
+  run(launcher, p, losses, factor, gradients, logits);
+  return {logits, total(launcher, p, losses, factor), gradients.dx, gradients.dweight};
+}
+
 // Computes the logits a second time, now that dloss is known.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
@@ -241,6 +268,7 @@ std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss,
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("linear_cross_entropy", TORCH_BOX(&linear_cross_entropy_op));
   m.impl("linear_cross_entropy_with_gradients", TORCH_BOX(&linear_cross_entropy_with_gradients_op));
+  m.impl("linear_cross_entropy_with_logits", TORCH_BOX(&linear_cross_entropy_with_logits_op));
   m.impl("linear_cross_entropy_backward", TORCH_BOX(&linear_cross_entropy_backward_op));
 }
 

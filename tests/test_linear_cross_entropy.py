@@ -264,6 +264,36 @@ def test_the_weight_gradient_over_many_chunks_is_as_exact_as_torchs(dtype, chunk
     assert_as_exact_as_torch(ours, torchs, exact, "dweight")
 
 
+@pytest.mark.parametrize("scale", [None, 0.25])
+@pytest.mark.parametrize("chunk_size", [-1, 1, 13, 14, 100])
+@all_dtypes
+def test_with_logits(dtype, chunk_size, scale, device):
+    """The logits, the loss and both gradients, of which the weight's is in the loss's dtype; against float64."""
+    torch.manual_seed(0)
+    x, weight = randn(2, 20, 8, dtype=dtype, device=device), randn(12, 8, dtype=dtype, device=device)
+    targets = torch.randint(10, (2, 20), device=device)
+    targets[0, 2:5] = 9
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    factor = None if scale is None else torch.tensor(scale, dtype=wide, device=device)
+    found = ops.linear_cross_entropy_with_logits(x, weight, targets, factor, 10, 9, chunk_size, [True, True])
+    assert [t.dtype for t in found] == [dtype, wide, dtype, wide]
+
+    def by_torch(x, weight):
+        x, weight = (t.detach().requires_grad_() for t in (x, weight))
+        reduction = "mean" if scale is None else "sum"
+        loss = logits_and_loss(x, weight, targets, 10, 9, reduction) * (1 if scale is None else scale)
+        return F.linear(x, weight).detach(), loss.detach(), *torch.autograd.grad(loss, (x, weight))
+
+    torchs, exact = by_torch(x, weight), by_torch(x.double(), weight.double())
+    typical = (torchs[0].double() - exact[0]).abs().mean().item()  # a loss is one number, whose error may be near 0
+    for name, ours, theirs, formula in zip(("logits", "loss", "dx", "dweight"), found, torchs, exact, strict=True):
+        assert_as_exact_as_torch(ours, theirs.to(ours.dtype), formula, name, typical if name == "loss" else 0.0)
+    for wanted in ([True, False], [False, True], [False, False]):
+        some = ops.linear_cross_entropy_with_logits(x, weight, targets, factor, 10, 9, chunk_size, wanted)
+        for t, whole, need in zip(some, found, (True, True, *wanted), strict=True):
+            assert torch.equal(t, whole) if need else t.numel() == 0
+
+
 @all_reductions
 def test_same_bits(reduction, device):
     x, weight, targets = problem(50, device=device, requires_grad=True)
@@ -322,6 +352,12 @@ def test_backward_is_differentiable(mask, device):
 
     dloss = torch.tensor(1.5, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(backward, (dloss, x, weight))
+
+
+def test_with_logits_refuses_to_be_differentiated(device):
+    x, weight, targets = problem(5, device=device, requires_grad=True)
+    with raises("linear_cross_entropy_with_logits has no derivative"):
+        ops.linear_cross_entropy_with_logits(x, weight, targets, None, -1, -100, -1, [True, True])
 
 
 def test_with_gradients_refuses_to_be_differentiated(device):
@@ -406,6 +442,10 @@ def test_opcheck(reduction, dtype, device):
         torch.library.opcheck(ops.linear_cross_entropy_backward, (dloss, x, weight, targets % 10, *options, mask))
         if reduction != "none":
             torch.library.opcheck(ops.linear_cross_entropy_with_gradients, (x, weight, targets % 10, *options, mask))
+        for scale in (None, torch.ones((), dtype=wide, device=device)):
+            torch.library.opcheck(
+                ops.linear_cross_entropy_with_logits, (x, weight, targets % 10, scale, 10, 4, 2, mask)
+            )
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -442,6 +482,9 @@ def test_the_backward_names_what_is_wrong(device):
         ops.linear_cross_entropy_backward(torch.ones((), dtype=torch.float64, device=device), x, weight, *options)
     with raises(r"dloss must have shape \(\), got \(3\)"):
         ops.linear_cross_entropy_backward(torch.ones(3, device=device), x, weight, *options)
+    with raises("linear_cross_entropy_with_logits: scale must be float32, got float64"):
+        scale = torch.ones((), dtype=torch.float64, device=device)
+        ops.linear_cross_entropy_with_logits(x, weight, targets, scale, -1, -100, -1, [True, True])
     with raises("linear_cross_entropy_with_gradients: reduction must be 'mean' or 'sum', got 'none'"):
         ops.linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "none", -1, (True, True))
 

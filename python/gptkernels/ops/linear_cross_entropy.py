@@ -22,6 +22,7 @@ from gptkernels.ops._register import (
     ops,
     present,
     vmap,
+    without_derivative,
 )
 from gptkernels.ops._vmap import loop
 from gptkernels.ops.linear import linear_flops
@@ -38,6 +39,12 @@ def _fake_gradients(x, weight, output_mask):
 
 def _fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
     return _fake(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
+
+
+def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk_size, output_mask):
+    loss = _fake(x, weight, targets)
+    dx, dweight = _fake_gradients(x, weight, output_mask)
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), loss, dx, dweight.to(loss.dtype)
 
 
 def _fake_backward(dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
@@ -67,14 +74,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
-            scale = _scale_in_place if _is_last_backward(saved) else ops.fused_classifier_backward.default
+            scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
             scaled = (scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
             return *scaled, *(None,) * 5
         gradients = ops.linear_cross_entropy_backward.default(dloss, x, weight, targets, *ctx.options, mask)
         return *present(gradients, mask), *(None,) * 5
 
 
-def _is_last_backward(saved) -> bool:
+def is_last_backward(saved) -> bool:
     """Whether the saved tensors are not needed again and may be overwritten: the engine keeps no graph."""
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
@@ -83,7 +90,7 @@ def _is_last_backward(saved) -> bool:
     )
 
 
-def _scale_in_place(dloss, gradient) -> Tensor:
+def scale_in_place(dloss, gradient) -> Tensor:
     """``gradient * dloss`` in place of ``gradient``. A dloss of 1, as in ``loss.backward()``, costs next to nothing."""
     ops.fused_classifier_backward_.default(dloss, gradient)
     return gradient
@@ -162,6 +169,11 @@ def forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
     return linear_flops(x_shape, weight_shape)
 
 
+def with_logits_flops(x_shape, weight_shape, *args, **kwargs) -> int:
+    """As ``with_gradients_flops``."""
+    return with_gradients_flops(x_shape, weight_shape, args[-1])
+
+
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
     """The logits, and as much for each gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
@@ -179,13 +191,16 @@ def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
 
 fake("linear_cross_entropy", _fake)
 fake("linear_cross_entropy_with_gradients", _fake_with_gradients)
+fake("linear_cross_entropy_with_logits", _fake_with_logits)
 fake("linear_cross_entropy_backward", _fake_backward)
 autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
 autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
+without_derivative("linear_cross_entropy_with_logits")
 autograd("linear_cross_entropy_backward", LinearCrossEntropyBackward, jvp=by_formula(backward_formula))
 for _name in ("linear_cross_entropy", "linear_cross_entropy_with_gradients", "linear_cross_entropy_backward"):
     vmap(_name, loop)
 autocast("linear_cross_entropy", cuda="lower", cpu="lower")
 flops("linear_cross_entropy", forward_flops)
 flops("linear_cross_entropy_with_gradients", with_gradients_flops)
+flops("linear_cross_entropy_with_logits", with_logits_flops)
 flops("linear_cross_entropy_backward", backward_flops)

@@ -14,9 +14,10 @@ from gptkernels import functional
 from gptkernels.ops import _forward, ops
 from gptkernels.ops._below import Below
 from gptkernels.ops._register import differentiate
+from gptkernels.ops.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
 
-CHUNK = 2**29  # bytes of the gradient of the logits that exist at a time, in eager training
+CHUNK = -1  # rows whose gradient of the logits exists at a time, in eager training; -1: the operator chooses
 
 
 def head_and_loss(
@@ -47,15 +48,13 @@ def head_and_loss(
             hidden, padded_weight(weight), targets, vocab_size=V, ignore_index=ignore_index, reduction=reduction
         )
         return None, loss if divisor is None else loss / divisor
-    if divisor is None:
-        divisor = (targets != ignore_index).sum()
-    args = hidden, weight, targets, ignore_index, divisor
+    args = hidden, weight, targets, ignore_index
     if (low := _dtype_of_one_node(hidden, weight)) is None:
-        logits, loss = _by_operators(*args)
+        logits, loss = _by_operators(*args, divisor)
     elif torch.compiler.is_compiling():
-        logits, loss = _compiled(*args, low)
+        logits, loss = _compiled(*args, _counted(targets, ignore_index) if divisor is None else divisor, low)
     else:
-        logits, loss = _HeadAndLoss.apply(*args, low)
+        logits, loss = apply_head_and_loss(*args, divisor, low)
     logits = logits[..., :V]
     return logits.detach() if return_logits == "detached" else logits, loss
 
@@ -75,12 +74,19 @@ def _by_operators(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any
 ) -> tuple[Tensor, Tensor]:
     """Padded logits, and the loss."""
+    if divisor is None:
+        divisor = _counted(targets, ignore_index)
     padded = padded_weight(weight)
     logits = functional.linear(hidden, padded)
     losses, _ = ops.fused_classifier(
         logits.view(-1, padded.shape[0]), targets.reshape(-1), weight.shape[0], ignore_index
     )
     return logits, losses.sum() / divisor
+
+
+def _counted(targets: Tensor, ignore_index: int) -> Tensor:
+    """How many targets count, 0-dim."""
+    return (targets != ignore_index).sum()
 
 
 # ---- one node of autograd's graph ------------------------------------------------------------------------------------
@@ -115,8 +121,8 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 class _HeadAndLoss(torch.autograd.Function):
     """In eager training: the gradients of hidden and weight are computed beside the loss, for a dloss of 1.
 
-    This is done in chunks of rows, so that the gradient of the logits never exists as a whole: it would be as large as
-    the logits, at the time when most is kept for the backward.
+    The operator does this in chunks of rows, so that the gradient of the logits never exists as a whole: it would be as
+    large as the logits, at the time when most is kept for the backward.
     """
 
     @staticmethod
@@ -124,25 +130,12 @@ class _HeadAndLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
         """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
-        needs = ctx.needs_input_grad[:2]
         with Below(hidden.device.type):
-            x, padded = hidden.to(low), _padded(weight, low)
-            logits = ops.linear.default(x, padded, None)
-            rows, x_rows, target_rows = logits.view(-1, logits.shape[-1]), x.flatten(0, -2), targets.reshape(-1)
-            scale = _scale(divisor, x)
-            losses, dx, dweight = [], x_rows.new_empty(x_rows.shape) if needs[0] else None, None
-            for part in _chunks(rows):
-                found, dlogits = ops.fused_classifier.default(
-                    rows[part], target_rows[part], weight.shape[0], ignore_index, scale
-                )
-                losses.append(found.sum())
-                dx_part, dweight_part, _ = ops.linear_backward.default(dlogits, x_rows[part], padded, (*needs, False))
-                del dlogits  # before the next one is allocated
-                if dx is not None:
-                    dx[part] = dx_part
-                if needs[1]:
-                    dweight = dweight_part if dweight is None else dweight.float().add_(dweight_part)
-            loss = torch.stack(losses).sum() / divisor
+            x = hidden if hidden.dtype == low else hidden.to(low)
+            logits, loss, dx, dweight = ops.linear_cross_entropy_with_logits.default(
+                x, _padded(weight, low), targets, None if divisor is None else _scale(divisor, x),
+                weight.shape[0], ignore_index, CHUNK, ctx.needs_input_grad[:2],
+            )  # fmt: skip
         ctx.save_for_backward(hidden, weight, targets, dx, dweight)
         ctx.ignore_index, ctx.divisor, ctx.low = ignore_index, divisor, low
         ctx.set_materialize_grads(False)
@@ -159,14 +152,21 @@ class _HeadAndLoss(torch.autograd.Function):
         with Below(hidden.device.type):
             if dloss is not None:
                 dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
-                dhidden = _scaled(dx.view(hidden.shape), dloss, hidden.dtype) if needs[0] else None
-                dvocabulary = _scaled(dweight[: weight.shape[0]], dloss, weight.dtype) if needs[1] else None
+                dhidden = _scaled(dx, dloss, hidden.dtype) if needs[0] else None
+                if needs[1]:
+                    in_place = dweight.dtype == weight.dtype and is_last_backward((dweight,))
+                    scaled = scale_in_place(dloss, dweight) if in_place else _scaled(dweight, dloss, weight.dtype)
+                    dvocabulary = scaled[: weight.shape[0]]
             if dlogits is not None:
                 x, padded = hidden.to(ctx.low), _padded(weight, ctx.low)
                 more, more_weight, _ = ops.linear_backward.default(dlogits.to(ctx.low), x, padded, (*needs, False))
                 dhidden = _sum(dhidden, more, hidden.dtype) if needs[0] else None
                 dvocabulary = _sum(dvocabulary, more_weight[: weight.shape[0]], weight.dtype) if needs[1] else None
         return dhidden, dvocabulary, None, None, None, None
+
+
+# Function.apply without its part in Python, which is for torch.func: not here (``_dtype_of_one_node``).
+apply_head_and_loss = super(torch.autograd.Function, _HeadAndLoss).apply  # type: ignore[misc]
 
 
 class _CompiledHeadAndLoss(torch.autograd.Function):
@@ -231,14 +231,6 @@ def _scale(divisor: Any, like: Tensor) -> Tensor:
     if isinstance(divisor, Tensor):
         return (1 / divisor).float()
     return like.new_full((), 1 / divisor, dtype=torch.float32)
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    """Rows (N, Vp) in equal parts of at most ``CHUNK`` bytes, in multiples of 128 rows."""
-    N = logits.shape[0]
-    parts = max(-(-N * logits.shape[1] * logits.element_size() // CHUNK), 1)
-    size = max(-(-N // (parts * 128)) * 128, 128)
-    return [slice(i, i + size) for i in range(0, max(N, 1), size)]
 
 
 def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:

@@ -586,6 +586,7 @@ def linear_cross_entropy(draw: Draw) -> Call:
     calls = [
         call(ops.linear_cross_entropy, x, weight, targets, v),
         call(ops.linear_cross_entropy_with_gradients, x, weight, targets, *options, [True] * 2),
+        call(ops.linear_cross_entropy_with_logits, x, weight, targets, None, v, IGNORED, -1, [True] * 2),
         call(ops.linear_cross_entropy_backward, wide(draw.normal()), x, weight, targets, *options, [True] * 2),
     ]
     return Call(lambda x, weight: ops.linear_cross_entropy(x, weight, targets, v), formula, formula, (x, weight), calls)
