@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptkernels.ops import _forward, ops
 from gptkernels.ops._below import Below
@@ -46,6 +50,8 @@ class Plan(NamedTuple):
     low: torch.dtype  # of matrix products
     adds_past: bool = True  # without values: the first norm's backward adds the gradient that goes past it
 
+
+_TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 
 # A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
 # MLP's c_proj.
@@ -191,8 +197,13 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
 def _by_one_operator(plan: Plan, addend: torch.dtype) -> bool:
     """Whether ``ops.layer`` may compute the layer: nothing is cast, and nobody looks at its operators."""
     return addend == plan.low and not (
-        torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled()
-    )  # fmt: skip
+        (torch._C._len_torch_dispatch_stack() and not _only_traced()) or torch._C._autograd._profiler_enabled()
+    )
+
+
+def _only_traced() -> bool:
+    """Whether all dispatch modes are those by which torch traces."""
+    return all(isinstance(mode, _TRACING) for mode in _get_current_dispatch_mode_stack())
 
 
 def _call(
