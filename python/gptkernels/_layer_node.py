@@ -2,8 +2,8 @@
 
 Called one by one, the operators of a layer cost the host more than the device needs for a small batch: each goes
 through autocast's and autograd's rules. Here the same operators are called below both, with the casts that autocast
-would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a layer's parameters, and
-of their gradients, are one launch each.
+would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a layer's parameters, or
+of all layers', are one launch, and those of a layer's gradients.
 
 ``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). Where anything
 else than a plain first derivative is asked for, the caller computes the layer by single operators: under
@@ -85,6 +85,7 @@ class _Layer(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         dropouts: Sequence[Dropout],
+        matrices: Sequence[Any] | None,
         stream: Tensor,
         values: Tensor | None,
         bias: Tensor | None,
@@ -99,6 +100,7 @@ class _Layer(torch.autograd.Function):
             ctx: autograd's.
             plan: as made by ``plan_of``.
             dropouts: of the values, of attention's probabilities, and of attention's output.
+            matrices: the parameters that matrix products take, in their dtype; None: they are cast here.
             stream: (B, T, C).
             values: (B, T, C), to be added to the stream; or None.
             bias: (C), to be added to the values; or None.
@@ -108,10 +110,11 @@ class _Layer(torch.autograd.Function):
             stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
         with Below(stream.device.type):
-            matrices = [parameters[i] for i in MATRICES]
-            if stream.dtype != plan.low:
-                cast = _cast_together if type(stream) is Tensor else _cast  # while tracing Inductor allocates
-                matrices = cast(matrices, plan.low)
+            if matrices is None:
+                matrices = [parameters[i] for i in MATRICES]
+                if stream.dtype != plan.low:
+                    traced = type(stream) is not Tensor  # Inductor then allocates
+                    matrices = _cast(matrices, plan.low) if traced else cast_layers([parameters], plan.low)[0]
             if _by_one_operator(plan, (stream if values is None else values).dtype):
                 outputs, weights, kept = _call(plan, dropouts, stream, values, bias, parameters, matrices)
             else:
@@ -132,8 +135,8 @@ class _Layer(torch.autograd.Function):
         apart = ctx.values_dtype is None and not plan.adds_past
         plain = dout is not None and dqkv_outside is None and dsum is None and not apart
         if plain and _by_one_operator(plan, ctx.values_dtype or kept[0].dtype):
-            return None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
-        _, _, need_stream, need_values, need_bias, *needs = ctx.needs_input_grad
+            return None, None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
+        need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
         qkv_w, out_w, fc_w, proj_w = weights
         total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = kept[:7]
         total_2, mean_2, rstd_2, normed_2, pre, post = kept[7:]
@@ -176,7 +179,8 @@ class _Layer(torch.autograd.Function):
                 )
             _cast_gradients(found, parameters, needs, plan)
             wanted = [dstream, dvalues, dbias, *found]
-            return None, None, *(g if need else None for g, need in zip(wanted, ctx.needs_input_grad[2:], strict=True))
+            gradients = (g if need else None for g, need in zip(wanted, ctx.needs_input_grad[3:], strict=True))
+            return None, None, None, *gradients
 
 
 # Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
@@ -191,7 +195,7 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
         with torch.autocast(stream.device.type, enabled=False):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
             return _compute(plan, dropouts, stream, values, bias, parameters, matrices)[0]
-    return apply_layer(plan, dropouts, *tensors)[:3]  # type: ignore[no-any-return]
+    return apply_layer(plan, dropouts, None, *tensors)[:3]  # type: ignore[no-any-return]
 
 
 def _by_one_operator(plan: Plan, addend: torch.dtype) -> bool:
@@ -236,7 +240,7 @@ def _call_backward(
     weights: Sequence[Tensor],
 ) -> list[Tensor | None]:
     """The gradients of stream, values, bias and parameters."""
-    plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[2:]
+    plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
     qkv_w, out_w, fc_w, proj_w = weights
     with Below(dout.device.type):
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
@@ -349,7 +353,7 @@ def _differentiably(
 ) -> tuple[Any, ...]:
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
     plan = ctx.plan
-    need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[2:]
+    need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
 
     def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         with torch.autocast(total.device.type, enabled=False):
@@ -365,7 +369,7 @@ def _differentiably(
         dvalues = drop(dtotal, *dropouts[0])
         dbias = dvalues.flatten(0, -2).sum(0) if need_bias else None
         dvalues = dvalues.to(ctx.values_dtype) if need_values else None
-    return None, None, dtotal if need_stream else None, dvalues, dbias, *gradients
+    return None, None, None, dtotal if need_stream else None, dvalues, dbias, *gradients
 
 
 def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -389,16 +393,20 @@ def _cast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     return [None if t is None else next(cast) for t in tensors]
 
 
-def _cast_together(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """As ``_cast``, into one allocation: for tensors that live equally long."""
-    given = [t for t in tensors if t is not None]
-    if given[0].dtype == dtype:
-        return list(tensors)
-    flat = given[0].new_empty(sum(t.numel() for t in given), dtype=dtype)
-    made = torch._utils._unflatten_dense_tensors(flat, given)
-    torch._foreach_copy_(made, given)
+def cast_layers(layers: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[list[Any]]:
+    """The matrices of several layers, each given by its parameters, in another dtype, by one launch.
+
+    Those of a layer are one allocation, since they live equally long; a layer's are freed in its backward.
+    """
+    matrices = [[parameters[i] for i in MATRICES] for parameters in layers]
+    given = [[t for t in some if t is not None] for some in matrices]
+    made: list[Tensor] = []
+    for some in given:
+        flat = some[0].new_empty(sum([t.numel() for t in some]), dtype=dtype)
+        made += torch._utils._unflatten_dense_tensors(flat, some)
+    torch._foreach_copy_(made, [t for some in given for t in some])
     cast = iter(made)
-    return [None if t is None else next(cast) for t in tensors]
+    return [[None if t is None else next(cast) for t in some] for some in matrices]
 
 
 def _cast_gradients(found: list[Any], parameters: Sequence[Any], needs: Sequence[bool], plan: Plan) -> None:

@@ -71,7 +71,7 @@ def run(
         _draw(attn.dropout, attn, stream),
         _draw(resid_dropout.p, resid_dropout, stream),
     )
-    stream, values, _, _ = apply_layer(plan, dropouts, stream, values, bias, *parameters)
+    stream, values, _, _ = apply_layer(plan, dropouts, None, stream, values, bias, *parameters)
     return stream, values, last_bias
 
 

@@ -14,7 +14,7 @@ from gptkernels._layer_node import Dtypes, dtypes_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.fused_layer import Planned, cast_all, fits, plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.parts import parts_of
@@ -126,16 +126,24 @@ def looks_like_block(module: Any) -> bool:
 KINDS = "gpt block", "gpt attention", "gpt mlp"
 
 
-def _layer(
-    block: Any, dtypes: Dtypes | None, stream: Tensor, pending: Pending | None, draws: Draws
-) -> tuple[Tensor, Pending]:
-    """As one node of autograd's graph where that is possible."""
+def _planned(block: Any, dtypes: Dtypes | None, stream: Tensor) -> Planned | None:
+    """The block where it can be one node of autograd's graph."""
+    if dtypes is None or not untouched(block, "gpt block"):
+        return None
     attn = block.attn
     p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
-    if p is not None and dtypes is not None and (parts := parts_of(block, KINDS)) is not None:
-        planned = plan_of(parts, dtypes, stream, pending, attn.n_head, None, p)
-        if planned is not None:
-            return run(planned, stream, pending, draws)[:2]
+    parts = None if p is None else parts_of(block, KINDS)
+    return None if p is None or parts is None else plan_of(parts, dtypes, stream, attn.n_head, None, p)
+
+
+def _layer(
+    block: Any, planned: Planned | None, stream: Tensor, pending: Pending | None, draws: Draws
+) -> tuple[Tensor, Pending]:
+    """As one node where it is planned and that is possible."""
+    if planned is not None and fits(pending, stream):
+        return run(planned, stream, pending, draws)[:2]
+    attn = block.attn
+    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
 
     def attend(attn: Any, x: Tensor) -> Pending:
         if p is None or why_not(x) is not None:
@@ -164,7 +172,7 @@ def block(original: Any) -> Namespace:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        return add(*_layer(self, dtypes_of(x, compiled=True), x, None, Draws(3, x)))
+        return add(*_layer(self, _planned(self, dtypes_of(x, compiled=True), x), x, None, Draws(3, x)))
 
     return {"forward": forward}
 
@@ -209,10 +217,11 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         draws = Draws(3 * len(trunk.h) + 1, hidden)
         hidden = drop(hidden, trunk._modules.get("drop"), draws)
         dtypes = dtypes_of(hidden, compiled=True)
+        planned = cast_all([_planned(one, dtypes, hidden) for one in trunk.h], hidden)
         pending: Pending | None = None
-        for one in trunk.h:
+        for one, plan in zip(trunk.h, planned, strict=True):
             if untouched(one, "gpt block"):
-                hidden, pending = _layer(one, dtypes, hidden, pending, draws)
+                hidden, pending = _layer(one, plan, hidden, pending, draws)
             else:
                 hidden, pending = one(add(hidden, pending)), None
         hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._layer_node import dtypes_of
+from gptkernels._layer_node import Dtypes, dtypes_of
 from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import plan_of, run
+from gptkernels.swapping.fused_layer import Planned, cast_all, fits, plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.parts import Parts, parts_of, probability
@@ -231,14 +231,10 @@ def model(original: Any) -> Namespace:
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
         dtypes = dtypes_of(hidden, compiled=True) if start == 0 and all(mask is None for mask in masks) else None
+        planned = cast_all([_planned(parts, dtypes, hidden) for _, parts in found], hidden)
         pending: Pending | None = None
-        for i, (one, parts) in enumerate(found):
-            planned = None
-            if parts is not None and dtypes is not None:
-                attn = parts.attn
-                p = probability(parts.attn_dropout)
-                planned = plan_of(parts, dtypes, hidden, pending, attn.num_heads, scale_of(attn), p)
-            if planned is None:
+        for i, ((one, _), plan) in enumerate(zip(found, planned, strict=True)):
+            if plan is None or not fits(pending, hidden):
                 hidden, pending = layer(
                     *(hidden, pending, one),
                     lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
@@ -246,7 +242,7 @@ def model(original: Any) -> Namespace:
                     (untouched(one.attn.c_attn, "Linear"), _reads_by_products(one.mlp)),
                 )
             else:
-                hidden, pending, qkv = run(planned, hidden, pending, draws)
+                hidden, pending, qkv = run(plan, hidden, pending, draws)
                 if cache is not None:
                     _, key, value = unpack(qkv, one.attn.num_heads)
                     _cached(cache, key, value, i)
@@ -317,6 +313,14 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
             return "gradient checkpointing"
         found.append((one, parts))
     return found
+
+
+def _planned(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> Planned | None:
+    """A block that can be one node."""
+    if parts is None or dtypes is None:
+        return None
+    attn = parts.attn
+    return plan_of(parts, dtypes, hidden, attn.num_heads, scale_of(attn), probability(parts.attn_dropout))
 
 
 KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
