@@ -273,6 +273,28 @@ def test_a_timeline_counts_every_launch_once():
     assert cells(list(by_what.values()))[-1][4] == "7"
 
 
+def test_float8_products_have_half_the_floor():
+    from benchmarks.train_step.timeline import Launch, Rates, pieces
+
+    rows, inner, hidden = 64, 16, 48
+    linear = ((2, 32, inner), (hidden, inner))
+    linear_backward = ((2, 32, hidden), (inner, rows), (inner, hidden))
+    mlp = ((2, 32, inner), (hidden, inner), (hidden,), (inner, hidden))
+    mlp_backward = ((2, 32, inner), (2, 32, hidden), (inner, rows))
+    found = [
+        Launch("fp8_linear", 1, linear, "fp8_quantize_kernel", 1e-6),
+        Launch("fp8_linear", 1, linear, "nvjet_a", 1e-6),
+        *(Launch("fp8_linear_backward", 2, linear_backward, "nvjet_a", 1e-6) for _ in range(2)),
+        Launch("fp8_mlp", 3, mlp, "fp8_gelu_wgmma_kernel", 1e-6),
+        Launch("fp8_mlp", 3, mlp, "nvjet_a", 1e-6),
+        *(Launch("fp8_mlp_backward", 4, mlp_backward, "nvjet_a", 1e-6) for _ in range(4)),
+    ]
+    got = {(p.op, p.what): p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10)}
+    assert got.pop(("fp8_linear", "quantisation")) == 0
+    assert len(got) == 1 + 2 + 2 + 4
+    assert set(got.values()) == {rows * inner * hidden}
+
+
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 SMALL_CURVES = ["--device", "cpu", "--steps=60", "--batch=2", "--layers=1", "--width=32", "--length=16", "--warm-up=5"]

@@ -34,7 +34,7 @@ def parser():
     add("--warm-up", type=int, default=10, help="steps before the timed ones (default: %(default)s)")
     add("--steps", type=int, default=40, help="timed steps (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--profile", action="store_true", help="the kernels of one step of ours in place of times (CUDA)")
+    add("--profile", action="store_true", help="the kernels of one step of each of ours in place of times (CUDA)")
     add(
         "--host",
         action="store_true",
@@ -91,7 +91,9 @@ def _measured(arguments, chosen, precisions, sizes):
     machine = describe(device)
     print(title(machine), flush=True)
     if arguments.profile:
-        run = {"profile": {"machine": machine, "steps": _profiles(config, weights, sizes, precisions[0], device)}}
+        mine = dict.fromkeys("ours-fp8" if "fp8" in name else "ours" for name in chosen if name.startswith("ours"))
+        steps = [_profile(name, config, weights, size, precisions[0], device) for size in sizes for name in mine]
+        run = {"profile": {"machine": machine, "steps": steps}}
         _keep(arguments.json, run)
         return run
     if arguments.host:
@@ -127,27 +129,24 @@ def _config(arguments):
 # ---- profile ---------------------------------------------------------------------------------------------------------
 
 
-def _profiles(config, weights, sizes, precision, device):
+def _profile(variant, config, weights, batch, precision, device):
     speed = timeline.rates(device)
     itemsize = 4 if precision == "tf32" else 2
     count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied
-    found = []
-    for batch in sizes:
-        step = make("ours", precision, config, weights, device)
-        (b,) = batches(config, batch, config.block_size, 1, device)
-        for _ in range(3 + 1280 // batch):  # seconds of work: the clock is then what it is in a run
-            step(*b)
-        launched = timeline.launches(lambda step=step, b=b: step(*b))
-        lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, parameters=count))
-        found.append({"batch": batch, "precision": precision, "lines": lines})
-        print(_profile_table(found[-1]), flush=True)
-        del step
-        torch.cuda.empty_cache()
+    step = make(variant, precision, config, weights, device)
+    (b,) = batches(config, batch, config.block_size, 1, device)
+    for _ in range(3 + 1280 // batch):  # seconds of work: the clock is then what it is in a run
+        step(*b)
+    launched = timeline.launches(lambda: step(*b))
+    lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, parameters=count))
+    found = {"variant": variant, "batch": batch, "precision": precision, "lines": lines}
+    print(_profile_table(found), flush=True)
     return found
 
 
 def _profile_table(step):
-    head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}"
+    fp8 = ", float8 products in the layers" if "fp8" in step.get("variant", "") else ""
+    head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}{fp8}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
 
 

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness import roof
 
-PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul", re.IGNORECASE)
+PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
 BEFORE_PRODUCT, AFTER_PRODUCT = re.compile(r"Memset"), re.compile(r"splitKreduce")  # which cuBLAS launches with it
 
 # What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
@@ -23,6 +23,7 @@ PRODUCTS = {
     "mlp_backward": ["dproj_weight", "dhidden and dGELU", "dx", "dfc_weight"],
     "linear_cross_entropy": ["logits", "dx", "dweight"],
 }
+PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "linear_backward", "mlp", "mlp_backward")}
 
 
 class Launch(NamedTuple):
@@ -140,6 +141,7 @@ def _what(launch: Launch, products: collections.Counter) -> str:
     if not names:
         return ""
     parts = {"column_sum": "column sums", "partial_sums": "column sums", "fused_classifier": "classifier"}
+    parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude"}
     return next((what for part, what in parts.items() if part in launch.kernel), "other")
 
 
@@ -157,7 +159,7 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
     if what in PRODUCTS.get(op, ()):
         x, weight = _x_and_weight(op, what, shapes)
         flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
-        return 0, flops
+        return 0, flops // 2 if op.startswith("fp8") else flops  # the rate is of 16 bits
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
         return 0, (2 if op == "attention" else 5) * b * t * t * (c3 // 3)  # half of the products, by the causal mask
@@ -179,7 +181,11 @@ def _x_and_weight(op, what, shapes):
     """Of a product: the operand with a row a token, and the matrix."""
     if op == "linear_backward":
         return shapes[1], shapes[2]
-    if op == "mlp":
+    if op == "fp8_linear_backward":  # dout, x transposed
+        return shapes[0], (shapes[1][0], shapes[0][-1])
+    if op == "fp8_mlp_backward":  # dout, what GELU is of
+        return shapes[0], (shapes[1][-1], shapes[0][-1])
+    if op in ("mlp", "fp8_mlp"):
         x, fc, _, proj = shapes[:4]
         return (x, fc) if what.startswith("fc") else ((*x[:-1], fc[0]), proj)
     if op == "mlp_backward":
