@@ -15,6 +15,7 @@ from torch import Tensor
 import gptkernels.functional as G
 import test_causal_softmax
 import test_dropout
+import test_fp8
 import test_gelu
 import test_layernorm
 import test_mlp
@@ -752,6 +753,230 @@ def sample_(draw):
         {"logits": logits, "noise": noise},
         fixed=("logits", "noise"),
         takes_floating_alone=False,
+    )
+
+
+# ---- float8 ----------------------------------------------------------------------------------------------------------
+
+
+def fp8_dtype(draw):
+    return draw.choose("dtype", test_fp8.DTYPES)
+
+
+def fp8_size(draw, name, most=20):
+    """Features of a float8 product."""
+    return 16 * draw.size(f"{name} / 16", most, 1)
+
+
+def fp8_history(draw, name):
+    """None, that of no call, of some, or of magnitudes that leave no room for what comes."""
+    kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
+    if kind == "none":
+        return None
+    history = test_fp8.new_history(draw.device)
+    count = {"new": 0, "some": 3, "full": test_fp8.CALLS}[kind]
+    sizes = torch.rand(count, generator=draw.generator(f"{name}.history")) * 10 ** draw.choose(f"{name}.size", (0, -3))
+    history[test_fp8.CALLS - count : test_fp8.CALLS] = sizes.view(torch.int32).to(draw.device)
+    return history
+
+
+def fp8_scale(x, fp8, history):
+    """The scale with which x is rounded, and its own largest magnitude."""
+    finite = x.detach().abs().where(x.isfinite(), 0.0)
+    own = finite.max().item() if x.numel() else 0.0
+    known = 0.0 if history is None else history.view(torch.float32)[: test_fp8.CALLS].max().item()
+    return test_fp8.expected_scale(known or own, fp8), own
+
+
+def exact_fp8(x, fp8, history):
+    """x as float8, by its definition, and the scale."""
+    scale, _ = fp8_scale(x, fp8, history)
+    return test_fp8.rounded(x.detach().double().cpu() / scale, fp8).view(fp8), scale
+
+
+def torchs_fp8(x, fp8, history):
+    """x as float8, by torch's conversion, and the scale."""
+    scale, _ = fp8_scale(x, fp8, history)
+    most = test_fp8.LARGEST[fp8]
+    return (x.detach().float() / scale).clamp(-most, most).where(x.isfinite(), math.nan).to(fp8), scale
+
+
+def exact_fp8_product(a, b, fast):
+    """a @ b^T of what pairs of float8 numbers and scale say."""
+    return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
+
+
+def torchs_fp8_product(a, b, fast):
+    """The same in float32; on CUDA on the tensor cores, for sums with as many bits."""
+    (a, scale_a), (b, scale_b) = a, b
+    if a.device.type == "cpu" or not a.numel():
+        return (a.float() @ b.float().T) * (scale_a * scale_b)
+    scales = [torch.tensor(scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b)]
+    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *scales, out_dtype=torch.float32, use_fast_accum=fast)
+
+
+def fp8_transposed(pair):
+    """The transposed numbers, with rows of zeros to a multiple of 16."""
+    q, scale = pair
+    bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
+    return bytes.t().contiguous().view(q.dtype), scale
+
+
+class FP8Linear(torch.autograd.Function):
+    """x (N, K), weight (M, K) -> (N, M), wide, with the gradients that float8 layers have.
+
+    ``way`` is how numbers are rounded, and how they are multiplied.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, way, history, dout_history):
+        quantise, multiply = way
+        pairs = quantise(x, test_fp8.E4M3, history), quantise(weight, test_fp8.E4M3, None)
+        ctx.way, ctx.pairs, ctx.history, ctx.dtypes = way, pairs, dout_history, (x.dtype, weight.dtype)
+        return multiply(*pairs, True)
+
+    @staticmethod
+    def backward(ctx, dout):
+        quantise, multiply = ctx.way
+        dout = quantise(dout, test_fp8.E5M2, ctx.history)
+        x, weight = ctx.pairs
+        dx = multiply(dout, fp8_transposed(weight), True)
+        dweight = multiply(fp8_transposed(dout), fp8_transposed(x), False)
+        return dx.to(ctx.dtypes[0]), dweight.to(ctx.dtypes[1]), None, None, None
+
+
+TORCHS_FP8, EXACT_FP8 = (torchs_fp8, torchs_fp8_product), (exact_fp8, exact_fp8_product)
+
+
+@entry(weight=0.5)
+def fp8_quantize(draw):
+    dtype, fp8 = fp8_dtype(draw), draw.choose("format", (test_fp8.E4M3, test_fp8.E5M2))
+    rows = draw.rows()
+    history = fp8_history(draw, "x")
+
+    def read(pair):
+        return pair[0].float() * pair[1]
+
+    def ours(x):
+        after = None if history is None else history.clone()
+        q, q_t, scale = ops.fp8_quantize(x, after, fp8, True)
+        return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
+
+    def formula(quantise, x):
+        wide = x.float()  # which says the same
+        q, scale = quantise(wide, fp8, history)
+        q_t = fp8_transposed((q.reshape(-1, x.shape[-1]), scale))
+        outs = read((q, scale)), read(q_t)
+        if history is None:
+            return outs
+        calls = [*history.view(torch.float32).tolist()[1 : test_fp8.CALLS], fp8_scale(wide, fp8, history)[1], 0.0, 0.0]
+        return *outs, outs[0].new_tensor(calls)
+
+    return Call(
+        f"fp8_quantize(x, history, {fp8}, True)",
+        ours,
+        partial(formula, torchs_fp8),
+        lambda x: tuple(t.double() for t in formula(exact_fp8, x)),
+        {"x": draw.tensor("x", (*rows, draw.width("width", rows)), dtype)},
+        fixed=("x",),
+    )
+
+
+@entry(weight=0.5)
+def fp8_matmul(draw):
+    """Of tensors whose numbers are rounded to float8 first."""
+    dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
+    formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
+    a_format, b_format = ((test_fp8.E4M3, test_fp8.E5M2)[i] for i in formats)
+    rows, inner, columns = draw.rows("a"), fp8_size(draw, "inner"), fp8_size(draw, "columns")
+    scales = draw.choose("scale_a", (1.0, 2.0**-9, 4.0)), draw.choose("scale_b", (1.0, 0.5))
+    bias = draw.tensor("bias", (columns,), dtype, special="nan") if draw.chance("has bias", 0.5) else None
+
+    def rounded(x, fp8):
+        return x.float().to(fp8)
+
+    def ours(a, b, bias):
+        a, b = rounded(a, a_format).contiguous(), rounded(b, b_format).contiguous()
+        numbers = (torch.tensor(scale, device=a.device) for scale in scales)
+        return ops.fp8_matmul(a, b, *numbers, bias, dtype, fast)
+
+    def formula(multiply, a, b, bias):
+        flat = rounded(a, a_format).reshape(-1, inner)
+        product = multiply((flat, scales[0]), (rounded(b, b_format), scales[1]), fast)
+        product = product if bias is None else product + bias
+        return product.view(*a.shape[:-1], columns).to(dtype if multiply is torchs_fp8_product else torch.float64)
+
+    return Call(
+        f"fp8_matmul({a_format}, {b_format}, {scales}, bias, {dtype}, {fast})",
+        ours,
+        partial(formula, torchs_fp8_product),
+        partial(formula, exact_fp8_product),
+        {
+            "a": draw.tensor("a", (*rows, inner), torch.float32, special="nan"),
+            "b": draw.tensor("b", (columns, inner), torch.float32, special="none"),
+            "bias": bias,
+        },
+        fixed=("a", "b", "bias"),
+        any_threads=False,
+        takes_floating_alone=False,
+    )
+
+
+def with_copies(function, histories):
+    """The function, called with its own copies of the histories."""
+    return lambda *args: function(*args, *(h if h is None else h.clone() for h in histories))
+
+
+@entry(weight=0.5)
+def fp8_linear(draw):
+    dtype, rows = fp8_dtype(draw), draw.rows()
+    inner, outer = fp8_size(draw, "inner"), fp8_size(draw, "outer")
+    histories = [fp8_history(draw, of) for of in ("x", "dout")]
+
+    def formula(way, x, weight, bias, *histories):
+        product = FP8Linear.apply(x.reshape(-1, inner), weight, way, *histories)
+        product = product if bias is None else product + bias
+        return product.view(*x.shape[:-1], outer).to(x.dtype)
+
+    return Call(
+        "fp8_linear(x, weight, bias, histories)",
+        with_copies(G.fp8_linear, histories),
+        with_copies(partial(formula, TORCHS_FP8), histories),
+        with_copies(partial(formula, EXACT_FP8), histories),
+        {
+            "x": draw.tensor("x", (*rows, inner), dtype, special="nan"),
+            "weight": draw.tensor("weight", (outer, inner), dtype, inner**-0.5, special="none"),
+            "bias": draw.tensor("bias", (outer,), dtype, special="nan") if draw.chance("has bias", 0.7) else None,
+        },
+        any_threads=False,
+        tied=("x", "weight"),
+    )
+
+
+@entry(weight=0.5)
+def fp8_mlp(draw):
+    """Beside its parts, which have entries: a sum's last bit decides how the next number is rounded to eight."""
+    dtype, rows = fp8_dtype(draw), draw.rows()
+    width, hidden = fp8_size(draw, "width", 8), fp8_size(draw, "hidden")
+    arguments = {"x": draw.tensor("x", (*rows, width), dtype, special="nan")}
+    for name, shape in ("fc", (hidden, width)), ("proj", (width, hidden)):
+        bias = draw.chance(f"has {name}_bias", 0.7)
+        arguments[f"{name}_weight"] = draw.tensor(f"{name}_weight", shape, dtype, shape[1] ** -0.5, special="none")
+        arguments[f"{name}_bias"] = draw.tensor(f"{name}_bias", shape[:1], dtype, special="nan") if bias else None
+    histories = [fp8_history(draw, of) for of in ("x", "hidden", "dhidden", "dout")]
+
+    def parts(x, fc, fc_bias, proj, proj_bias, history, hidden, dhidden, dout):
+        x, fc, fc_bias, proj, proj_bias = (t if t is None else t.to(dtype) for t in (x, fc, fc_bias, proj, proj_bias))
+        post = G.gelu(G.fp8_linear(x, fc, fc_bias, history, dhidden), approximate="tanh")
+        return G.fp8_linear(post, proj, proj_bias, hidden, dout)
+
+    return Call(
+        "fp8_mlp(x, fc_weight, fc_bias, proj_weight, proj_bias, histories)",
+        with_copies(G.fp8_mlp, histories),
+        with_copies(parts, histories),
+        lambda *args: with_copies(parts, histories)(*args).to(args[0].dtype),
+        arguments,
+        any_threads=False,
     )
 
 
