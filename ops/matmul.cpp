@@ -119,6 +119,10 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 
 #ifdef GPTKERNELS_CUDA
 
+Matrix allocate_intermediate(const Matrix& a, const Matrix& b) {
+  return matrix(allocate({a.rows, b.columns}, a.tensor));
+}
+
 bool tf32_allowed() {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   return cublasGetMathMode(cublas(), &mode) == CUBLAS_STATUS_SUCCESS && (mode & 0x3) == CUBLAS_TF32_TENSOR_OP_MATH;
@@ -168,15 +172,58 @@ bool tf32_allowed() {
   return false;
 }
 
-void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  if (out.tensor.scalar_type() != a.tensor.scalar_type())
-    return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
+// The product as our own kernels take it, still without out.
+Matmul own_product(const Matrix& a, const Matrix& b) {
+  const auto strided = [](const Matrix& m) {
+    return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};
+  };
+  return {.a = strided(a), .b = strided(b), .rows = a.rows, .columns = b.columns, .inner = a.columns};
+}
+
+// Whether they compute it.
+bool is_own(const Matrix& a, const Matrix& b, double alpha = 1) {
+  return a.tensor.scalar_type() == ScalarType::Float && a.batches == 1 && b.batches == 1 && alpha == 1 &&
+         matmul_serves(own_product(a, b));
+}
+
+void own_matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
+                const Epilogue& epilogue) {
+  Matmul p = own_product(a, b);
+  p.out = pointer<float>(out.tensor) + out.offset;
+  p.out_ld = out.row_stride;
+  p.accumulate = epilogue.accumulate;
+  p.bias = pointer<float>(epilogue.bias);
+  p.pre_gelu = pointer<float>(epilogue.pre_gelu);
+  p.dgelu_at = pointer<float>(epilogue.dgelu_at);
+  p.column_sums = pointer<float>(epilogue.column_sums);
+  const int64_t bytes = matmul_workspace(p);
+  const OptionalTensor scratch = bytes ? OptionalTensor(workspace(bytes, out.tensor)) : std::nullopt;
+  p.workspace = pointer<void>(scratch);
+  launcher.check(matmul(p, launcher.stream()));
+}
+
+Matrix allocate_intermediate(const Matrix& a, const Matrix& b) {
+  const int64_t ld = is_own(a, b) ? matmul_ld(b.columns) : b.columns;
+  const Tensor out = allocate_strided({a.rows, b.columns}, {ld, 1}, a.tensor.scalar_type(), a.tensor);
+  return {out, a.rows, b.columns, ld, 1};
+}
+
+void matmul_by_blas(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
+                    const Epilogue& epilogue) {
   const Matrix first = epilogue.pre_gelu ? matrix(*epilogue.pre_gelu) : out;
   check_shim(epilogue.bias ? product_plus_bias(first, a, b, *epilogue.bias)
                            : product(first, a, b, epilogue.alpha, epilogue.accumulate));
   if (epilogue.pre_gelu) gelu(launcher, out.tensor, first.tensor);
   if (epilogue.dgelu_at) dgelu(launcher, out.tensor, *epilogue.dgelu_at);
   if (epilogue.column_sums) column_sums(launcher, *epilogue.column_sums, out);
+}
+
+void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
+  if (out.tensor.scalar_type() != a.tensor.scalar_type())
+    return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
+  if (out.column_stride != 1) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
+  is_own(a, b, epilogue.alpha) ? own_matmul(launcher, out, a, b, epilogue)
+                               : matmul_by_blas(launcher, out, a, b, epilogue);
 }
 
 #endif

@@ -1,5 +1,5 @@
-// Matrix products, by torch's BLAS on the CPU and by cuBLAS on CUDA, and what follows a product: a bias, GELU, their
-// gradients. These are fused to the product, or done by our own kernels after it.
+// Matrix products, by torch's BLAS on the CPU, by cuBLAS on CUDA, or by our own kernels, and what follows a product: a
+// bias, GELU, their gradients. These are fused to the product, or done by our own kernels after it.
 #pragma once
 
 #include <algorithm>
@@ -55,6 +55,9 @@ struct Epilogue {
   OptionalTensor column_sums = {};  // (columns), beside dgelu_at: takes the sums over out's rows
   bool accumulate = false;          // add the product to what is in out; without any of the above
 };
+
+// A matrix for a @ b with an epilogue without bias and GELU, which products alone read: its rows may be apart.
+Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 // Whether torch lets float32 products on this device be rounded to TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();

@@ -79,10 +79,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   if (output_mask[3]) matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(post_gelu));
   if (output_mask[4]) column_sums(launcher, dproj_bias, dout_rows);
   if (output_mask[0] || output_mask[1] || output_mask[2]) {
-    const Matrix du = matrix(allocate(shape_of(pre_gelu), x));
+    const Matrix weight = matrix(proj_weight), du = allocate_intermediate(dout_rows, weight);
     Epilogue epilogue = {.dgelu_at = dense(pre_gelu)};
     if (output_mask[2]) epilogue.column_sums = dfc_bias;
-    matmul(launcher, du, dout_rows, matrix(proj_weight), epilogue);
+    matmul(launcher, du, dout_rows, weight, epilogue);
     if (output_mask[0]) matmul(launcher, matrix(dx), du, matrix(fc_weight));
     if (output_mask[1]) matmul(launcher, matrix(dfc_weight), du.transposed(), matrix(x));
   }

@@ -8,10 +8,6 @@
 #include "dropout.h"
 #include "simd.h"
 
-#ifdef GPTKERNELS_X86
-#include <immintrin.h>
-#endif
-
 namespace gptkernels::cpu {
 namespace {
 
@@ -20,75 +16,12 @@ constexpr int64_t kTile = 64;
 }  // namespace
 }  // namespace gptkernels::cpu
 
-// The kernels, once for each instruction set.
-
-#ifdef GPTKERNELS_X86
-
-#ifndef __clang__
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own _mm512_undefined_ps
-#endif
-
-#ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
-                             apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
-#endif
-#define GPTKERNELS_ISA attention_avx512
-#define GPTKERNELS_VECTOR_BITS 512
-#include "vector.h"
-// In this order.
-#include "attention_tiles.h"
-#undef GPTKERNELS_ISA
-#undef GPTKERNELS_VECTOR_BITS
-#ifdef __clang__
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#define GPTKERNELS_ISA attention_avx2
-#define GPTKERNELS_VECTOR_BITS 256
-#include "vector.h"
-// In this order.
-#include "attention_tiles.h"
-#undef GPTKERNELS_ISA
-#undef GPTKERNELS_VECTOR_BITS
-#ifdef __clang__
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#pragma GCC diagnostic pop
-#endif
-
-#endif
-
-#define GPTKERNELS_ISA attention_baseline
-#define GPTKERNELS_VECTOR_BITS 0
-#include "vector.h"
-// In this order.
-#include "attention_tiles.h"
-#undef GPTKERNELS_ISA
-#undef GPTKERNELS_VECTOR_BITS
+#define GPTKERNELS_NAME attention
+#define GPTKERNELS_KERNELS "attention_tiles.h"
+#include "each_instruction_set.h"
 
 namespace gptkernels::cpu {
 namespace {
-
-// function<kSize>(...) of the widest instruction set that this processor has, kSize being room enough for a head.
-#ifdef GPTKERNELS_X86
-#define GPTKERNELS_WIDEST(call)                                 \
-  switch (capability_choice().capability) {                     \
-    case Capability::kAvx512: attention_avx512::call; break;    \
-    case Capability::kAvx2: attention_avx2::call; break;        \
-    case Capability::kDefault: attention_baseline::call; break; \
-  }
-#else
-#define GPTKERNELS_WIDEST(call) attention_baseline::call
-#endif
 
 template <typename Fn>
 void with_room(int64_t head_size, const Fn& fn) {

@@ -1,0 +1,75 @@
+// Compiles the file GPTKERNELS_KERNELS, after vector.h, once for each instruction set: in the namespaces NAME_avx512,
+// NAME_avx2 and NAME_baseline, where NAME is GPTKERNELS_NAME. GPTKERNELS_WIDEST(function(...)) calls the one for this
+// processor. To be included once in a source file, outside namespaces, after all headers that the kernels need.
+
+#include "capability.h"
+
+#define GPTKERNELS_PASTE(a, b) a##b
+#define GPTKERNELS_JOIN(a, b) GPTKERNELS_PASTE(a, b)
+#define GPTKERNELS_IN(isa) GPTKERNELS_JOIN(GPTKERNELS_NAME, isa)
+
+#ifdef GPTKERNELS_X86
+
+#include <immintrin.h>
+
+#ifndef __clang__
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own _mm512_undefined_ps
+#endif
+
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+#define GPTKERNELS_ISA GPTKERNELS_IN(_avx512)
+#define GPTKERNELS_VECTOR_BITS 512
+#include "vector.h"
+// In this order.
+#include GPTKERNELS_KERNELS
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+#ifdef __clang__
+#pragma clang attribute pop
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC pop_options
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define GPTKERNELS_ISA GPTKERNELS_IN(_avx2)
+#define GPTKERNELS_VECTOR_BITS 256
+#include "vector.h"
+// In this order.
+#include GPTKERNELS_KERNELS
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#pragma GCC diagnostic pop
+#endif
+
+#endif
+
+#define GPTKERNELS_ISA GPTKERNELS_IN(_baseline)
+#define GPTKERNELS_VECTOR_BITS 0
+#include "vector.h"
+// In this order.
+#include GPTKERNELS_KERNELS
+#undef GPTKERNELS_ISA
+#undef GPTKERNELS_VECTOR_BITS
+
+#ifdef GPTKERNELS_X86
+#define GPTKERNELS_WIDEST(call)                                       \
+  switch (capability_choice().capability) {                           \
+    case Capability::kAvx512: GPTKERNELS_IN(_avx512)::call; break;    \
+    case Capability::kAvx2: GPTKERNELS_IN(_avx2)::call; break;        \
+    case Capability::kDefault: GPTKERNELS_IN(_baseline)::call; break; \
+  }
+#else
+#define GPTKERNELS_WIDEST(call) GPTKERNELS_IN(_baseline)::call
+#endif

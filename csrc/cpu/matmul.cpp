@@ -1,0 +1,98 @@
+#include "matmul.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "gelu.h"
+#include "simd.h"
+
+namespace gptkernels::cpu {
+namespace {
+
+constexpr int64_t kTermsOfPart = 256;   // of a sum, one after the other; then the parts
+constexpr int64_t kTermsOfPanel = 512;  // that are packed at a time: 128 KB for the widest vectors
+constexpr int64_t kRowsOfTile = 24;
+constexpr int64_t kConflict = 512;   // elements, 2 KB: rows so far apart compete for places in the caches
+constexpr int64_t kFarApart = 1024;  // rows of b, in elements: from here on they are packed for their distance
+
+int64_t tiles_of(int64_t rows) {
+  return (rows + kRowsOfTile - 1) / kRowsOfTile;
+}
+
+}  // namespace
+}  // namespace gptkernels::cpu
+
+#define GPTKERNELS_NAME matmul
+#define GPTKERNELS_KERNELS "matmul_tiles.h"
+#include "each_instruction_set.h"
+
+namespace gptkernels::cpu {
+namespace {
+
+enum class Choice { kMeasured, kBlas, kOwn };
+
+// GPTKERNELS_MATMUL=blas or own.
+Choice choice() {
+  const char* name = std::getenv("GPTKERNELS_MATMUL");
+  if (!name) return Choice::kMeasured;
+  return !std::strcmp(name, "blas") ? Choice::kBlas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
+}
+
+// Measured on Zen 4 alone, whose AVX-512 MKL does not use (docs/linear.md). Large products, whose operands must be
+// divided for the caches, are MKL's.
+bool is_faster(const Matmul& p) {
+#ifdef GPTKERNELS_X86
+  static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // so many at least, that packing b pays
+  const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
+  const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflict != 0);
+  return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&
+         elements <= int64_t(1) << 22;
+#else
+  return false;
+#endif
+}
+
+void add_column_sums(const Matmul& p, Stream stream) {
+  double* sums = static_cast<double*>(p.workspace);
+  const int64_t tiles = tiles_of(p.rows);
+  parallel_for(stream, p.columns, tiles, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t tile = 1; tile < tiles; ++tile) {
+        const double* more = sums + tile * p.columns;
+#pragma omp simd
+        for (int64_t i = begin; i < end; ++i) sums[i] += more[i];
+      }
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) p.column_sums[i] = static_cast<float>(sums[i]);
+    });
+  });
+}
+
+}  // namespace
+
+bool matmul_serves(const Matmul& p) {
+  const Choice wanted = choice();
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0 || wanted == Choice::kBlas) return false;
+  return wanted == Choice::kOwn || is_faster(p);
+}
+
+int64_t matmul_ld(int64_t columns) {
+  return columns % kConflict == 0 ? columns + 16 : columns;
+}
+
+int64_t matmul_workspace(const Matmul& p) {
+  return p.column_sums ? tiles_of(p.rows) * p.columns * int64_t(sizeof(double)) : 0;
+}
+
+Status matmul(const Matmul& p, Stream stream) {
+  GPTKERNELS_WIDEST(matmul_tiles(p, stream));
+  if (p.column_sums) add_column_sums(p, stream);
+  return {};
+}
+
+}  // namespace gptkernels::cpu

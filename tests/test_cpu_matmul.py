@@ -1,0 +1,139 @@
+"""The CPU's own float32 products, wherever they can serve: errors by the same rule as everywhere, always the same bits.
+
+What calls them is tested by its own files, with whichever product is faster there.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptkernels  # noqa: F401
+from helpers import as_view, assert_as_exact_with_gradients, assert_same_bits, gradients, randn
+
+ops = torch.ops.gptkernels
+
+# (N, K, M): less than a tile of 24 rows and a panel of 64 columns, parts of them at the end of each dimension, and more
+# terms than a part of 256 or a panel of 512 has.
+SIZES = [
+    (1, 1, 1),
+    (24, 16, 64),
+    (25, 65, 67),
+    (100, 513, 130),
+    (70, 1030, 16),
+    (300, 128, 512),
+    (1025, 40, 50),
+    (33, 2000, 129),
+]
+all_sizes = pytest.mark.parametrize(("rows", "inner", "width"), SIZES)
+
+
+@pytest.fixture(autouse=True)
+def own(monkeypatch, device):
+    if device.type != "cpu":
+        pytest.skip("the CPU's kernels")
+    monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
+
+
+def matrix(rows, columns, transposed=False, scale=1.0):
+    values = randn(rows, columns, dtype=torch.float32, device="cpu", scale=scale)
+    return values.t().contiguous().t() if transposed else values
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+@all_sizes
+def test_linear(rows, inner, width, transposed):
+    """All layouts: the weight's and its gradient's, and x's."""
+    weight, bias, dout = matrix(width, inner, transposed, inner**-0.5), matrix(1, width)[0], matrix(rows, width)
+    names = ("dx", "dweight", "dbias")
+    for x in (matrix(rows, inner), matrix(rows, inner, True), as_view(matrix(rows, inner), "misaligned")):
+        for b in (bias, None):
+            assert_as_exact_with_gradients(ops.linear, F.linear, F.linear, (x, weight, b), dout, names)
+        assert_same_bits(lambda x=x: ops.linear(x, weight, bias))
+        assert_same_bits(lambda x=x: ops.linear_backward(dout, x, weight, [True, True, True]))
+
+
+def mlp_inputs(rows, width, hidden, transposed=False):
+    return (
+        matrix(rows, width),
+        matrix(hidden, width, transposed, width**-0.5),
+        matrix(1, hidden)[0],
+        matrix(width, hidden, transposed, hidden**-0.5),
+        matrix(1, width)[0],
+    )
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
+@all_sizes
+def test_mlp(rows, inner, width, transposed):
+    args, dout = mlp_inputs(rows, inner, width, transposed), matrix(rows, inner)
+
+    def composed(x, fc_weight, fc_bias, proj_weight, proj_bias):
+        return F.linear(F.gelu(F.linear(x, fc_weight, fc_bias), approximate="tanh"), proj_weight, proj_bias)
+
+    def formula(x, fc_weight, fc_bias, proj_weight, proj_bias):
+        u = F.linear(x, fc_weight, fc_bias)
+        post = u * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (u + 0.044715 * u**3))
+        return F.linear(post, proj_weight, proj_bias)
+
+    names = ("dx", "dfc_weight", "dfc_bias", "dproj_weight", "dproj_bias")
+    assert_as_exact_with_gradients(lambda *a: ops.mlp(*a)[0], composed, formula, args, dout, names)
+    _, pre_gelu, post_gelu = ops.mlp(*args)
+    assert torch.equal(post_gelu, ops.gelu(pre_gelu))
+    assert_same_bits(lambda: ops.mlp(*args))
+    saved = args[0], args[1], args[3], pre_gelu, post_gelu
+    assert_same_bits(lambda: ops.mlp_backward(dout, *saved, [True] * 5))
+
+
+def test_column_sums_alone():
+    """A bias gradient, where no other is wanted, is the same."""
+    args, dout = mlp_inputs(100, 65, 512), matrix(100, 65)
+    _, pre_gelu, post_gelu = ops.mlp(*args)
+    saved = args[0], args[1], args[3], pre_gelu, post_gelu
+    every = ops.mlp_backward(dout, *saved, [True] * 5)
+    for i in range(5):
+        alone = ops.mlp_backward(dout, *saved, [j == i for j in range(5)])
+        assert torch.equal(alone[i], every[i])
+
+
+def test_an_element_does_not_depend_on_its_neighbours():
+    x, weight = matrix(100, 600), matrix(150, 600)
+    whole = ops.linear(x, weight, None)
+    for rows, columns in [(1, 150), (7, 33), (49, 64), (100, 1)]:
+        assert torch.equal(ops.linear(x[:rows], weight[:columns], None), whole[:rows, :columns])
+
+
+def test_accumulation():
+    """Chunks of rows add up their parts of the weight's gradient."""
+    x, weight, targets = matrix(100, 65), matrix(129, 65, scale=0.1), torch.randint(0, 129, (100,))
+
+    def ours(x, weight):
+        return ops.linear_cross_entropy(x, weight, targets, -1, -100, "sum", 30)
+
+    def torchs(x, weight):
+        return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
+
+    found = gradients(ours, (x, weight), torch.tensor(1.0))
+    for ours_, expected in zip(found, gradients(torchs, (x, weight), torch.tensor(1.0)), strict=True):
+        torch.testing.assert_close(ours_, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
+def test_special_values(value):
+    """What is not finite stays in its row, also of the gradients."""
+    args = mlp_inputs(60, 70, 130)
+    clean = ops.mlp(*args)[0]
+    args[0][2, 7] = value
+    out, pre_gelu, post_gelu = ops.mlp(*args)
+    others = [i for i in range(60) if i != 2]
+    assert torch.equal(out[others], clean[others])
+    assert not torch.equal(out[2], clean[2])
+    dx = ops.mlp_backward(clean, args[0], args[1], args[3], pre_gelu, post_gelu, [True] * 5)[0]
+    assert dx[others].isfinite().all()
+
+
+def test_blas_is_the_other_choice(monkeypatch):
+    x, weight = matrix(100, 300), matrix(128, 300)
+    own = ops.linear(x, weight, None)
+    monkeypatch.setenv("GPTKERNELS_MATMUL", "blas")
+    assert torch.equal(ops.linear(x, weight, None), F.linear(x, weight))
+    torch.testing.assert_close(own, F.linear(x, weight), rtol=1e-5, atol=1e-4)
