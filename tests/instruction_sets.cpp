@@ -90,7 +90,7 @@ Outputs<T> run(Problem<T>& p, const Forward& forward, const Backward& backward) 
       p, [](const auto& f, const Dropout& d, int64_t n) { isa::forward_range<256>(f, d, 0, n); }, \
       [](const auto& b, const Dropout& d, int64_t splits, int64_t n) {                            \
         isa::backward_range<256>(b, d, splits, 0, splits);                                        \
-        isa::add_splits(b, splits, 0, n);                                                         \
+        isa::add_splits_range(b, splits, 0, n);                                                   \
       })
 
 // The largest difference; NaN where there is one.

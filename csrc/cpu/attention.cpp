@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "dropout.h"
@@ -86,8 +87,9 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
     with_room(p.sizes.head_size,
               [&]<int kSize>() { GPTKERNELS_WIDEST(template backward_range<kSize>(p, dropout, splits, begin, end)); });
   });
-  parallel_for(stream, heads * tiles(p.sizes.keys), 2 * kTile * p.sizes.head_size * splits,
-               [&](int64_t begin, int64_t end) { GPTKERNELS_WIDEST(add_splits(p, splits, begin, end)); });
+  if (splits > 1)
+    parallel_for(stream, heads * tiles(p.sizes.keys), 2 * kTile * p.sizes.head_size * splits,
+                 [&](int64_t begin, int64_t end) { GPTKERNELS_WIDEST(add_splits_range(p, splits, begin, end)); });
   return {};
 }
 

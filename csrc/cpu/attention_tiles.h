@@ -30,17 +30,6 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// to[i][r] = sign * from[r][i]; the lanes from n on are 0.
-template <typename A, typename T>
-void load_transposed(A* to, const T* from, int64_t stride, int64_t n, int64_t lanes, int64_t size, A sign = 1) {
-  for (int64_t i = 0; i < size; ++i)
-    for (int64_t r = n; r < lanes; ++r) to[i * kTile + r] = A(0);
-  for (int64_t r = 0; r < n; ++r) {
-    const T* row = from + r * stride;
-    for (int64_t i = 0; i < size; ++i) to[i * kTile + r] = A(row[i]) * sign;
-  }
-}
-
 // Products of queries and keys become scores, in units of ln 2, where the exponential is taken: one rounding less than
 // by a factor on either. The sign of the scale goes to the queries, so that the largest product is the largest score.
 template <typename A>
@@ -68,6 +57,26 @@ Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int
     if (ld == size) return {from, stride};
   load_rows(to, ld, from, stride, n, size);
   return {to, ld};
+}
+
+// to[i][r] = sign * rows[r][i]; the lanes from n on are 0.
+template <typename A>
+void load_transposed(A* to, Rows<A> rows, int64_t n, int64_t lanes, int64_t size, A sign = 1) {
+  transpose(to, kTile, rows.data, rows.ld, n, size);
+  for (int64_t i = 0; i < size; ++i) {
+    if (sign != A(1))
+      for (int64_t r = 0; r < n; ++r) to[i * kTile + r] *= sign;
+    for (int64_t r = n; r < lanes; ++r) to[i * kTile + r] = A(0);
+  }
+}
+
+// to[r][i] = from[i][r] * factor for n rows; `rows` is room for them.
+template <typename A, typename T>
+void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t size, A factor, A* rows) {
+  transpose(rows, size, from, kTile, size, n);
+  for (int64_t r = 0; r < n; ++r)
+#pragma omp simd
+    for (int64_t i = 0; i < size; ++i) store(to[r * stride + i], rows[r * size + i] * factor);
 }
 
 // Keys [first, last) of a tile as rows, seen by the lanes from `lane` on.
@@ -223,11 +232,12 @@ constexpr int64_t kFewQueries = 4;
 
 // scores[j][i] = sign * query[i] . key[j]; the lanes beyond the queries are 0.
 template <typename A>
-void few_scores(A* scores, const Tile& tile, A sign, const A* query, int64_t width, const A* key, int64_t ld) {
+void few_scores(A* scores, const Tile& tile, A sign, Rows<A> query, int64_t width, Rows<A> key) {
   for (int64_t j = 0; j < tile.keys(); ++j) {
     A* row = scores + j * kTile;
     for (int64_t i = 0; i < tile.lanes; ++i) row[i] = A(0);
-    for (int64_t i = 0; i < tile.rows; ++i) row[i] = sign * dot(query + i * width, key + j * ld, width);
+    for (int64_t i = 0; i < tile.rows; ++i)
+      row[i] = sign * dot(query.data + i * query.ld, key.data + j * key.ld, width);
   }
 }
 
@@ -264,7 +274,8 @@ template <int kSize, typename T>
   if (few) {
     load_rows(at.query, width, queries, p.query.token, tile.rows, size);
   } else {
-    load_transposed(at.query, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
+    load_transposed(at.query, rows_of(at.out, size, queries, p.query.token, tile.rows, size), tile.rows, tile.lanes,
+                    size, scaling.sign);
   }
   std::fill_n(at.out, size * kTile, A(0));
   std::fill_n(at.maximum, kTile, -Constants<A>::kInfinity);
@@ -277,14 +288,14 @@ template <int kSize, typename T>
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
     if (few) {
-      const auto [key, ld] = rows_of(at.key, width, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-      few_scores(at.scores, tile, scaling.sign, at.query, width, key, ld);
+      const auto key = rows_of(at.key, width, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      few_scores(at.scores, tile, scaling.sign, Rows<A>{at.query, width}, width, key);
     } else {
-      load_rows(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+      const auto key = rows_of(at.key, size, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
       for_each_part(tile, p.mask, [&](Part part) {
-        product(part.last - part.first, tile.lanes - part.lane, size, Left<A>{at.key + part.first * size, size, 1},
-                at.query + part.lane, kTile, at.scores + part.first * kTile + part.lane, kTile, false,
-                tile.sum_length());
+        product(part.last - part.first, tile.lanes - part.lane, size,
+                Left<A>{key.data + part.first * key.ld, key.ld, 1}, at.query + part.lane, kTile,
+                at.scores + part.first * kTile + part.lane, kTile, false, tile.sum_length());
       });
     }
     const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask);
@@ -312,11 +323,12 @@ template <int kSize, typename T>
       product(tile.rows, width, tile.keys(), Left<A>{at.scores, 1, kTile}, value, ld, at.out, width, true);
       continue;
     }
-    load_rows(at.value, size, value_rows, p.value.token, tile.keys(), size);
+    const auto value = rows_of(at.value, size, value_rows, p.value.token, tile.keys(), size);
     scale_lanes(at.out, size, tile.lanes, at.decay);
     for_each_part(tile, p.mask, [&](Part part) {
-      product(size, tile.lanes - part.lane, part.last - part.first, Left<A>{at.value + part.first * size, 1, size},
-              at.scores + part.first * kTile + part.lane, kTile, at.out + part.lane, kTile, true);
+      product(size, tile.lanes - part.lane, part.last - part.first,
+              Left<A>{value.data + part.first * value.ld, 1, value.ld}, at.scores + part.first * kTile + part.lane,
+              kTile, at.out + part.lane, kTile, true);
     });
   }
 
@@ -324,12 +336,19 @@ template <int kSize, typename T>
   A* logsumexp = p.logsumexp + (b * s.heads + h) * s.queries + query;
   for (int64_t i = 0; i < tile.rows; ++i) {
     const bool none = at.sum[i] == 0;
-    const A sum = none ? A(1) : at.sum[i];
     logsumexp[i] =
         none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
-    const int64_t across = few ? 1 : kTile, down = few ? width : 1;
-    for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[d * across + i * down] / sum);
+    at.sum[i] = none ? A(1) : at.sum[i];
   }
+  if (few) {
+    for (int64_t i = 0; i < tile.rows; ++i)
+      for (int64_t d = 0; d < size; ++d) store(out[i * p.out.token + d], at.out[i * width + d] / at.sum[i]);
+    return;
+  }
+  for (int64_t d = 0; d < size; ++d)
+#pragma omp simd
+    for (int64_t i = 0; i < tile.rows; ++i) at.out[d * kTile + i] /= at.sum[i];
+  store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
 // Tiles of queries [begin, end) of all heads, in pairs of an early and a late one: all pairs see equally many keys.
@@ -403,10 +422,10 @@ template <int kSize, typename T>
   const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
   const T* outs = p.out.data + b * p.out.batch + h * p.out.head + query * p.out.token;
   const int64_t statistic = (b * s.heads + h) * s.queries + query;
-  load_transposed(at.query_transposed, queries, p.query.token, tile.rows, tile.lanes, size, scaling.sign);
-  load_transposed(at.dout_transposed, douts, p.dout.token, tile.rows, tile.lanes, size);
-  load_rows(at.query, width, queries, p.query.token, tile.rows, size);
-  load_rows(at.dout, width, douts, p.dout.token, tile.rows, size);
+  const auto all = rows_of(at.query, width, queries, p.query.token, tile.rows, size);
+  const auto dall = rows_of(at.dout, width, douts, p.dout.token, tile.rows, size);
+  load_transposed(at.query_transposed, all, tile.rows, tile.lanes, size, scaling.sign);
+  load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   std::fill_n(at.dquery, size * kTile, A(0));
   for (int64_t i = 0; i < kTile; ++i) {
     // A query that is not there, or sees no key, has probabilities of 0.
@@ -418,14 +437,10 @@ template <int kSize, typename T>
       at.logsumexp[i] = A(logsumexp);
       at.logsumexp_rest[i] = std::isfinite(given) ? A(logsumexp - double(at.logsumexp[i])) : A(0);
     }
-    const A* dout = at.dout + i * width;
-    const T* out = outs + i * p.out.token;
-    if (few) {  // in the order of the gradient of a probability, so that of a query's only key their difference is 0
-      load_rows(at.dscores, width, out, 0, 1, size);
-      at.delta[i] = dot(dout, at.dscores, width);
-    } else {
-      at.delta[i] = sum<A>(size, [&](int64_t d) { return dout[d] * A(out[d]); });
-    }
+    // For few queries in the order of the gradient of a probability, so that of a query's only key their difference is
+    // 0.
+    const auto out = rows_of(at.dscores, width, outs + i * p.out.token, 0, 1, size);
+    at.delta[i] = dot(dall.data + i * dall.ld, out.data, width);
     if (p.dlogsumexp) at.delta[i] -= p.dlogsumexp[statistic + i];
   }
   const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
@@ -435,22 +450,22 @@ template <int kSize, typename T>
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
-    load_rows(at.key, row, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
-    load_rows(at.value, row, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
+    const auto key = rows_of(at.key, row, keys + tile.begin * p.key.token, p.key.token, tile.keys(), size);
+    const auto value = rows_of(at.value, row, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
     const A* keep = nullptr;
     if (dropout.on) {
       dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
       keep = at.keep + (tile.begin - aligned) * kTile;
     }
     if (few) {
-      few_scores(at.probabilities, tile, scaling.sign, at.query, width, at.key, row);
-      few_scores(at.dscores, tile, A(1), at.dout, width, at.value, row);
+      few_scores(at.probabilities, tile, scaling.sign, all, width, key);
+      few_scores(at.dscores, tile, A(1), dall, width, value);
     } else {
       for_each_part(tile, p.mask, [&](Part part) {
         const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
-        product(n, tile.lanes - part.lane, size, Left<A>{at.key + part.first * row, row, 1},
+        product(n, tile.lanes - part.lane, size, Left<A>{key.data + part.first * key.ld, key.ld, 1},
                 at.query_transposed + part.lane, kTile, at.probabilities + first, kTile, false, tile.sum_length());
-        product(n, tile.lanes - part.lane, size, Left<A>{at.value + part.first * row, row, 1},
+        product(n, tile.lanes - part.lane, size, Left<A>{value.data + part.first * value.ld, value.ld, 1},
                 at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
       });
     }
@@ -460,22 +475,49 @@ template <int kSize, typename T>
       const int64_t to = (tile.begin + part.first) * width;
       score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, factor, at.logsumexp, at.logsumexp_rest,
                       at.delta);
-      product(n, width, tile.rows - part.lane, Left<A>{at.probabilities + first, kTile, 1}, at.dout + part.lane * width,
-              width, dvalue + to, width, true);
-      product(n, width, tile.rows - part.lane, Left<A>{at.dscores + first, kTile, 1}, at.query + part.lane * width,
-              width, dkey + to, width, true);
-      product(size, tile.lanes - part.lane, n, Left<A>{at.key + part.first * row, 1, row}, at.dscores + first, kTile,
-              at.dquery + part.lane, kTile, true);
+      product(n, width, tile.rows - part.lane, Left<A>{at.probabilities + first, kTile, 1},
+              dall.data + part.lane * dall.ld, dall.ld, dvalue + to, width, true);
+      product(n, width, tile.rows - part.lane, Left<A>{at.dscores + first, kTile, 1}, all.data + part.lane * all.ld,
+              all.ld, dkey + to, width, true);
+      product(size, tile.lanes - part.lane, n, Left<A>{key.data + part.first * key.ld, 1, key.ld}, at.dscores + first,
+              kTile, at.dquery + part.lane, kTile, true);
     });
   }
   T* dquery = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + query * p.dquery.token;
-  for (int64_t i = 0; i < tile.rows; ++i)
-    for (int64_t d = 0; d < size; ++d)
-      store(dquery[i * p.dquery.token + d], at.dquery[d * kTile + i] * A(gradient_scale(p)));
+  store_transposed(dquery, p.dquery.token, at.dquery, tile.rows, size, A(gradient_scale(p)), at.key);
+}
+
+// dkey and dvalue of head kh of sequence b, for keys [first, last): what the tasks have, added up, `sums` being the
+// first one's.
+template <typename T>
+void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t first, int64_t last,
+                const accumulate_t<T>* sums, int64_t splits) {
+  using A = accumulate_t<T>;
+  const int64_t width = up_to(p.sizes.head_size, 16), slab = p.sizes.keys * width;
+  const auto add = [&](const HeadsView<T>& to, const A* from, A factor) {
+    for (int64_t key = first; key < last; ++key) {
+      T* row = to.data + b * to.batch + kh * to.head + key * to.token;
+      const A* sum = from + key * width;
+      if (splits == 1) {
+#pragma omp simd
+        for (int64_t d = 0; d < p.sizes.head_size; ++d) store(row[d], sum[d] * factor);
+        continue;
+      }
+#pragma omp simd
+      for (int64_t d = 0; d < p.sizes.head_size; ++d) {
+        A total = 0;
+        for (int64_t split = 0; split < splits; ++split) total += sum[split * 2 * slab + d];
+        store(row[d], total * factor);
+      }
+    }
+  };
+  add(p.dkey, sums, A(gradient_scale(p)));
+  add(p.dvalue, sums + slab, A(1));
 }
 
 // Tasks [begin, end): each has sums of its own of dkey and dvalue, and every `splits`-th of the tiles of queries of all
-// heads that read one head of the keys, from the front and from the back in turn.
+// heads that read one head of the keys, from the front and from the back in turn. The only task of a head of keys
+// writes their gradients, and leaves its sums, which are in the cache, to the next one.
 template <int kSize, typename T>
 void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits, int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
@@ -484,38 +526,26 @@ void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64
   const int64_t slab = s.keys * up_to(s.head_size, 16);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t split = task % splits, b = task / splits / s.key_heads, kh = task / splits % s.key_heads;
-    A* dkey = static_cast<A*>(p.workspace) + task * 2 * slab;
+    A* dkey = static_cast<A*>(p.workspace) + (splits == 1 ? begin : task) * 2 * slab;
     std::fill_n(dkey, 2 * slab, A(0));
     for (int64_t unit = 0; unit * splits < shared * tiles; ++unit) {
       const int64_t i = unit * splits + (unit % 2 ? splits - 1 - split : split);
       if (i < shared * tiles)
         backward_tiles<kSize>(p, dropout, b, kh * shared + i / tiles, i % tiles * kTile, dkey, dkey + slab);
     }
+    if (splits == 1) add_splits(p, b, kh, 0, s.keys, dkey, 1);
   }
 }
 
-// Adds up what the tasks have, for tiles of keys [begin, end) of all heads.
+// Where several tasks have sums of a head of keys: tiles of keys [begin, end) of all heads.
 template <typename T>
-void add_splits(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
-  using A = accumulate_t<T>;
+void add_splits_range(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
   const AttentionSizes& s = p.sizes;
-  const int64_t tiles = up_to(s.keys, kTile) / kTile, width = up_to(s.head_size, 16), slab = s.keys * width;
+  const int64_t tiles = up_to(s.keys, kTile) / kTile, slab = s.keys * up_to(s.head_size, 16);
   for (int64_t i = begin; i < end; ++i) {
-    const int64_t head = i / tiles, b = head / s.key_heads, kh = head % s.key_heads, first = i % tiles * kTile;
-    const A* sums = static_cast<const A*>(p.workspace) + head * splits * 2 * slab;
-    const auto add = [&](const HeadsView<T>& to, const A* from, A factor) {
-      for (int64_t key = first; key < std::min(first + kTile, s.keys); ++key) {
-        T* row = to.data + b * to.batch + kh * to.head + key * to.token;
-#pragma omp simd
-        for (int64_t d = 0; d < s.head_size; ++d) {
-          A total = 0;
-          for (int64_t split = 0; split < splits; ++split) total += from[split * 2 * slab + key * width + d];
-          store(row[d], total * factor);
-        }
-      }
-    };
-    add(p.dkey, sums, A(gradient_scale(p)));
-    add(p.dvalue, sums + slab, A(1));
+    const int64_t head = i / tiles, first = i % tiles * kTile;
+    const auto* sums = static_cast<const accumulate_t<T>*>(p.workspace) + head * splits * 2 * slab;
+    add_splits(p, head / s.key_heads, head % s.key_heads, first, std::min(first + kTile, s.keys), sums, splits);
   }
 }
 

@@ -9,13 +9,16 @@
 #define GPTKERNELS_IN(isa) GPTKERNELS_JOIN(GPTKERNELS_NAME, isa)
 
 #ifdef GPTKERNELS_X86
-
 #include <immintrin.h>
+#endif
 
 #ifndef __clang__
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own _mm512_undefined_ps
+// GCC's own _mm512_undefined_ps, and scratch memory that is given to a function before all of it has been written.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
+
+#ifdef GPTKERNELS_X86
 
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), \
@@ -50,7 +53,6 @@
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
-#pragma GCC diagnostic pop
 #endif
 
 #endif
@@ -62,6 +64,10 @@
 #include GPTKERNELS_KERNELS
 #undef GPTKERNELS_ISA
 #undef GPTKERNELS_VECTOR_BITS
+
+#ifndef __clang__
+#pragma GCC diagnostic pop
+#endif
 
 #ifdef GPTKERNELS_X86
 #define GPTKERNELS_WIDEST(call)                                       \

@@ -188,6 +188,39 @@ struct Vector {
 
 #endif
 
+// to[i][r] = from[r][i] for 4 rows of 4 elements.
+template <typename A>
+[[gnu::always_inline]] inline void transpose_4x4(A* to, int64_t to_ld, const A* from, int64_t from_ld) {
+#if GPTKERNELS_VECTOR_BITS
+  if constexpr (std::is_same_v<A, float>) {
+    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + from_ld);
+    __m128 c = _mm_loadu_ps(from + 2 * from_ld), d = _mm_loadu_ps(from + 3 * from_ld);
+    _MM_TRANSPOSE4_PS(a, b, c, d);
+    _mm_storeu_ps(to, a);
+    _mm_storeu_ps(to + to_ld, b);
+    _mm_storeu_ps(to + 2 * to_ld, c);
+    _mm_storeu_ps(to + 3 * to_ld, d);
+    return;
+  }
+#endif
+  for (int64_t r = 0; r < 4; ++r)
+    for (int64_t i = 0; i < 4; ++i) to[i * to_ld + r] = from[r * from_ld + i];
+}
+
+// to[i][r] = from[r][i] for `rows` rows of `columns` elements.
+template <typename A>
+void transpose(A* to, int64_t to_ld, const A* from, int64_t from_ld, int64_t rows, int64_t columns) {
+  const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
+  for (int64_t r = 0; r < whole_rows; r += 4) {
+    for (int64_t i = 0; i < whole_columns; i += 4)
+      transpose_4x4(to + i * to_ld + r, to_ld, from + r * from_ld + i, from_ld);
+    for (int64_t i = whole_columns; i < columns; ++i)
+      for (int64_t k = r; k < r + 4; ++k) to[i * to_ld + k] = from[k * from_ld + i];
+  }
+  for (int64_t r = whole_rows; r < rows; ++r)
+    for (int64_t i = 0; i < columns; ++i) to[i * to_ld + r] = from[r * from_ld + i];
+}
+
 // c (M x N) = a (M x K) b (K x N), or += : element (r, k) of a is at r * row + k * column of its memory, b and c have
 // rows ldb and ldc apart. N is a multiple of 16. Each sum runs over k in order, in parts of `length` terms, however c
 // is divided into blocks. So the rounding error of a long sum grows with the length and the number of its parts, and no
