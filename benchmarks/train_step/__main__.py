@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness.machine import describe, title
 from benchmarks.harness.pages import between
 from benchmarks.harness.report import markdown
-from benchmarks.train_step import host, timeline
+from benchmarks.train_step import cpu, host, timeline
 from benchmarks.train_step.measure import batches, measure
 from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
 from gptkernels.models import GPT2, GPT2Config
@@ -40,6 +40,9 @@ def parser():
         action="store_true",
         help="the host's time for the parts of a step and for its operators, tiny batch",
     )
+    add("--cpu", action="store_true", help="make train's model on the CPU in turns, and the operators of its step")
+    add("--turns", type=int, default=30, help="of --cpu, of 5 steps (default: %(default)s)")
+    add("--peak", type=float, default=117.0, help="of --cpu: GFLOP/s of one thread at most (default: %(default)s)")
     add(
         "--json",
         type=Path,
@@ -84,6 +87,8 @@ def _list(text, known, error):
 
 
 def _measured(arguments, chosen, precisions, sizes):
+    if arguments.cpu:
+        return _on_the_cpu(arguments, chosen)
     device = torch.device(arguments.device)
     config = _config(arguments)
     torch.manual_seed(0)
@@ -124,6 +129,14 @@ def _config(arguments):
         n_head=max(1, width // 64),
         n_embd=width,
     )
+
+
+def _on_the_cpu(arguments, chosen):
+    machine = describe(torch.device("cpu"))
+    print(title(machine), flush=True)
+    found = cpu.measured([name for name in chosen if name in cpu.VARIANTS], arguments.turns, arguments.peak)
+    print(*cpu.tables(found), sep="\n\n")
+    return {"cpu": {"machine": machine, **found}}
 
 
 # ---- profile ---------------------------------------------------------------------------------------------------------

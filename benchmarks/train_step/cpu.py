@@ -1,0 +1,154 @@
+"""``make train``'s model on a CPU: variants in turns, and the operators of a step of ours."""
+
+import collections
+import math
+import statistics
+import time
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.harness.report import markdown
+from benchmarks.train_step.measure import batches
+from benchmarks.train_step.variants import make
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.training.config import PRESETS
+
+PRECISION = "tf32"  # float32 parameters; on a CPU the products are of float32
+VARIANTS = "ours", "torch-eager", "torch-compile"
+TURN = 5  # steps
+VOCABULARY = 128
+
+
+def measured(variants, turns, peak):
+    """Steps of the variants, by process time on one thread and by the clock on all threads; the operators of ours.
+
+    Args:
+        variants: names.
+        turns: how often each variant makes 5 steps.
+        peak: GFLOP/s of one thread at most, for the floors of products.
+    """
+    preset = PRESETS["tiny"]
+    config = GPT2Config(
+        block_size=preset.sequence_length,
+        vocab_size=VOCABULARY,
+        n_layer=preset.layers,
+        n_head=preset.heads,
+        n_embd=preset.channels,
+    )
+    torch.manual_seed(0)
+    weights = GPT2(config).state_dict()
+    threads = torch.get_num_threads()
+    found = {"threads": threads, "tokens": preset.batch_size * preset.sequence_length, "rows": [], "peak": peak}
+    try:
+        for count, clock in [(1, time.process_time), (threads, time.perf_counter)]:
+            torch.set_num_threads(count)
+            found["rows"].append(_in_turns(variants, turns, clock, config, weights, preset.batch_size))
+        torch.set_num_threads(1)
+        found["parts"] = _parts(config, weights, preset.batch_size, turns)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def _in_turns(variants, turns, clock, config, weights, batch):
+    """By variant: the lower quartile, the median and the least of all steps' milliseconds, and the last loss."""
+    torch._dynamo.reset()
+    device = torch.device("cpu")
+    data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
+    steps = {name: make(name, PRECISION, config, weights, device) for name in variants}
+    times, losses = collections.defaultdict(list), {}
+    for turn in range(turns + 2):
+        for name, step in steps.items():
+            for b in data[turn * TURN : (turn + 1) * TURN]:
+                start = clock()
+                losses[name] = step(*b)
+                times[name].append(1e3 * (clock() - start))
+    summary = {}
+    for name in variants:
+        kept = times[name][2 * TURN :]  # the first two turns compile, and warm up
+        quartile, median, _ = statistics.quantiles(kept, n=4, method="inclusive")
+        summary[name] = [quartile, median, min(kept), float(losses[name])]
+    return summary
+
+
+# ---- operators -------------------------------------------------------------------------------------------------------
+
+
+def _parts(config, weights, batch, steps):
+    """By operator of a step: calls, milliseconds (the least of the steps), floating-point operations."""
+    device = torch.device("cpu")
+    data = batches(config, batch, config.block_size, steps, device)
+    step = make("ours", PRECISION, config, weights, device)
+    step(*data[0])
+    times, flops, calls = collections.defaultdict(list), {}, {}
+    for b in data:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            start = time.process_time()
+            step(*b)
+            whole = time.process_time() - start
+        now = collections.Counter({"a step, with the profiler's own time": 1e3 * whole})
+        counts, operations = collections.Counter(), collections.Counter()
+        for event in profiler.events():
+            if not event.name.startswith("gptkernels::") or _inside_ours(event):
+                continue
+            name = event.name.removeprefix("gptkernels::")
+            now[name] += event.cpu_time_total / 1e3
+            counts[name] += 1
+            operations[name] += _flops(name, [tuple(s) for s in event.input_shapes if isinstance(s, list | tuple)])
+        for name, value in now.items():
+            times[name].append(value)
+        calls, flops = counts, operations
+    return {name: [calls[name], min(values), flops[name]] for name, values in times.items()}
+
+
+def _inside_ours(event):
+    parent = event.cpu_parent
+    while parent is not None:
+        if parent.name.startswith("gptkernels::"):
+            return True
+        parent = parent.cpu_parent
+    return False
+
+
+def _flops(op, shapes):
+    """Of a call's products. Half of attention's are hidden by the mask; its backward has five for the forward's two."""
+    rows = math.prod(shapes[0][:-1]) if shapes and shapes[0] else 0
+    if op == "linear":
+        return 2 * rows * math.prod(shapes[1])
+    if op == "linear_backward":
+        return 4 * rows * math.prod(shapes[2])
+    if op in ("mlp", "mlp_backward"):
+        fc, proj = (shapes[1], shapes[3]) if op == "mlp" else (shapes[2], shapes[3])
+        return (2 if op == "mlp" else 4) * rows * (math.prod(fc) + math.prod(proj))
+    if op == "linear_cross_entropy":  # with the gradients
+        return 6 * rows * math.prod(shapes[1])
+    if op in ("attention", "attention_backward"):
+        b, t, c3 = shapes[0] if op == "attention" else shapes[1]
+        return (2 if op == "attention" else 5) * b * t * t * (c3 // 3)
+    return 0
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def tables(found) -> list[str]:
+    """What ``measured`` returned."""
+    names = ["1 thread, process time", f"{found['threads']} threads, by the clock"]
+    steps = []
+    for what, summary in zip(names, found["rows"], strict=True):
+        ours = summary.get("ours", [math.nan])[0]
+        for name, (quartile, median, least, loss) in summary.items():
+            numbers = [f"{x:.1f}" for x in (quartile, median, least)]
+            speed = f"{1e3 * found['tokens'] / quartile:.0f}"
+            steps.append([what, name, *numbers, speed, f"{quartile / ours:.2f}", f"{loss:.4f}"])
+    head = ["", "", "lower quartile, ms", "median", "least", "tokens/s", "of ours", "loss"]
+    parts = []
+    for name, (calls, ms, flops) in sorted(found["parts"].items(), key=lambda item: -item[1][1]):
+        floor = flops / found["peak"] / 1e6
+        rate = [f"{floor:.2f}", f"{ms - floor:.2f}", f"{flops / ms / 1e6:.0f}"] if flops else ["", "", ""]
+        parts.append([name, str(calls or ""), f"{ms:.2f}", *rate])
+    return [
+        markdown(head, steps, texts=2),
+        markdown(["op", "calls", "ms", "products' floor", "excess", "GFLOP/s"], parts, texts=1),
+    ]
