@@ -241,6 +241,23 @@ def test_the_page_has_the_kept_steps_figures():
     assert pages.between(page, "\n\n".join(table for run in kept for table in tables(run))) == page
 
 
+def test_steps_on_the_cpu(tmp_path, capsys, device):
+    if device.type != "cpu":
+        pytest.skip("the CPU's")
+    from benchmarks.train_step.__main__ import main as train_step
+
+    kept = tmp_path / "step.json"
+    assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
+    found = json.loads(kept.read_text())["cpu"]
+    for summary in found["rows"]:  # by one thread, by all
+        quartile, median, least, loss = summary["ours"]
+        assert 0 < least <= quartile <= median
+        assert loss == pytest.approx(summary["torch-eager"][-1], rel=1e-3)
+    calls, _, flops = found["parts"]["mlp_backward"]
+    assert (calls, flops) == (4, 4 * 4 * 2 * 1024 * 128 * 512)  # 4 layers of 4 products
+    assert "| mlp_backward | 4 |" in capsys.readouterr().out
+
+
 def test_the_hosts_part_of_a_step(capsys):
     from benchmarks.train_step.__main__ import main as train_step
 

@@ -136,7 +136,9 @@ def _on_the_cpu(arguments, chosen):
     print(title(machine), flush=True)
     found = cpu.measured([name for name in chosen if name in cpu.VARIANTS], arguments.turns, arguments.peak)
     print(*cpu.tables(found), sep="\n\n")
-    return {"cpu": {"machine": machine, **found}}
+    run = {"cpu": {"machine": machine, **found}}
+    _keep(arguments.json, run)
+    return run
 
 
 # ---- profile ---------------------------------------------------------------------------------------------------------
