@@ -46,8 +46,13 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   Tensor dbias = allocate_if(output_mask[2], {weight.size(0)}, x);
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));
-  if (output_mask[1]) matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x));
-  if (output_mask[2]) column_sums(launcher, dbias, dout_rows);
+  if (output_mask[1]) {
+    Epilogue epilogue;
+    if (output_mask[2]) epilogue.a_sums = dbias;
+    matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x), epilogue);
+  } else if (output_mask[2]) {
+    column_sums(launcher, dbias, dout_rows);
+  }
   return {dx, dweight, dbias};
 }
 

@@ -115,6 +115,14 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 
 #endif
 
+// The product, then a_sums by a pass of their own.
+void matmul_and_sums(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, Epilogue epilogue) {
+  const Tensor sums = *epilogue.a_sums;
+  epilogue.a_sums = std::nullopt;
+  matmul(launcher, out, a, b, epilogue);
+  column_sums(launcher, sums, a.transposed());
+}
+
 }  // namespace
 
 #ifdef GPTKERNELS_CUDA
@@ -129,7 +137,10 @@ bool tf32_allowed() {
 }
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  if (is_transposed(out)) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
+  if (is_transposed(out)) {
+    if (epilogue.a_sums) return matmul_and_sums(launcher, out, a, b, epilogue);
+    return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
+  }
   const cublasHandle_t handle = cublas();
   const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
   dispatch_floating(a.tensor, [&]<typename T>() {
@@ -154,7 +165,8 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .dgelu_at = pointer<T>(epilogue.dgelu_at),
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
-                         .column_sums = pointer<T>(epilogue.column_sums)};
+                         .column_sums = pointer<T>(epilogue.column_sums),
+                         .a_sums = pointer<T>(epilogue.a_sums)};
     MatmulPlan plan = matmul_plan(p, handle);
     if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
     const Tensor scratch = workspace(plan.workspace, out.tensor);
@@ -163,6 +175,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
     if (status.cublas != CUBLAS_STATUS_SUCCESS)
       fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
     if (epilogue.column_sums && !plan.sums) column_sums(launcher, *epilogue.column_sums, out);
+    if (epilogue.a_sums && !plan.sums) column_sums(launcher, *epilogue.a_sums, a.transposed());
   });
 }
 
@@ -221,6 +234,7 @@ void matmul_by_blas(const Launcher& launcher, const Matrix& out, const Matrix& a
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   if (out.tensor.scalar_type() != a.tensor.scalar_type())
     return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
+  if (epilogue.a_sums) return matmul_and_sums(launcher, out, a, b, epilogue);
   if (out.column_stride != 1) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
   is_own(a, b, epilogue.alpha) ? own_matmul(launcher, out, a, b, epilogue)
                                : matmul_by_blas(launcher, out, a, b, epilogue);

@@ -108,11 +108,12 @@ def test_views(view, dtype, device):
     check(args, as_view(randn(24, 40, dtype=dtype, device=device), view))
 
 
-# (rows, C, F, C') for the kernels for sm_90a, whose tiles are 256 x 256 and whose sums have at least 449 terms: less
-# than a tile, parts of tiles at the end of each dimension, terms that no step of 64 divides, several tiles a block.
+# (rows, C, F, C') for the kernels for sm_90a, whose tiles are 256 x 256, with two steps of 64 terms or more: less than
+# a tile, parts of tiles at the end of each dimension, terms that no step divides, several tiles a block.
 OWN_SIZES = [
     (1, 456, 8, 456),
     (130, 520, 200, 512),
+    (300, 72, 520, 136),
     (257, 512, 256, 520),
     (600, 456, 1032, 776),
     (5000, 512, 2056, 512),

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import roof
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT, AFTER_PRODUCT = re.compile(r"Memset"), re.compile(r"splitKreduce")  # which cuBLAS launches with it
+BEFORE_PRODUCT = re.compile(r"Memset")  # which cuBLAS launches with it
+AFTER_PRODUCT = re.compile(r"splitKreduce|weight_segments")  # which adds up what blocks have of a product
 
 # What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
 PRODUCTS = {

@@ -10,7 +10,9 @@
 #include "common/reduce.cuh"
 #include "matmul.h"
 #include "matmul_choices.h"
+#include "matmul_own.h"
 #include "matmul_sm90.h"
+#include "matmul_sm90_weight.h"
 #include "matmul_timing.h"
 
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
@@ -374,8 +376,13 @@ cudaError_t gelu(const Matmul<T>& p, Stream stream) {
 
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
-  if (matmul_sm90_serves(p))
-    return {.own = true, .sums = p.column_sums != nullptr, .workspace = matmul_sm90_workspace(p)};
+  switch (own_product(p)) {
+    case OwnProduct::kTiles:
+      return {.own = OwnProduct::kTiles, .sums = p.column_sums != nullptr, .workspace = matmul_sm90_workspace(p)};
+    case OwnProduct::kWeight:
+      return {.own = OwnProduct::kWeight, .sums = p.a_sums != nullptr, .workspace = matmul_sm90_weight_workspace(p)};
+    case OwnProduct::kNone: break;
+  }
   const cublasComputeType_t compute = compute_type<T>(handle);
   const MatmulPlan plan = may_fuse(p) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.fused || gelu_matrix(p) == nullptr) return plan;
@@ -388,8 +395,10 @@ template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
   const Matmul<T> first = plan.own_gelu ? without_gelu(p) : p;
   MatmulStatus status;
-  if (plan.own)
+  if (plan.own == OwnProduct::kTiles)
     status.cuda = matmul_sm90(first, workspace, stream);
+  else if (plan.own == OwnProduct::kWeight)
+    status.cuda = matmul_sm90_weight(first, workspace, stream);
   else if (plan.fused)
     status = fused_product(first, plan, workspace, handle, stream);
   else

@@ -1,5 +1,5 @@
 // Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernels where these
-// are faster (matmul_sm90.h). Host code may include this header.
+// are faster (matmul_own.h). Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -37,17 +37,24 @@ struct Matmul {
   accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
   bool accumulate = false;              // add the product to what is there (beta = 1)
   T* column_sums = nullptr;             // (columns), beside dgelu_at: takes out's sums over the rows, if the plan does
+  T* a_sums = nullptr;                  // (rows), without an epilogue: takes the sums of a over its terms, likewise
 };
 
 // How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
 // large product on the tensor cores it has several answers, and its first is up to a fifth slower than the best: these
 // are timed, once per shape and user (matmul_choices.h).
+enum class OwnProduct {
+  kNone,
+  kTiles,   // matmul_sm90
+  kWeight,  // matmul_sm90_weight
+};
+
 struct MatmulPlan {
-  bool fused;     // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
-  bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
-  bool untimed;   // matmul_time may find a faster one
-  bool own;       // by matmul_sm90 instead
-  bool sums;      // writes column_sums; else the caller sums
+  bool fused;      // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
+  bool own_gelu;   // GELU and its gradient are computed by our kernels, after the product
+  bool untimed;    // matmul_time may find a faster one
+  OwnProduct own;  // by one of our own kernels instead
+  bool sums;       // writes column_sums and a_sums; else the caller sums
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 };

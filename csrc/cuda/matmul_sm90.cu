@@ -1,19 +1,17 @@
-// Products for sm_90a, by wgmma and TMA, with GELU or its gradient, of which most is done while the tensor cores work
-// on the next tile's product.
+// Products for sm_90a, by wgmma and TMA, with a bias, GELU or its gradient, which other warps compute while the tensor
+// cores work on the next tile.
 //
 // A cluster of two blocks takes tiles of 256 x 256, one after the other; each block has 128 of the rows. The two share
-// the tile's columns of b: each loads half of them, into both. A block has a warpgroup of which one thread loads the
-// operands into a ring in shared memory, and two that compute, each 64 rows of the tile in float32 registers.
+// the tile's columns of b: each loads half of them, into both. A block has five warpgroups:
 //
-// When its sums are complete, a warpgroup rounds them (with the bias) to T: half as many registers. So the next tile's
-// product can start at once, and the rest of the epilogue is done in 8 pieces of 32 columns, each while the tensor
-// cores work on a step of that product:
+//   0     one thread loads the operands into a ring in shared memory
+//   1, 2  the products, each of 64 rows of the tile, in float32 registers
+//   3, 4  the rest
 //
-//   tensor cores  | tile 1, step 0  | step 1  | ... | step 7  | ... | last |       | tile 2, step 0  | ...
-//   warps         | tile 0, piece 0 | piece 1 | ... | piece 7 | wait       | round | tile 1, piece 0 | ...
+// A warp of a product rounds its 16 rows (with the bias) to T when they are complete, leaves them in shared memory for
+// one warp of the last two warpgroups, and goes on with the next tile. That warp has the time of a whole tile for them:
+// it takes row by row, 8 columns a lane, so that it reads and writes whole rows, and a lane adds up its columns.
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
 #include "../device.h"
 #include "common/hopper.cuh"
@@ -31,34 +29,35 @@ namespace {
 
 constexpr int kCluster = 2;                              // blocks
 constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's tile; terms of a step
-constexpr int kStages = 4;
-constexpr int kPieces = 8;  // of a warpgroup's part of a tile
-constexpr int kPieceColumns = kColumns / kPieces;
-constexpr int kThreads = 3 * kWarpgroup;
-[[maybe_unused]] constexpr int kConsumerWarps = 8;
+constexpr int kStages = 3;
+constexpr int kThreads = 5 * kWarpgroup;
+constexpr int kPairs = 8;  // of a warp of a product and a warp that finishes its rows
+constexpr int kWarpRows = 16;
+[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` on their way to registers
 
 // Shared memory.
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
 constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, where its rows are k
 constexpr int kStageBytes = kABytes + kBBytes;
-constexpr int kPieceRowBytes = 2 * kPieceColumns;
-constexpr int kPieceBytes = 64 * kPieceRowBytes;
-constexpr int kBuffers = 4;  // of a piece, for each warpgroup
-constexpr int kPiecesAt = kStages * kStageBytes;
-constexpr int kSumsAt = kPiecesAt + 2 * kBuffers * kPieceBytes;
-constexpr int kSumsBytes = 2 * 4 * kPieceColumns * 4;  // of a warpgroup: two pieces, of four warps
+constexpr int kRoundedRowBytes = 2 * kColumns;
+constexpr int kRoundedAt = kStages * kStageBytes;
+constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // two of them, used in turns
+constexpr int kBiasAt = kSumsAt;                   // all of it, in kernels that have one
+constexpr int kLongestBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
-constexpr int kBarriers = 2 * kStages + 2 * kBuffers;
+constexpr int kBarriers = 2 * kStages + 2 * kPairs;
 constexpr int kSharedBytes = kBarriersAt + 8 * kBarriers;
 static_assert(kSharedBytes <= 232448);
 
-enum class Finish { kGelu, kDgelu };
+enum class Finish { kBias, kGelu, kDgelu };
 
 template <typename T>
 struct WgmmaMatmul {
-  CUtensorMap a, b, out;
-  CUtensorMap pre;     // written for GELU, read for its gradient
+  CUtensorMap a, b;
+  T* out;
+  T* pre;              // (rows, columns): written for GELU, read for its gradient
   const T* bias;       // or null
   float* column_sums;  // (row tiles of 64, columns), or null
   int rows;
@@ -70,21 +69,6 @@ struct WgmmaMatmul {
 
 #if GPTKERNELS_WGMMA
 
-// The byte of a piece at which 16-byte chunk `chunk` of row `row` is (TMA's swizzle by 64 bytes).
-__device__ inline uint32_t piece_offset(int row, int chunk) {
-  return row * kPieceRowBytes + ((chunk ^ (row / 2 % 4)) << 4);
-}
-
-// The threads whose `one` is true arrive at a barrier in any block of the cluster. (An arrival with release at cluster
-// scope, which is not needed here, waits for all of the thread's stores: products then took 1.5 times as long.)
-__device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
-  asm volatile(
-      "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
-      "@one mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
-      "r"(static_cast<int>(one))
-      : "memory");
-}
-
 struct TilePosition {
   int row;  // of the block's part
   int column;
@@ -94,15 +78,16 @@ struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
   __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
-  __device__ uint32_t piece(int warpgroup, int buffer) const {
-    return first + 8 * (2 * kStages + warpgroup * kBuffers + buffer);
-  }
+  __device__ uint32_t rounded(int pair) const { return first + 8 * (2 * kStages + pair); }
+  __device__ uint32_t taken(int pair) const { return first + 8 * (2 * kStages + kPairs + pair); }
 };
 
 template <typename T>
 __device__ TilePosition tile_at(const WgmmaMatmul<T>& p, int tile, int rank) {
   return {tile / p.tiles_across * (kCluster * kRows) + rank * kRows, tile % p.tiles_across * kColumns};
 }
+
+// ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
 // Called by one thread: loads the operands of all of the block's tiles into the ring.
 template <bool kRowsAreK, typename T>
@@ -130,218 +115,278 @@ __device__ void load_operands(const WgmmaMatmul<T>& p, uint32_t shared, const Ba
   }
 }
 
-// Sums over the 16 rows of a warp. A thread's `values` are 8 columns, already summed over its own rows. Each lane
-// returns the sum of one column, piece_sum_column(lane).
-__device__ inline float sum_over_rows(const float (&values)[8], int lane) {
-  float four[4], two[2];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const bool high = lane & 16;
-    const float sent = high ? values[i] : values[i + 4];
-    four[i] = (high ? values[i + 4] : values[i]) + __shfl_xor_sync(~0u, sent, 16);
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool high = lane & 8;
-    const float sent = high ? four[i] : four[i + 2];
-    two[i] = (high ? four[i + 2] : four[i]) + __shfl_xor_sync(~0u, sent, 8);
-  }
-  const bool high = lane & 4;
-  const float sent = high ? two[0] : two[1];
-  return (high ? two[1] : two[0]) + __shfl_xor_sync(~0u, sent, 4);
-}
-__device__ inline int piece_sum_column(int lane) {
-  return lane / 8 % 4 / 2 * 16 + lane / 8 % 2 * 8 + lane % 4 * 2 + lane / 4 % 2;
+// ---- warpgroups 1 and 2 ---------------------------------------------------------------------------------------------
+
+// Where 16-byte chunk `chunk` of row `row` of a warp's rounded rows is.
+__device__ inline uint32_t rounded_offset(int row, int chunk) {
+  return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Loads two elements of the bias into `pair`, which stays as it is if they are not `inside` the matrix.
-__device__ inline void load_bias(uint32_t& pair, const void* global, bool inside) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
-               : "+r"(pair)
-               : "l"(global), "r"(static_cast<int>(inside))
-               : "memory");
+// Rounds half the columns of a warp's 16 rows to shared memory, with the bias; the addresses are where the lane's rows
+// and its bias start.
+template <bool kBias, typename T>
+__device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
+#pragma unroll
+  for (int group = 0; group < kColumns / 128; ++group) {
+    uint32_t pairs[8];  // of the bias
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = kBias ? load_word(bias + 128 * group + 16 * i) : 0x80008000u;  // -0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float* d = sums + 32 * group + 8 * i + 4 * j;
+        const float2 add = unpack_pair<T>(pairs[2 * i + j]);
+        words[2 * j] = pack_pair<T>(d[0] + add.x, d[1] + add.y);
+        words[2 * j + 1] = pack_pair<T>(d[2] + add.x, d[3] + add.y);
+      }
+      // 16 columns are 2 chunks, and `own` ^ 32 i is where the i-th two are of every 8.
+      store_matrices((own ^ 32 * i) + 128 * group, words[0], words[1], words[2], words[3]);
+    }
+  }
 }
+
+template <bool kBias, bool kRowsAreK, typename T>
+__device__ void multiply(const WgmmaMatmul<T>& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
+  const uint32_t shared = shared_address(shared_bytes);
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+  const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
+  const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
+  const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
+  // Lane 0 reports to block 0 that a stage was read, lane 1 to block 1.
+  const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
+
+  float sums[2][kColumns / 4];  // of each half of the columns
+  RingPosition<kStages> ring;
+
+  // Starts a step's products for half the columns.
+  const auto start = [&](auto half, bool first) {
+    constexpr int kHalf = decltype(half)::value;
+    constexpr int kHalfStep = (kRowsAreK ? 2 * kBPanel : kColumns / 2 * kPanelRowBytes) >> 4;
+    // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a block of the cluster.
+    const uint32_t stage = (shared & 0x3FFFF) + ring.slot * kStageBytes;
+    const uint64_t a = panel_descriptor(stage + warpgroup * 64 * kPanelRowBytes);
+    const uint64_t b = panel_descriptor(stage + kABytes, kRowsAreK ? kBPanel : 16) + kHalf * kHalfStep;
+    pin_registers(sums[kHalf]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i)
+      wgmma<T, kRowsAreK>(sums[kHalf], a + i * kStepK, b + i * (kRowsAreK ? kStepRows : kStepK), i > 0 || !first);
+    wgmma_commit();
+  };
+  const auto wait_for_operands = [&] { barrier_wait(barriers.full(ring.slot), ring.phase); };
+  const auto release = [&] {
+    barrier_arrive_in_block(lane < kCluster, empty_barriers + 8 * ring.slot);
+    ring.advance();
+  };
+  const auto round = [&](auto half, int column) {
+    constexpr int kHalf = decltype(half)::value;
+    const int first = column + kHalf * (kColumns / 2);
+    round_half<kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
+  };
+  // Rounds the second half and leaves the rows to the warp that finishes them.
+  const auto hand_over = [&](int column) {
+    round(Constant<1>{}, column);
+    __syncwarp();
+    barrier_arrive_if(lane == 0, barriers.rounded(pair));
+  };
+
+  // While one half of the columns is rounded, the tensor cores have the other: its last step, or the next tile's first.
+  wait_for_operands();
+  start(Constant<0>{}, true);
+  start(Constant<1>{}, true);
+  unsigned taken = 1;
+  for (int tile = blockIdx.x / kCluster;;) {
+    for (int step = 1; step < p.steps - 1; ++step) {
+      wgmma_wait<0>();
+      release();
+      wait_for_operands();
+      start(Constant<0>{}, false);
+      start(Constant<1>{}, false);
+    }
+    wgmma_wait<0>();
+    release();
+    wait_for_operands();
+    start(Constant<0>{}, false);
+    start(Constant<1>{}, false);
+    const int column = tile_at(p, tile, rank).column;
+    wgmma_wait<1>();
+    pin_registers(sums[0]);
+    barrier_wait(barriers.taken(pair), taken);
+    taken ^= 1;
+    round(Constant<0>{}, column);
+    wgmma_wait<0>();
+    pin_registers(sums[1]);
+    release();
+    tile += gridDim.x / kCluster;
+    if (tile >= p.tiles) return hand_over(column);
+    wait_for_operands();
+    start(Constant<0>{}, true);
+    hand_over(column);
+    start(Constant<1>{}, true);
+  }
+}
+
+// ---- warpgroups 3 and 4 ---------------------------------------------------------------------------------------------
+
+struct Words {
+  uint32_t v[4];  // 8 elements
+};
+
+__device__ inline Words load_shared(uint32_t shared) {
+  Words w;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3])
+               : "r"(shared)
+               : "memory");
+  return w;
+}
+// Loads 8 elements that are read once, if they are `inside` the matrix. (With a branch, or a result that is copied, the
+// compiler waits for them at once.)
+template <typename T>
+__device__ void load_once(Words& w, const T* global, bool inside) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(w.v[0]), "+r"(w.v[1]), "+r"(w.v[2]), "+r"(w.v[3])
+      : "l"(global), "r"(static_cast<int>(inside)));
+}
+template <typename T>
+__device__ void store_global(T* global, const Words& w) {
+  *reinterpret_cast<uint4*>(global) = {w.v[0], w.v[1], w.v[2], w.v[3]};
+}
+
+template <typename T>
+__device__ Words gelu_of(const Words& x) {
+  Words result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack_pair<T>(x.v[i]);
+    result.v[i] = pack_pair<T>(GeluTanh<T>::value(v.x), GeluTanh<T>::value(v.y));
+  }
+  return result;
+}
+
+// The product times GELU's derivative at `at`; adds the unrounded results to `sums`.
+template <typename T>
+__device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
+  Words result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 y = unpack_pair<T>(product.v[i]), x = unpack_pair<T>(at.v[i]);
+    const float d0 = y.x * GeluTanh<T>::derivative(x.x), d1 = y.y * GeluTanh<T>::derivative(x.y);
+    sums[2 * i] += d0;
+    sums[2 * i + 1] += d1;
+    result.v[i] = pack_pair<T>(d0, d1);
+  }
+  return result;
+}
+
+template <Finish kFinish, typename T>
+__device__ void finish(const WgmmaMatmul<T>& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
+  const int lane = threadIdx.x % 32;
+  const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
+  const uint32_t rounded = shared_address(shared_bytes) + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
+  unsigned phase = 0;
+  for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += gridDim.x / kCluster) {
+    const TilePosition at = tile_at(p, tile, rank);
+    const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
+    const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;  // this lane's; negative: none
+    const int64_t first = static_cast<int64_t>(row) * p.columns + column;
+    T* out = p.out + first;
+    T* pre = p.pre + first;
+    Words ahead[kAhead] = {};
+    if constexpr (kFinish == Finish::kDgelu) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) load_once(ahead[i], pre + static_cast<int64_t>(i) * p.columns, i < rows);
+      pre += static_cast<int64_t>(kAhead) * p.columns;
+    }
+    float sums[8] = {};
+    barrier_wait(barriers.rounded(pair), phase);
+#pragma unroll 1
+    for (int r0 = 0; r0 < kWarpRows; r0 += kAhead) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int r = r0 + i;
+        if (r >= rows) continue;
+        const Words product = load_shared(rounded + rounded_offset(r, lane));
+        if constexpr (kFinish == Finish::kGelu) {
+          store_global(pre, product);
+          pre += p.columns;
+          store_global(out, gelu_of<T>(product));
+        } else if constexpr (kFinish == Finish::kDgelu) {
+          store_global(out, times_derivative<T>(product, ahead[i], sums));
+          load_once(ahead[i], pre, r + kAhead < rows);
+          pre += p.columns;
+        } else {
+          store_global(out, product);
+        }
+        out += p.columns;
+      }
+    }
+    __syncwarp();
+    barrier_arrive_if(lane == 0, barriers.taken(pair));
+    if (kFinish == Finish::kDgelu && p.column_sums) {
+      // The sums of 64 rows: those of four warps.
+      const int warpgroup = pair / 4, thread = threadIdx.x % kWarpgroup;
+      float* const group =
+          reinterpret_cast<float*>(shared_bytes + kSumsAt + phase * kSumsBytes) + warpgroup * (4 * kColumns);
+      float4* const own = reinterpret_cast<float4*>(group + pair % 4 * kColumns + 8 * lane);
+      own[0] = {sums[0], sums[1], sums[2], sums[3]};
+      own[1] = {sums[4], sums[5], sums[6], sums[7]};
+      warpgroup_barrier(1 + warpgroup);
+#pragma unroll
+      for (int i = 0; i < kColumns; i += kWarpgroup) {
+        const int mine = i + thread;
+        float total = group[mine];
+#pragma unroll
+        for (int j = 1; j < 4; ++j) total += group[j * kColumns + mine];
+        if (at.column + mine < p.columns)
+          p.column_sums[static_cast<int64_t>(at.row / 64 + warpgroup) * p.columns + at.column + mine] = total;
+      }
+    }
+    phase ^= 1;
+  }
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
 
 template <typename T, Finish kFinish, bool kRowsAreK>
 __global__ void __launch_bounds__(kThreads, 1) matmul_wgmma_kernel(const __grid_constant__ WgmmaMatmul<T> p) {
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  const uint32_t shared = shared_address(shared_bytes);
-  const Barriers barriers = {shared + kBarriersAt};
+  const Barriers barriers = {shared_address(shared_bytes) + kBarriersAt};
   const int rank = static_cast<int>(cluster_rank());
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), kCluster * kConsumerWarps);
+      barrier_init(barriers.empty(i), kCluster * kPairs);
     }
-    for (int i = 0; i < 2 * kBuffers; ++i) barrier_init(barriers.piece(0, i), 1);
+    for (int i = 0; i < kPairs; ++i) {
+      barrier_init(barriers.rounded(i), 1);
+      barrier_init(barriers.taken(i), 1);
+    }
     mbarrier_init_fence();
+  }
+  if constexpr (kFinish != Finish::kDgelu) {
+    T* const bias = reinterpret_cast<T*>(shared_bytes + kBiasAt);
+    for (int i = threadIdx.x; i < p.tiles_across * kColumns; i += kThreads)
+      bias[i] = p.bias && i < p.columns ? p.bias[i] : T(-0.0f);
   }
   cluster_barrier();
 
-  if (threadIdx.x < kWarpgroup) {
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == 0) {
     give_registers<24>();
-    if (threadIdx.x == 0) load_operands<kRowsAreK>(p, shared, barriers, rank);
+    if (threadIdx.x == 0) load_operands<kRowsAreK>(p, shared_address(shared_bytes), barriers, rank);
+  } else if (warpgroup < 3) {
+    take_registers<160>();
+    multiply<kFinish != Finish::kDgelu, kRowsAreK>(p, shared_bytes, barriers, rank);
   } else {
-    take_registers<240>();
-    const int thread = threadIdx.x % kWarpgroup;
-    const int lane = thread % 32;
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
-    const int warp = __shfl_sync(~0u, thread / 32, 0);
-    const uint32_t pieces = shared + kPiecesAt + warpgroup * kBuffers * kPieceBytes;
-    float* const piece_sums = reinterpret_cast<float*>(shared_bytes + kSumsAt + warpgroup * kSumsBytes);
-    // Where this lane's 16 bytes are for ldmatrix and stmatrix, in the warp's 16 rows and the first 16 columns of a
-    // piece; for the next 16 columns it is own ^ 32.
-    const uint32_t own = piece_offset(warp * 16 + lane % 16, lane / 16);
-    // Lane 0 reports to block 0 that a stage was read, lane 1 to block 1.
-    const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
-
-    float sums[kColumns / 2];
-    uint32_t rounded[kColumns / 4];  // the tile before
-#pragma unroll
-    for (int i = 0; i < kColumns / 4; ++i) rounded[i] = 0;
-    TilePosition before = {0, 0}, at = {0, 0};
-    bool any_before = false, more = true;
-    RingPosition<kStages> ring;
-
-    const auto issue = [&](bool first) {
-      // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a block of the cluster.
-      const uint32_t stage = (shared & 0x3FFFF) + ring.slot * kStageBytes;
-      const uint64_t a = panel_descriptor(stage + warpgroup * 64 * kPanelRowBytes);
-      const uint64_t b = panel_descriptor(stage + kABytes, kRowsAreK ? kBPanel : 16);
-      pin_registers(sums);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < kInner / 16; ++i)
-        wgmma<T, kRowsAreK>(sums, a + i * kStepK, b + i * (kRowsAreK ? kStepRows : kStepK), i > 0 || !first);
-      wgmma_commit();
-    };
-    const auto release = [&](int slot) { barrier_arrive_in_block(lane < kCluster, empty_barriers + 8 * slot); };
-
-    const auto load_piece = [&](TilePosition tile, int piece) {
-      const int buffer = piece % kBuffers;
-      mbarrier_expect(barriers.piece(warpgroup, buffer), kPieceBytes);
-      tma_load(pieces + buffer * kPieceBytes, p.pre, tile.column + piece * kPieceColumns, tile.row + warpgroup * 64,
-               barriers.piece(warpgroup, buffer));
-    };
-
-    // Piece `piece` of the tile before, from `rounded`.
-    const auto finish = [&](int piece) {
-      const uint32_t (&words)[8] = reinterpret_cast<const uint32_t (&)[8]>(rounded[8 * piece]);
-      const int row = before.row + warpgroup * 64, column = before.column + piece * kPieceColumns;
-      if constexpr (kFinish == Finish::kGelu) {
-        const uint32_t pre = pieces + piece % 2 * 2 * kPieceBytes, out = pre + kPieceBytes;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_matrices(pre + (own ^ 32 * i), words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]);
-        uint32_t result[8];
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const float2 x = unpack_pair<T>(words[i]);
-          result[i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          store_matrices(out + (own ^ 32 * i), result[4 * i], result[4 * i + 1], result[4 * i + 2], result[4 * i + 3]);
-        fence_async_shared();
-        if (thread == 0) tma_store_wait_read();
-        warpgroup_barrier(1 + warpgroup);
-        if (thread == 0) {
-          tma_store(p.pre, pre, column, row);
-          tma_store(p.out, out, column, row);
-          tma_store_commit();
-        }
-      } else {
-        const int buffer = piece % kBuffers;
-        const uint32_t out = pieces + buffer * kPieceBytes;
-        barrier_wait(barriers.piece(warpgroup, buffer), piece / kBuffers & 1);
-        const int own_row = row + warp * 16 + lane / 4;
-        const bool inside[2] = {own_row < p.rows, own_row + 8 < p.rows};
-        float totals[8];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          uint32_t x[4];
-          load_matrices(x, out + (own ^ 32 * i));
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const float2 product = unpack_pair<T>(words[4 * i + j]), where = unpack_pair<T>(x[j]);
-            const float d0 = product.x * GeluTanh<T>::derivative(where.x);
-            const float d1 = product.y * GeluTanh<T>::derivative(where.y);
-            x[j] = pack_pair<T>(d0, d1);
-            float& total0 = totals[4 * i + j / 2 * 2];
-            float& total1 = totals[4 * i + j / 2 * 2 + 1];
-            total0 = (j % 2 ? total0 : 0) + (inside[j % 2] ? d0 : 0);
-            total1 = (j % 2 ? total1 : 0) + (inside[j % 2] ? d1 : 0);
-          }
-          store_matrices(out + (own ^ 32 * i), x[0], x[1], x[2], x[3]);
-        }
-        float* const warp_sums = piece_sums + piece % 2 * (4 * kPieceColumns);
-        if (p.column_sums) warp_sums[warp * kPieceColumns + piece_sum_column(lane)] = sum_over_rows(totals, lane);
-        fence_async_shared();
-        warpgroup_barrier(1 + warpgroup);
-        if (thread == 0) {
-          tma_store(p.out, out, column, row);
-          tma_store_commit();
-          tma_store_wait_read<1>();  // the buffer of the piece before is free
-          if (piece + 3 < kPieces)
-            load_piece(before, piece + 3);
-          else if (more)
-            load_piece(at, piece + 3 - kPieces);
-        }
-        if (p.column_sums && warp == 1 && column + lane < p.columns) {
-          float total = warp_sums[lane];
-#pragma unroll
-          for (int i = 1; i < 4; ++i) total += warp_sums[i * kPieceColumns + lane];
-          p.column_sums[static_cast<int64_t>(row / 64) * p.columns + column + lane] = total;
-        }
-      }
-    };
-
-    for (int tile = blockIdx.x / kCluster; tile < p.tiles; tile += gridDim.x / kCluster) {
-      at = tile_at(p, tile, rank);
-      if (kFinish == Finish::kDgelu && !any_before && thread == 0)
-        for (int piece = 0; piece < 3; ++piece) load_piece(at, piece);
-      const auto step = [&](bool first, auto meanwhile) {
-        barrier_wait(barriers.full(ring.slot), ring.phase);
-        issue(first);
-        meanwhile();
-        wgmma_wait<0>();
-        pin_registers(sums);
-        release(ring.slot);
-        ring.advance();
-      };
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-        step(piece == 0, [&] {
-          if (any_before) finish(piece);
-        });
-      // The bias is loaded once the registers of `rounded` are free: two elements a word, -0 (which changes no sum)
-      // outside the matrix.
-      uint32_t bias[kColumns / 8];
-      if constexpr (kFinish == Finish::kGelu) {
-#pragma unroll
-        for (int i = 0; i < kColumns / 8; ++i) {
-          bias[i] = 0x80008000u;
-          load_bias(bias[i], p.bias + at.column + 8 * i + lane % 4 * 2, p.bias && at.column + 8 * i < p.columns);
-        }
-      }
-      for (int i = kPieces; i < p.steps; ++i) step(false, [] {});
-#pragma unroll
-      for (int i = 0; i < kColumns / 8; ++i) {
-        float2 add = {-0.0f, -0.0f};
-        if constexpr (kFinish == Finish::kGelu) add = unpack_pair<T>(bias[i]);
-        rounded[2 * i] = pack_pair<T>(sums[4 * i] + add.x, sums[4 * i + 1] + add.y);
-        rounded[2 * i + 1] = pack_pair<T>(sums[4 * i + 2] + add.x, sums[4 * i + 3] + add.y);
-      }
-      before = at;
-      any_before = true;
-    }
-    more = false;
-    if (any_before) {
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) finish(piece);
-    }
-    if (thread == 0) tma_store_wait();
+    give_registers<64>();
+    finish<kFinish>(p, shared_bytes, barriers, rank);
   }
   cluster_barrier();  // until then the other block may write here
 }
@@ -373,9 +418,8 @@ cudaError_t launch(const Matmul<T>& p, float* column_sums, Stream stream) {
       .a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),
       .b = kRowsAreK ? matrix_map<T>(p.b, p.inner, p.columns, p.b_ld, kInner, kPanelColumns)
                      : matrix_map<T>(p.b, p.columns, p.inner, p.b_ld, kColumns / kCluster, kInner),
-      .out = matrix_map<T>(p.out, p.rows, p.columns, p.columns, 64, kPieceColumns),
-      .pre = matrix_map<T>(kFinish == Finish::kGelu ? p.pre_gelu : p.dgelu_at, p.rows, p.columns, p.columns, 64,
-                           kPieceColumns),
+      .out = p.out,
+      .pre = kFinish == Finish::kGelu ? p.pre_gelu : const_cast<T*>(p.dgelu_at),
       .bias = p.bias,
       .column_sums = column_sums,
       .rows = static_cast<int>(p.rows),
@@ -397,7 +441,7 @@ cudaError_t launch(const Matmul<T>& p, float* column_sums, Stream stream) {
                         : launch<T, kFinish, true>(p, column_sums, stream);
 }
 
-// ---- which products these kernels compute ---------------------------------------------------------------------------
+// ---- which products these kernels can compute -----------------------------------------------------------------------
 
 // Whether the kernels have code for this device; all of them are compiled alike.
 template <typename T>
@@ -413,47 +457,33 @@ inline bool aligned(const void* pointer, uintptr_t bytes) {
 template <typename T>
 bool can_serve(const Matmul<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
-  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
-  if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed) return false;
-  if (p.rows < 1 || p.columns < 1 || p.inner <= (kPieces - 1) * kInner) return false;
+  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate && !p.a_sums;
+  if (!plain || p.a_transposed) return false;
+  if (p.rows < 1 || p.columns < 1 || p.inner <= kInner) return false;
   if (p.rows >= kLargest || p.columns >= kLargest || p.inner >= kLargest) return false;
   if (tiles_down(p) * tiles_across(p) >= kLargest) return false;
+  if (!p.dgelu_at && tiles_across(p) * kColumns > kLongestBias) return false;
   if (p.columns % 8 != 0 || p.out_ld != p.columns || p.a_ld % 8 != 0 || p.b_ld % 8 != 0) return false;
   return aligned(p.a, 16) && aligned(p.b, 16) && aligned(p.out, 16) && aligned(p.pre_gelu, 16) &&
-         aligned(p.dgelu_at, 16) && aligned(p.bias, 4) && tensor_map_encoder() && built<T>();
-}
-
-// Whether it is faster than cuBLASLt (docs/mlp.md has the measurements). GELU's gradient is faster only if it also
-// saves the separate pass for the column sums. Tiles are large: where there are few, some SMs are idle at the end, and
-// cuBLASLt's smaller tiles are faster.
-template <typename T>
-bool is_faster(const Matmul<T>& p) {
-  constexpr double kBusy = 0.85;
-  const int64_t tiles = tiles_down(p) * tiles_across(p);
-  const int64_t clusters = multiprocessors() / kCluster;
-  const int64_t slots = ceil_div(tiles, clusters) * clusters;
-  return (p.pre_gelu || p.column_sums) && static_cast<double>(tiles) >= kBusy * static_cast<double>(slots);
-}
-
-enum class Choice { kMeasured, kCublas, kOwn };
-
-// GPTKERNELS_MATMUL=cublas or own.
-Choice choice() {
-  const char* name = std::getenv("GPTKERNELS_MATMUL");
-  if (!name) return Choice::kMeasured;
-  return !std::strcmp(name, "cublas") ? Choice::kCublas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
+         aligned(p.dgelu_at, 16) && tensor_map_encoder() && built<T>();
 }
 
 }  // namespace
 
 template <typename T>
-bool matmul_sm90_serves(const Matmul<T>& p) {
+bool matmul_sm90_takes(const Matmul<T>& p) {
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    const Choice wanted = choice();
-    return wanted != Choice::kCublas && can_serve(p) && (wanted == Choice::kOwn || is_faster(p));
+    return can_serve(p);
   }
+}
+
+template <typename T>
+double matmul_sm90_busy(const Matmul<T>& p) {
+  const int64_t tiles = tiles_down(p) * tiles_across(p);
+  const int64_t clusters = multiprocessors() / kCluster;
+  return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, clusters) * clusters);
 }
 
 // The sums of every 64 rows.
@@ -468,6 +498,7 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
     return cudaErrorNotSupported;
   } else {
     if (p.pre_gelu) return launch<T, Finish::kGelu>(p, nullptr, stream);
+    if (!p.dgelu_at) return launch<T, Finish::kBias>(p, nullptr, stream);
     float* const partials = static_cast<float*>(p.column_sums ? workspace : nullptr);
     const cudaError_t error = launch<T, Finish::kDgelu>(p, partials, stream);
     if (error != cudaSuccess || !partials) return error;
@@ -483,7 +514,8 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                              \
-  template bool matmul_sm90_serves<T>(const Matmul<T>&);       \
+  template bool matmul_sm90_takes<T>(const Matmul<T>&);        \
+  template double matmul_sm90_busy<T>(const Matmul<T>&);       \
   template int64_t matmul_sm90_workspace<T>(const Matmul<T>&); \
   template cudaError_t matmul_sm90<T>(const Matmul<T>&, void*, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)

@@ -1,15 +1,18 @@
-// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias with GELU,
-// and GELU's gradient with its sums over the rows. bfloat16 and float16; at least 449 terms a sum.
+// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias, a bias with
+// GELU, and GELU's gradient with its sums over the rows. bfloat16 and float16.
 #pragma once
 
 #include "matmul.h"
 
 namespace gptkernels::cuda {
 
-// Whether matmul_sm90 computes this product, and faster than cuBLASLt. The environment variable GPTKERNELS_MATMUL, read
-// at each call, decides for it wherever it can (`own`) or nowhere (`cublas`).
+// Whether matmul_sm90 can compute this product, here. (matmul_own.h: where it does.)
 template <typename T>
-bool matmul_sm90_serves(const Matmul<T>& p);
+bool matmul_sm90_takes(const Matmul<T>& p);
+
+// How much of the kernel's time the multiprocessors have work, at least.
+template <typename T>
+double matmul_sm90_busy(const Matmul<T>& p);
 
 // The size of the workspace in bytes: partial sums for column_sums.
 template <typename T>

@@ -44,6 +44,16 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
+// The threads whose `one` is true arrive at a barrier in any block of the cluster. (An arrival with release at cluster
+// scope, which is not needed here, waits for all of the thread's stores: products then took 1.5 times as long.)
+__device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
+      "@one mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
+      "r"(static_cast<int>(one))
+      : "memory");
+}
+
 __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
   asm volatile(
       "{\n"

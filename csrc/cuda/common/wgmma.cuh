@@ -102,13 +102,13 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
 // D += A B, both in shared memory; D = A B where `accumulate` is 0.
-#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
+#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_a, transpose_b)           \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64 \
-      "%32, %33, p, 1, 1, 0, %35;\n}"                                                         \
+      "%32, %33, p, 1, 1, %36, %35;\n}"                                                       \
       : GPTKERNELS_ACCUMULATORS_64(d)                                                         \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                   \
       : "memory")
 
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
@@ -121,13 +121,13 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "memory")
 
 // D += A B, both in shared memory; D = A B where `accumulate` is 0.
-#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
+#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128 \
-      "%64, %65, p, 1, 1, 0, %67;\n}"                                                           \
+      "%64, %65, p, 1, 1, %68, %67;\n}"                                                         \
       : GPTKERNELS_ACCUMULATORS_128(d)                                                          \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
       : "memory")
 
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
@@ -159,33 +159,33 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
   "%123, %124, %125, %126, %127}, "
 
-#define GPTKERNELS_WGMMA_SS_256(TYPE, d, a, b, accumulate, transpose_b)                         \
+#define GPTKERNELS_WGMMA_SS_256(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_256 \
-      "%128, %129, p, 1, 1, 0, %131;\n}"                                                        \
+      "%128, %129, p, 1, 1, %132, %131;\n}"                                                     \
       : GPTKERNELS_ACCUMULATORS_256(d)                                                          \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
       : "memory")
 
-// D (64 x 2n) = A B, or += where `accumulate` is not 0. A by descriptor (rows are m) or in registers; kRowsAreK says
-// how B lies.
-template <typename T, bool kRowsAreK, int n>
+// D (64 x 2n) = A B, or += where `accumulate` is not 0. A by descriptor or in registers; kRowsAreK says how B lies,
+// kARowsAreK how A does.
+template <typename T, bool kRowsAreK, bool kARowsAreK = false, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64 || n == 128);
-  constexpr int kTranspose = kRowsAreK ? 1 : 0;
+  constexpr int kTranspose = kRowsAreK ? 1 : 0, kTransposeA = kARowsAreK ? 1 : 0;
   if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
-    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
   } else if constexpr (std::is_same_v<T, bfloat16> && n == 64) {
-    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
   } else if constexpr (std::is_same_v<T, bfloat16>) {
-    GPTKERNELS_WGMMA_SS_256("bf16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_256("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
   } else if constexpr (n == 32) {
-    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTransposeA, kTranspose);
   } else if constexpr (n == 64) {
-    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTransposeA, kTranspose);
   } else {
-    GPTKERNELS_WGMMA_SS_256("f16", d, a, b, accumulate, kTranspose);
+    GPTKERNELS_WGMMA_SS_256("f16", d, a, b, accumulate, kTransposeA, kTranspose);
   }
 }
 
