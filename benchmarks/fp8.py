@@ -11,7 +11,7 @@ from gptkernels.ops.fp8 import new_history
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(65536, 768, 2304), (65536, 768, 768), (65536, 768, 3072), (65536, 3072, 768)]}
 CPU_SIZES = [(1024, 768, 768)]
-TINY = (16, 16, 32)
+TINY = (16, 16, 64)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -66,7 +66,7 @@ def cases(device, dtype, rows, inner, outer):
         )
 
     yield product("forward", q, w, scale, w_scale, True)
-    yield product("of dx", g, w_t, g_scale, w_scale, False)
+    yield product("of dx", g, w_t, g_scale, w_scale, True)
     yield product("of dweight", g_t, q_t, g_scale, scale, False)
 
     bias = torch.zeros(outer, device=device, dtype=dtype)
@@ -78,6 +78,69 @@ def cases(device, dtype, rows, inner, outer):
         lambda: exact.outputs(F.linear, [read(q, scale)], [read(w, w_scale)]),
         bytes=nbytes(x, weight, q, q_t, w, w_t) + nbytes(dout),
         flops=2 * rows * inner * outer,
+        peers={},
+        look=lambda out: out[:1],
+    )
+    if outer == 4 * inner:
+        yield from mlp_cases(x, weight)
+
+
+def mlp_cases(x, fc):
+    """With the histories of earlier calls, as all but the first of a training run."""
+    rows, inner, outer = len(x), *fc.t().shape
+    dtype, device = x.dtype, x.device
+    fc, proj = fc * inner**-0.5, torch.randn(inner, outer, device=device, dtype=dtype) * outer**-0.5
+    biases = [torch.zeros(n, device=device, dtype=dtype) for n in (outer, inner)]
+    dout = torch.randn_like(x)
+    histories = [new_history(device) for _ in range(4)]
+    mask = [True] * 5
+
+    def forward():
+        return ops.fp8_mlp(x, fc, biases[0], proj, biases[1], *histories, [True] * 4)
+
+    def backward(saved):
+        return ops.fp8_mlp_backward(dout, *saved, *histories[2:], mask)
+
+    _, pre, x_t, fc_t, hidden_t, proj_t, x_scale, fc_scale, hidden_scale, proj_scale = forward()
+    saved = pre, x_t, fc_t, hidden_t, proj_t, x_scale, fc_scale, hidden_scale, proj_scale
+    grads = backward(saved)
+    g, _, g_scale = ops.fp8_quantize(dout, None, E5M2)
+    post_scale, dpre_scale = (
+        ops.fp8_quantize(x, h.clone(), f)[2] for h, f in zip(histories[1:3], (E4M3, E5M2), strict=True)
+    )
+
+    def rounded(t, scale, fp8):
+        """To the operator's dtype, and then to float8 with the history's scale."""
+        return read((t.to(dtype).float() / scale).to(fp8), scale)
+
+    def second(pre, proj):
+        return F.linear(rounded(F.gelu(pre, approximate="tanh"), post_scale, E4M3), proj)
+
+    def dx(g, pre, fc, proj):
+        (dpre,) = torch.autograd.grad(
+            F.gelu(pre.requires_grad_(), approximate="tanh"), pre, (g @ proj).to(dtype).double()
+        )
+        return rounded(dpre, dpre_scale, E5M2) @ fc
+
+    shape = f"{rows}x{inner}x{outer}"
+    wide = [read(t_t.t(), scale) for t_t, scale in ((fc_t, fc_scale), (proj_t, proj_scale))]
+    yield Case(
+        "fp8_mlp fwd",
+        shape,
+        forward,
+        lambda: exact.outputs(second, [pre], [wide[1]]),
+        bytes=nbytes(x, fc, proj, x_t, hidden_t, fc_t, proj_t, pre) + nbytes(x),
+        flops=4 * rows * inner * outer,
+        peers={},
+        look=lambda out: out[:1],
+    )
+    yield Case(
+        "fp8_mlp bwd",
+        shape,
+        lambda: backward(saved),
+        lambda: exact.outputs(dx, [read(g, g_scale), pre], wide),
+        bytes=nbytes(dout, *saved, *grads),
+        flops=8 * rows * inner * outer,
         peers={},
         look=lambda out: out[:1],
     )

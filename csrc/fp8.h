@@ -28,6 +28,13 @@ constexpr int64_t fp8_padded(int64_t rows) {
   return (rows + kFp8Alignment - 1) / kFp8Alignment * kFp8Alignment;
 }
 
+// Of a pass that the kernel of the product before it makes, wherever there is a scale (CUDA).
+struct Fp8Made {
+  const int32_t* done = nullptr;  // not 0: all but the addition of the partial sums is done
+  void* partials = nullptr;       // the partial sums are here, so many rows of sum_t<T>
+  int64_t partial_rows = 0;
+};
+
 // out = x / scale, rounded to the nearest, ties to even. Values beyond the format's largest become that; NaN and
 // infinities become NaN.
 //
@@ -47,6 +54,7 @@ struct Fp8Quantize {
   int64_t width;            // C
   Fp8Format format;
   Fp8Source source;  // the CPU's kernel takes kValues without column_sums
+  Fp8Made made = {};
 };
 
 // The size of the workspace in bytes.

@@ -1,6 +1,7 @@
 #include "fp8.h"
 
 #ifdef GPTKERNELS_CUDA
+#include "../csrc/cuda/fp8_gelu_sm90.h"
 #include "../csrc/cuda/fp8_matmul.h"
 #else
 #include "../csrc/cpu/fp8_matmul.h"
@@ -29,26 +30,57 @@ void dispatch_fp8(const Tensor& t, const Fn& fn) {
 }
 
 template <typename T>
-void launch_quantize(const Launcher& launcher, const Quantized& out, const Tensor& x, const OptionalTensor& history,
-                     const QuantizeOptions& options, Fp8Source source) {
-  const int64_t rows = rows_of(x), width = width_of(x);
-  const Tensor scratch = workspace(fp8_quantize_workspace<T>(rows, width), x);
-  launcher.check(fp8_quantize<T>({.out = pointer<uint8_t>(out.values),
-                                  .out_transposed = pointer<uint8_t>(out.transposed),
-                                  .scale = pointer<float>(out.scale),
-                                  .column_sums = pointer<T>(options.column_sums),
-                                  .x = pointer<T>(x),
-                                  .u = pointer<T>(options.dgelu_at),
-                                  .history = pointer<int32_t>(history),
-                                  .workspace = pointer<void>(scratch),
-                                  .rows = rows,
-                                  .width = width,
-                                  .format = format_of(out.values.scalar_type()),
-                                  .source = source},
-                                 launcher.stream()));
+Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTensor& history,
+                       const QuantizeOptions& options, Fp8Source source) {
+  return {.out = pointer<uint8_t>(out.values),
+          .out_transposed = pointer<uint8_t>(out.transposed),
+          .scale = pointer<float>(out.scale),
+          .column_sums = pointer<T>(options.column_sums),
+          .x = pointer<T>(x),
+          .u = pointer<T>(options.dgelu_at),
+          .history = pointer<int32_t>(history),
+          .workspace = nullptr,
+          .rows = rows_of(x),
+          .width = width_of(x),
+          .format = format_of(out.values.scalar_type()),
+          .source = source};
+}
+
+template <typename T>
+void launch_quantize(const Launcher& launcher, Fp8Quantize<T> pass, const Tensor& x) {
+  const Tensor scratch = workspace(fp8_quantize_workspace<T>(pass.rows, pass.width), x);
+  pass.workspace = pointer<void>(scratch);
+  launcher.check(fp8_quantize<T>(pass, launcher.stream()));
+}
+
+Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed) {
+  const Shape shape = transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
+  return {allocate(shape_of(x), dtype, x), allocate(shape, dtype, x), allocate({}, ScalarType::Float, x)};
 }
 
 #ifdef GPTKERNELS_CUDA
+
+Fp8Source source_of(const QuantizeOptions& options) {
+  if (options.gelu) return Fp8Source::kGelu;
+  return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
+}
+
+template <typename T>
+Fp8Matmul<T> product_of(const Tensor& out, const Fp8Operand& a, const Fp8Operand& b, const OptionalTensor& bias,
+                        bool fast_accumulation) {
+  return {.out = pointer<T>(out),
+          .a = pointer<uint8_t>(a.values),
+          .b = pointer<uint8_t>(b.values),
+          .scale_a = pointer<float>(a.scale),
+          .scale_b = pointer<float>(b.scale),
+          .bias = pointer<T>(bias),
+          .rows = rows_of(a.values),
+          .columns = b.values.size(0),
+          .inner = width_of(a.values),
+          .a_format = format_of(a.values.scalar_type()),
+          .b_format = format_of(b.values.scalar_type()),
+          .fast_accumulation = fast_accumulation};
+}
 
 template <typename T>
 void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul<T>& p) {
@@ -188,18 +220,15 @@ void check_features(const char* op, const char* name, int64_t features) {
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
                    const QuantizeOptions& options) {
-  const Shape transposed = options.transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
-  const Quantized out = {allocate(shape_of(x), dtype, x), allocate(transposed, dtype, x),
-                         allocate({}, ScalarType::Float, x)};
+  const Quantized out = allocate_quantized(x, dtype, options.transposed);
 #ifdef GPTKERNELS_CUDA
-  const Fp8Source source = options.gelu       ? Fp8Source::kGelu
-                           : options.dgelu_at ? Fp8Source::kGeluGradient
-                                              : Fp8Source::kValues;
-  dispatch_fp8(x, [&]<typename T>() { launch_quantize<T>(launcher, out, x, history, options, source); });
+  dispatch_fp8(x, [&]<typename T>() {
+    launch_quantize<T>(launcher, pass_of<T>(out, x, history, options, source_of(options)), x);
+  });
 #else
   const Tensor values = source_of(launcher, x, options);
   dispatch_fp8(x, [&]<typename T>() {
-    launch_quantize<T>(launcher, out, values, history, {.transposed = options.transposed}, Fp8Source::kValues);
+    launch_quantize<T>(launcher, pass_of<T>(out, values, history, {}, Fp8Source::kValues), x);
   });
   if (options.column_sums)
     column_sums(launcher, *options.column_sums,
@@ -210,24 +239,11 @@ Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTens
 
 void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                  const OptionalTensor& bias, [[maybe_unused]] bool fast_accumulation) {
-  const int64_t rows = rows_of(a.values), columns = b.values.size(0);
 #ifdef GPTKERNELS_CUDA
-  dispatch_fp8(out, [&]<typename T>() {
-    launch_product<T>(launcher, out,
-                      {.out = pointer<T>(out),
-                       .a = pointer<uint8_t>(a.values),
-                       .b = pointer<uint8_t>(b.values),
-                       .scale_a = pointer<float>(a.scale),
-                       .scale_b = pointer<float>(b.scale),
-                       .bias = pointer<T>(bias),
-                       .rows = rows,
-                       .columns = columns,
-                       .inner = width_of(a.values),
-                       .a_format = format_of(a.values.scalar_type()),
-                       .b_format = format_of(b.values.scalar_type()),
-                       .fast_accumulation = fast_accumulation});
-  });
+  dispatch_fp8(
+      out, [&]<typename T>() { launch_product<T>(launcher, out, product_of<T>(out, a, b, bias, fast_accumulation)); });
 #else
+  const int64_t rows = rows_of(a.values), columns = b.values.size(0);
   const Tensor product = allocate({rows, columns}, ScalarType::Float, out);
   matmul(launcher, matrix(product), matrix(widened(launcher, a.values)),
          matrix(widened(launcher, b.values)).transposed());
@@ -241,6 +257,30 @@ void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& 
                                   .columns = columns},
                                  launcher.stream()));
   });
+#endif
+}
+
+Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
+                           const OptionalTensor& bias, bool fast_accumulation, const OptionalTensor& history,
+                           ScalarType dtype, const QuantizeOptions& options) {
+#ifdef GPTKERNELS_CUDA
+  const Quantized quantized = allocate_quantized(out, dtype, options.transposed);
+  dispatch_fp8(out, [&]<typename T>() {
+    const Fp8Matmul<T> product = product_of<T>(out, a, b, bias, fast_accumulation);
+    Fp8Quantize<T> pass = pass_of<T>(quantized, out, history, options, source_of(options));
+    if (!fp8_gelu_sm90_serves(product, pass)) {
+      launch_product(launcher, out, product);
+      launch_quantize(launcher, pass, out);
+      return;
+    }
+    const Tensor scratch = workspace(fp8_gelu_sm90_workspace(product), out);
+    pass.workspace = pointer<void>(scratch);
+    launcher.check(fp8_gelu_sm90(product, pass, launcher.stream()));
+  });
+  return quantized;
+#else
+  fp8_product(launcher, out, a, b, bias, fast_accumulation);
+  return quantize(launcher, out, history, dtype, options);
 #endif
 }
 

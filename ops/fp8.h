@@ -41,4 +41,10 @@ struct Fp8Operand {
 void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                  const OptionalTensor& bias, bool fast_accumulation);
 
+// fp8_product, then quantise what it gives, with a history, in one kernel where there is one. With dgelu_at out may be
+// left unwritten.
+Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
+                           const OptionalTensor& bias, bool fast_accumulation, const OptionalTensor& history,
+                           ScalarType dtype, const QuantizeOptions& options);
+
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -51,7 +51,7 @@ Quantized quantize_weight(const Launcher& launcher, const Tensor& weight, bool t
 // dx = dout @ weight
 Tensor input_gradient(const Launcher& launcher, const Tensor& like, const Quantized& dout, const Fp8Operand& weight_t) {
   const Tensor dx = allocate(with_width(like, weight_t.values.size(0)), like);
-  fp8_product(launcher, dx, {dout.values, dout.scale}, weight_t, std::nullopt, false);
+  fp8_product(launcher, dx, {dout.values, dout.scale}, weight_t, std::nullopt, true);
   return dx;
 }
 
@@ -122,9 +122,9 @@ MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTe
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
   const Quantized fc = quantize_weight(launcher, fc_weight, save[0]);
   const Tensor pre_gelu = allocate(with_width(x, fc_weight.size(0)), x);
-  fp8_product(launcher, pre_gelu, {rows.values, rows.scale}, {fc.values, fc.scale}, dense(fc_bias), true);
   const Quantized hidden =
-      quantize(launcher, pre_gelu, hidden_history, kForward, {.transposed = save[2], .gelu = true});
+      quantize_product(launcher, pre_gelu, {rows.values, rows.scale}, {fc.values, fc.scale}, dense(fc_bias), true,
+                       hidden_history, kForward, {.transposed = save[2], .gelu = true});
   const Quantized proj = quantize_weight(launcher, proj_weight, save[3]);
   const Tensor out = allocate(with_width(x, proj_weight.size(0)), x);
   fp8_product(launcher, out, {hidden.values, hidden.scale}, {proj.values, proj.scale}, dense(proj_bias), true);
@@ -168,10 +168,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
   const Quantized gradient = quantize(launcher, dense(dout), dout_history, kGradient, options);
   if (output_mask[3]) dproj = weight_gradient(launcher, dout, gradient, {dense(hidden_t), hidden_scale});
   if (hidden_wanted) {
-    const Tensor dpost = input_gradient(launcher, dout, gradient, {dense(proj_weight_t), proj_scale});
+    const Tensor dpost = allocate(with_width(dout, hidden_width), dout);
     QuantizeOptions hidden = {.transposed = output_mask[1], .dgelu_at = dense(pre_gelu)};
     if (output_mask[2]) hidden.column_sums = dfc_bias;
-    const Quantized dpre = quantize(launcher, dpost, dhidden_history, kGradient, hidden);
+    const Quantized dpre =
+        quantize_product(launcher, dpost, {gradient.values, gradient.scale}, {dense(proj_weight_t), proj_scale},
+                         std::nullopt, true, dhidden_history, kGradient, hidden);
     if (output_mask[0]) dx = input_gradient(launcher, dout, dpre, {dense(fc_weight_t), fc_scale});
     if (output_mask[1]) dfc = weight_gradient(launcher, dout, dpre, {dense(x_t), x_scale});
   }

@@ -383,9 +383,9 @@ def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, caps
     assert "different settings" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "curves.json"] if p.exists()])
+@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "fp8_curves.json"] if p.exists()])
 def test_the_page_has_the_kept_curves(path):
-    """They are what `python -m benchmarks.curves --from benchmarks/results/curves.json --pages` puts there."""
+    """They are what `python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages` puts there."""
     from benchmarks.curves.__main__ import PAGE, PLACE, joined, section
 
     page = PAGE.read_text()

@@ -6,6 +6,7 @@
 #include "common/packed.cuh"
 #include "common/partial_sums.cuh"
 #include "common/reduce.cuh"
+#include "fp8_history.cuh"
 #include "gelu.cuh"
 
 // The pass reads x once, N * C * sizeof(T) bytes (and u, as many), and writes N * C bytes, twice with the transposed
@@ -91,11 +92,6 @@ struct Part {
   }
 };
 
-// The value with its infinities made NaN, which FiniteMax ignores and float8 has.
-__device__ float finite_or_nan(float x) {
-  return fmaf(x, 0.0f, x);
-}
-
 // The largest over the block, in thread 0.
 __device__ float block_largest(float magnitude) {
   __shared__ float warps[kWarps];
@@ -108,13 +104,9 @@ __device__ float block_largest(float magnitude) {
   return magnitude;
 }
 
-// The bits of floats that are not negative have the order of whole numbers.
-__device__ int32_t history_largest(const int32_t* history) {
-  int32_t bits = 0;
-  if (history)
-#pragma unroll
-    for (int i = 0; i < kFp8Calls; ++i) bits = max(bits, history[i]);
-  return bits;
+template <typename T>
+__device__ bool is_made(const Fp8Quantize<T>& p) {
+  return p.made.done && *p.made.done;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -125,7 +117,7 @@ constexpr int kMostLargest = 1024;  // blocks, each of which writes one number
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
   wait_for_previous_kernel();
-  if (history_largest(p.history) > 0) return;
+  if (history_largest(p.history) > 0 || is_made(p)) return;
   const int64_t size = p.rows * p.width;
   const int64_t stride = int64_t(gridDim.x) * kThreads * kSide;
   float amax = 0;
@@ -204,23 +196,6 @@ __device__ void store_transposed(const Fp8Quantize<T>& p, const TransposedTile& 
   }
 }
 
-// The last block to come here moves the history on.
-__device__ void note_largest(int32_t* history, int32_t bits) {
-  int32_t* under_way = history + kFp8Calls;
-  atomicMax(under_way, bits);
-  __threadfence();
-  const int32_t blocks = static_cast<int32_t>(gridDim.x * gridDim.y);
-  if (atomicAdd(under_way + 1, 1) != blocks - 1) return;
-  __threadfence();
-  int32_t calls[kFp8Calls];
-#pragma unroll
-  for (int i = 1; i < kFp8Calls; ++i) calls[i - 1] = history[i];
-  calls[kFp8Calls - 1] = atomicExch(under_way, 0);
-#pragma unroll
-  for (int i = 0; i < kFp8Calls; ++i) history[i] = calls[i];
-  under_way[1] = 0;
-}
-
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads, Source::kResident)
     fp8_quantize_kernel(const Fp8Quantize<T> p, const float* largest, int count, sum_t<T>* partials) {
@@ -243,6 +218,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   };
 
   wait_for_previous_kernel();
+  if (is_made(p)) return;
   int64_t tile = int64_t(blockIdx.y) * kTileRows;
   if (tile < p.rows) load_tile(tile);
   int32_t bits = history_largest(p.history);
@@ -334,7 +310,8 @@ dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
 template <typename T, typename Source, bool kVector>
 void launch(const Fp8Quantize<T>& p, Stream stream) {
   auto* largest = static_cast<float*>(p.workspace);
-  auto* partials = reinterpret_cast<sum_t<T>*>(static_cast<char*>(p.workspace) + kLargestBytes);
+  void* const own_partials = static_cast<char*>(p.workspace) + kLargestBytes;
+  auto* const partials = static_cast<sum_t<T>*>(p.made.partials ? p.made.partials : own_partials);
   const int64_t size = p.rows * p.width;
   const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMostLargest);
   const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kSide), 1, filling));
@@ -345,7 +322,7 @@ void launch(const Fp8Quantize<T>& p, Stream stream) {
     launch_partial_sums<T, sum_t<T>>({.first = p.column_sums,
                                       .second = nullptr,
                                       .partials = partials,
-                                      .count = grid.y,
+                                      .count = std::max<int64_t>(grid.y, p.made.partial_rows),
                                       .width = p.width,
                                       .split = p.width},
                                      stream);

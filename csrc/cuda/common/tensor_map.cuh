@@ -91,6 +91,16 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
+// The same of a tensor of five dimensions.
+__device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
+                                uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
+      "[%2];" ::"r"(shared),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)

@@ -1,0 +1,524 @@
+// Float8 products for sm_90a that GELU or its gradient follows, quantised as they are computed.
+//
+// A block keeps 256 or 128 rows of b, with all of their terms, in shared memory, and takes every so many 64 rows of a.
+// It has a warpgroup of which one thread loads, and two that compute tiles of 64 x 256 (or 128) in turns: while the
+// tensor cores work on the product of one, the other finishes its own.
+//
+// TMA puts the rows of a and b into shared memory in an order by which a thread's accumulators are, of every 32
+// columns, 8 neighbouring ones of two neighbouring rows: 16 bytes of T, 8 of float8, and, transposed, pairs of bytes
+// that stmatrix puts together to 16 rows of a column.
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "../fp8_scale.h"
+#include "common/hopper.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "common/tensor_map.cuh"
+#include "common/warpgroups.cuh"
+#include "common/wgmma.cuh"
+#include "fp8_gelu_sm90.h"
+#include "fp8_history.cuh"
+#include "gelu.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+constexpr int kRows = 64;                   // of a tile
+constexpr int kStepBytes = kPanelRowBytes;  // terms of a step
+constexpr int kStages = 3;
+constexpr int kPieceColumns = 32;
+constexpr int kThreads = 3 * kWarpgroup;
+constexpr int kConsumers = 2;  // warpgroups
+
+// Shared memory. The block's rows of b, one for each of the tile's columns, have the room of 256 with 768 terms.
+constexpr int kBBytes = 256 * 768;
+constexpr int kAStep = kRows * kStepBytes;
+constexpr int kTransposedBytes = kPieceColumns * kRows;  // of a piece; two for each warpgroup
+constexpr int kTransposedAt = kBBytes + kStages * kAStep;
+constexpr int kBiasAt = kTransposedAt + 2 * kConsumers * kTransposedBytes;
+constexpr int kLargestAt = kBiasAt + 2 * 256;
+constexpr int kBarriersAt = kLargestAt + 4 * 4 * kConsumers;
+constexpr int kSharedBytes = kBarriersAt + 8 * (2 * kStages + 1 + kConsumers);
+static_assert(kSharedBytes <= 232448 && kBarriersAt % 8 == 0);
+
+// 256, or half as many where the terms are more.
+constexpr int columns_for(int64_t inner) {
+  return inner <= 768 ? 256 : 128;
+}
+constexpr int kMostTerms = kBBytes / 128;
+
+enum class Finish { kGelu, kDgelu };
+
+template <typename T>
+struct GeluProduct {
+  CUtensorMap a, b;
+  Fp8Quantize<T> pass;
+  T* product;     // (rows, columns): written for GELU; for its gradient where the pass is not made
+  const T* bias;  // or null
+  const float* scale_a;
+  const float* scale_b;
+  int32_t* done;    // takes whether the pass was made
+  float* partials;  // (row groups, columns), or null
+  int rows;
+  int columns;
+  int steps;
+  int tiles;  // of rows
+  int strips;
+  int parts;  // blocks for each strip
+};
+
+#if GPTKERNELS_WGMMA
+
+struct Barriers {
+  uint32_t first;
+  __device__ uint32_t full(int slot) const { return first + 8 * slot; }
+  __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
+  __device__ uint32_t weights() const { return first + 8 * (2 * kStages); }
+  __device__ uint32_t turn(int warpgroup) const { return first + 8 * (2 * kStages + 1 + warpgroup); }
+};
+
+// Called by one thread: loads the block's rows of b, then those of a for one tile after the other.
+template <int kColumns, typename T>
+__device__ void load_operands(const GeluProduct<T>& p, uint32_t shared, const Barriers& barriers, int strip, int part) {
+  constexpr int kBStep = kColumns * kStepBytes;
+  mbarrier_expect(barriers.weights(), p.steps * kBStep);
+  for (int step = 0; step < p.steps; ++step)
+    tma_load(shared + step * kBStep, p.b, step * kStepBytes, 0, 0, 0, strip * (kColumns / 32), barriers.weights());
+  RingPosition<kStages> ring;
+  for (int tile = part; tile < p.tiles; tile += p.parts)
+    for (int step = 0; step < p.steps; ++step) {
+      barrier_wait(barriers.empty(ring.slot), ring.phase ^ 1);
+      mbarrier_expect(barriers.full(ring.slot), kAStep);
+      tma_load(shared + kBBytes + ring.slot * kAStep, p.a, step * kStepBytes, 0, 0, tile * (kRows / 16),
+               barriers.full(ring.slot));
+      ring.advance();
+    }
+}
+
+// Four 8 x 8 matrices of 16 bits, transposed as they are stored.
+__device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t (&words)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
+__device__ inline uint4 load_shared(uint32_t shared) {
+  uint4 words;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "r"(shared)
+               : "memory");
+  return words;
+}
+
+// The sums over 8 lanes, lane % 4 being the same, of 8 values. A lane returns that of value lane / 4, bits reversed.
+__device__ inline float sum_over_rows(const float (&values)[8], int lane) {
+  float four[4], two[2];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const bool high = lane & 16;
+    const float sent = high ? values[i] : values[i + 4];
+    four[i] = (high ? values[i + 4] : values[i]) + __shfl_xor_sync(~0u, sent, 16);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const bool high = lane & 8;
+    const float sent = high ? four[i] : four[i + 2];
+    two[i] = (high ? four[i + 2] : four[i]) + __shfl_xor_sync(~0u, sent, 8);
+  }
+  const bool high = lane & 4;
+  const float sent = high ? two[0] : two[1];
+  return (high ? two[1] : two[0]) + __shfl_xor_sync(~0u, sent, 4);
+}
+__device__ inline int sum_column(int lane) {
+  return lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
+}
+
+// Two neighbouring rows of 8 neighbouring columns, as words of two columns of T.
+using Pair = uint32_t[2][4];
+
+template <typename T, Finish kFinish, int kColumns>
+__global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
+  constexpr int kPieces = kColumns / kPieceColumns;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const uint32_t shared = shared_address(shared_bytes);
+  const Barriers barriers = {shared + kBarriersAt};
+  const int strip = blockIdx.x % p.strips, part = blockIdx.x / p.strips;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(barriers.full(i), 1);
+      barrier_init(barriers.empty(i), 4);  // warps
+    }
+    barrier_init(barriers.weights(), 1);
+    for (int i = 0; i < kConsumers; ++i) barrier_init(barriers.turn(i), 4);
+    mbarrier_init_fence();
+  }
+  if (threadIdx.x < kColumns) {
+    const int column = strip * kColumns + threadIdx.x;
+    T* const bias = reinterpret_cast<T*>(shared_bytes + kBiasAt);
+    bias[threadIdx.x] = p.bias && column < p.columns ? p.bias[column] : narrow<T>(-0.0f);
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    give_registers<24>();
+    if (threadIdx.x == 0) load_operands<kColumns>(p, shared, barriers, strip, part);
+    return;
+  }
+  take_registers<240>();
+  constexpr bool kE4M3 = kFinish == Finish::kGelu;
+  constexpr auto kFormat = kE4M3 ? __NV_E4M3 : __NV_E5M2;
+  const int thread = threadIdx.x % kWarpgroup;
+  const int lane = thread % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+  const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int row_in_tile = warp * 16 + lane / 4 * 2;  // the first of two
+  const int own_column = strip * kColumns + lane % 4 * 8;
+  const int pieces = min(kPieces, (p.columns - strip * kColumns) / kPieceColumns);
+
+  const int32_t bits = history_largest(p.pass.history);
+  const bool made = bits > 0;
+  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(bits), kE4M3 ? 8 : 15);
+  const float multiplier = __uint_as_float(scale.multiplier);
+  if (blockIdx.x == 0 && threadIdx.x == kWarpgroup) {
+    *p.done = made;
+    if (made) *p.pass.scale = __uint_as_float(scale.scale);
+  }
+  const float factor = *p.scale_a * *p.scale_b;  // powers of two: exact
+
+  // The transposed piece in shared memory: 64 bytes a column, whose 16-byte chunk i is at i ^ (column / 8).
+  const uint32_t transposed = shared + kTransposedAt + warpgroup * 2 * kTransposedBytes;
+  const int put_column = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+  const uint32_t put_at = transposed + put_column * kRows + ((warp ^ (put_column / 8)) << 4);
+  const int get_column = thread / 4;
+  const uint32_t get_at = transposed + get_column * kRows + ((thread % 4 ^ (get_column / 8)) << 4);
+
+  float sums[kColumns / 2];
+  float amax = 0;
+  float totals[kPieces] = {};
+  int position = warpgroup * p.steps;  // in the ring
+
+  const auto issue = [&](int step, int slot) {
+    // A wgmma descriptor takes the lower 18 bits of an address.
+    const uint64_t a = panel_descriptor((shared & 0x3FFFF) + kBBytes + slot * kAStep);
+    const uint64_t b = panel_descriptor((shared & 0x3FFFF) + step * kColumns * kStepBytes);
+    pin_registers(sums);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kStepBytes / 32; ++i) wgmma_fp8<kE4M3>(sums, a + i * kStepK, b + i * kStepK, i > 0 || step > 0);
+    wgmma_commit();
+  };
+  const auto release = [&](int slot) { barrier_arrive_if(lane == 0, barriers.empty(slot)); };
+
+  // Rounds to float8, and stores both copies.
+  const auto quantise = [&](float (&values)[2][8], int piece, int row, bool inside) {
+    uint32_t words[4];  // of two columns, each of two rows
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float2 column;
+      float* const both = &column.x;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float finite = finite_or_nan(values[h][i]);
+        amax = fmaxf(amax, fabsf(finite));
+        both[h] = finite * multiplier;
+      }
+      const uint32_t bytes = __nv_cvt_float2_to_fp8x2(column, __NV_SATFINITE, kFormat);
+      words[i / 2] = i % 2 ? words[i / 2] | bytes << 16 : bytes;
+    }
+    if (inside) {
+      uint8_t* to = p.pass.out + int64_t(row) * p.columns + own_column + piece * kPieceColumns;
+      __stwb(reinterpret_cast<uint2*>(to),
+             {__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)});
+      __stwb(reinterpret_cast<uint2*>(to + p.columns),
+             {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
+    }
+    if (p.pass.out_transposed == nullptr) return;
+    const int buffer = piece % 2 * kTransposedBytes;
+    store_matrices_transposed(put_at + buffer, words);
+    warpgroup_barrier(1 + warpgroup);  // one a piece: with two buffers, a warp may be one piece ahead of another
+    const int first = row - row_in_tile + thread % 4 * 16;
+    if (first >= p.rows) return;
+    const int64_t column = strip * kColumns + piece * kPieceColumns + get_column;
+    __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + first), load_shared(get_at + buffer));
+  };
+
+  barrier_wait(barriers.weights(), 0);
+  unsigned turn = warpgroup ^ 1;  // the first warpgroup begins
+  for (int tile = part + warpgroup * p.parts; tile < p.tiles; tile += kConsumers * p.parts) {
+    const int row = tile * kRows + row_in_tile;
+    const bool inside = row < p.rows;  // the same for a warp
+    const int64_t at = int64_t(row) * p.columns + own_column;
+    uint4 where[kFinish == Finish::kDgelu ? kPieces : 1][2];
+    if constexpr (kFinish == Finish::kDgelu) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          where[i][h] = inside && i < pieces
+                            ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + i * kPieceColumns))
+                            : uint4{};
+    }
+    // The products take turns, and with them what is taken from the ring. (A barrier tells apart no more than two of
+    // its phases: nobody may wait for one that is further ahead.)
+    barrier_wait(barriers.turn(warpgroup), turn);
+    turn ^= 1;
+    int slot = 0;
+    for (int step = 0; step < p.steps; ++step, ++position) {
+      const int before = slot;
+      slot = position % kStages;
+      barrier_wait(barriers.full(slot), position / kStages & 1);
+      issue(step, slot);
+      if (step > 0) {
+        wgmma_wait<1>();
+        release(before);
+      }
+    }
+    barrier_arrive_if(lane == 0, barriers.turn(warpgroup ^ 1));
+    wgmma_wait<0>();
+    pin_registers(sums);
+    release(slot);
+    position += p.steps;  // the other warpgroup's
+
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      if (piece >= pieces) break;
+      Pair product;
+      uint4 bias = {};
+      if constexpr (kFinish == Finish::kGelu)
+        bias = load_shared(shared + kBiasAt + 2 * (piece * kPieceColumns + lane % 4 * 8));
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float2 add = {-0.0f, -0.0f};
+          if constexpr (kFinish == Finish::kGelu) add = unpack_pair<T>((&bias.x)[i]);
+          const float* of = sums + 16 * piece + 4 * i + 2 * h;
+          product[h][i] = pack_pair<T>(fmaf(of[0], factor, add.x), fmaf(of[1], factor, add.y));
+        }
+      if ((kFinish == Finish::kGelu || !made) && inside)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
+                 {product[h][0], product[h][1], product[h][2], product[h][3]});
+      if (!made) continue;
+      float values[2][8];
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 x = unpack_pair<T>(product[h][i]);
+          float2 y;
+          if constexpr (kFinish == Finish::kGelu) {
+            y = {GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y)};
+          } else {
+            const float2 u = unpack_pair<T>((&where[piece][h].x)[i]);
+            y = {x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y)};
+          }
+          y = unpack_pair<T>(pack_pair<T>(y.x, y.y));
+          values[h][2 * i] = y.x;
+          values[h][2 * i + 1] = y.y;
+        }
+      if constexpr (kFinish == Finish::kDgelu) {
+        float both[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) both[i] = values[0][i] + values[1][i];
+        totals[piece] += sum_over_rows(both, lane);
+      }
+      quantise(values, piece, row, inside);
+    }
+  }
+
+  if (p.partials) {
+    float* const to = p.partials + int64_t((part * kConsumers + warpgroup) * 4 + warp) * p.columns;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+      if (piece < pieces) to[own_column + piece * kPieceColumns + sum_column(lane)] = totals[piece];
+  }
+  if (!made) return;
+  float* const largest = reinterpret_cast<float*>(shared_bytes + kLargestAt);
+  amax = warp_reduce<FiniteMax>(amax);
+  if (lane == 0) largest[warpgroup * 4 + warp] = amax;
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
+  if (threadIdx.x != kWarpgroup) return;
+  for (int i = 1; i < 4 * kConsumers; ++i) amax = fmaxf(amax, largest[i]);
+  note_largest(p.pass.history, __float_as_int(amax));
+}
+
+#else
+
+template <typename T, Finish kFinish, int kColumns>
+__global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {}
+
+#endif
+
+// Of a matrix of bytes with dense rows, seen as blocks of rows: `sizes` and `strides` of its dimensions but the first,
+// the columns, of which a box has 128.
+template <int kRank>
+CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
+                      const int (&boxes)[kRank]) {
+  cuuint64_t all_sizes[kRank + 1] = {static_cast<cuuint64_t>(columns)}, all_strides[kRank];
+  cuuint32_t box[kRank + 1] = {kStepBytes}, steps[kRank + 1] = {1};
+  for (int i = 0; i < kRank; ++i) {
+    all_sizes[i + 1] = static_cast<cuuint64_t>(sizes[i]);
+    all_strides[i] = static_cast<cuuint64_t>(strides[i] * columns);
+    box[i + 1] = static_cast<cuuint32_t>(boxes[i]);
+    steps[i + 1] = 1;
+  }
+  CUtensorMap map;
+  tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, kRank + 1, const_cast<void*>(data), all_sizes, all_strides,
+                       box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return map;
+}
+
+// Of every 16 rows the even ones first: rows g and g + 8 of a warp's accumulators are then rows 2g and 2g + 1.
+CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
+  return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
+}
+
+// Row 8 t + 2 j + i of every 32 at place 8 j + 2 t + i: columns 2 t + i of every 8 of the accumulators are then, over
+// j, 8 neighbouring ones.
+CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
+  return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
+}
+
+template <typename T>
+int strips_of(const Fp8Matmul<T>& p) {
+  return static_cast<int>(ceil_div(p.columns, columns_for(p.inner)));
+}
+
+template <typename T>
+int parts_of(const Fp8Matmul<T>& p) {
+  return std::max(multiprocessors() / strips_of(p), 1);
+}
+
+// The workspace: whether the pass was made, sums over each warp's rows, then the workspace of the pass by itself.
+constexpr int64_t kFlagBytes = 16;
+
+template <typename T>
+int64_t partial_rows(const Fp8Matmul<T>& p) {
+  return int64_t(parts_of(p)) * kConsumers * 4;
+}
+
+template <typename T>
+int64_t partial_bytes(const Fp8Matmul<T>& p) {
+  return partial_rows(p) * p.columns * int64_t(sizeof(float));
+}
+
+template <typename T, Finish kFinish, int kColumns>
+cudaError_t launch(const Fp8Matmul<T>& p, Fp8Quantize<T> pass, Stream stream) {
+  constexpr auto kernel = fp8_gelu_wgmma_kernel<T, kFinish, kColumns>;
+  auto* const workspace = static_cast<char*>(pass.workspace);
+  auto* const done = reinterpret_cast<int32_t*>(workspace);
+  auto* const partials = reinterpret_cast<float*>(workspace + kFlagBytes);
+  pass.workspace = workspace + kFlagBytes + partial_bytes(p);
+  const GeluProduct<T> problem = {.a = rows_map(p.a, p.rows, p.inner),
+                                  .b = columns_map(p.b, p.columns, p.inner, kColumns),
+                                  .pass = pass,
+                                  .product = p.out,
+                                  .bias = p.bias,
+                                  .scale_a = p.scale_a,
+                                  .scale_b = p.scale_b,
+                                  .done = done,
+                                  .partials = pass.column_sums ? partials : nullptr,
+                                  .rows = static_cast<int>(p.rows),
+                                  .columns = static_cast<int>(p.columns),
+                                  .steps = static_cast<int>(ceil_div(p.inner, kStepBytes)),
+                                  .tiles = static_cast<int>(ceil_div(p.rows, kRows)),
+                                  .strips = strips_of(p),
+                                  .parts = parts_of(p)};
+  max_dynamic_shared_memory<kernel>();
+  kernel<<<problem.strips * problem.parts, kThreads, kSharedBytes, stream>>>(problem);
+  pass.made = {.done = done, .partials = partials, .partial_rows = partial_rows(p)};
+  const cudaError_t error = cudaGetLastError();
+  return error == cudaSuccess ? fp8_quantize(pass, stream) : error;
+}
+
+template <typename T, Finish kFinish>
+cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream stream) {
+  return columns_for(p.inner) == 256 ? launch<T, kFinish, 256>(p, pass, stream)
+                                     : launch<T, kFinish, 128>(p, pass, stream);
+}
+
+inline bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// Whether sizes and addresses suit the kernel.
+template <typename T>
+bool can_serve(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  const bool gelu = pass.source == Fp8Source::kGelu && !pass.column_sums;
+  const bool dgelu = pass.source == Fp8Source::kGeluGradient && !p.bias;
+  const Fp8Format format = gelu ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
+  if (!(gelu || dgelu) || !pass.history || !p.fast_accumulation) return false;
+  if (p.a_format != format || p.b_format != Fp8Format::kE4M3 || pass.format != format) return false;
+  if (p.rows < 1 || p.columns < 1 || p.inner < 1 || p.inner > kMostTerms) return false;
+  if (p.rows >= kLargest || p.columns >= kLargest || strips_of(p) > multiprocessors()) return false;
+  if (p.rows % 16 != 0 || p.columns % 32 != 0) return false;
+  return aligned(p.a) && aligned(p.b) && aligned(p.out) && aligned(pass.u) && aligned(pass.out) &&
+         aligned(pass.out_transposed) && tensor_map_encoder() &&
+         built_for_wgmma<fp8_gelu_wgmma_kernel<T, Finish::kGelu, 256>>();
+}
+
+// Whether most multiprocessors have work, and enough of it for the time that loading b takes. Before GELU's gradient
+// the product by itself is as fast (docs/fp8.md).
+template <typename T>
+bool is_faster(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
+  constexpr double kBusy = 0.85;
+  const int blocks = strips_of(p) * parts_of(p);
+  return pass.source == Fp8Source::kGelu && blocks >= kBusy * multiprocessors() &&
+         ceil_div(p.rows, kRows) >= int64_t{4} * parts_of(p);
+}
+
+enum class Choice { kMeasured, kCublas, kOwn };
+
+// GPTKERNELS_MATMUL=cublas or own.
+Choice choice() {
+  const char* name = std::getenv("GPTKERNELS_MATMUL");
+  if (!name) return Choice::kMeasured;
+  return !std::strcmp(name, "cublas") ? Choice::kCublas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
+}
+
+}  // namespace
+
+template <typename T>
+bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass) {
+  if constexpr (sizeof(T) != 2) {
+    return false;
+  } else {
+    const Choice wanted = choice();
+    return wanted != Choice::kCublas && can_serve(product, pass) &&
+           (wanted == Choice::kOwn || is_faster(product, pass));
+  }
+}
+
+template <typename T>
+int64_t fp8_gelu_sm90_workspace(const Fp8Matmul<T>& p) {
+  return kFlagBytes + partial_bytes(p) + fp8_quantize_workspace<T>(p.rows, p.columns);
+}
+
+template <typename T>
+Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass, Stream stream) {
+  if constexpr (sizeof(T) != 2) {
+    return cudaErrorNotSupported;
+  } else {
+    return pass.source == Fp8Source::kGelu ? launch<T, Finish::kGelu>(product, pass, stream)
+                                           : launch<T, Finish::kDgelu>(product, pass, stream);
+  }
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                    \
+  template bool fp8_gelu_sm90_serves<T>(const Fp8Matmul<T>&, const Fp8Quantize<T>&); \
+  template int64_t fp8_gelu_sm90_workspace<T>(const Fp8Matmul<T>&);                  \
+  template Status fp8_gelu_sm90<T>(const Fp8Matmul<T>&, const Fp8Quantize<T>&, Stream);
+GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda
