@@ -152,6 +152,17 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
+// The same of a gradient of out, which may have any strides: an expanded one (of a sum) has 0, with which the fastest
+// kernels of 16 bits do nothing.
+Tensor with_steps(const Tensor& t) {
+  bool steps = t.element_size() > 2;
+  if (!steps) {
+    steps = true;
+    for (int64_t i = 0; i < 3; ++i) steps = steps && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
+  }
+  return steps ? with_dense_rows(t) : torch::stable::contiguous(t);
+}
+
 // A contiguous (B, heads, T, HS) tensor.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
@@ -379,7 +390,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
   Tensor dquery = allocate_gradient(query);
   Tensor dkey = allocate_gradient(key);
   Tensor dvalue = allocate_gradient(value);
-  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_dense_rows(dout)), dense(dlogsumexp),
+  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_steps(dout)), dense(dlogsumexp),
            heads(with_dense_rows(out)), dense(logsumexp), {heads(dquery), heads(dkey), heads(dvalue)});
   return {dquery, dkey, dvalue};
 }

@@ -110,8 +110,9 @@ def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
     return [randn(*shape, dtype=dtype, device=device) for shape in (*shapes, shapes[0])]
 
 
-def check(q, k, v, dout, **options):
-    """Forward and gradients against float64 and beside torch."""
+def check(q, k, v, dout, few_keys=False, **options):
+    """Forward and gradients against float64 and beside torch. The logsumexp of a query of few keys is a product of HS
+    terms with all of its roundings, which a test that has many such queries says by `few_keys`."""
     wide = dict(options)
     if options.get("mask") is not None and options["mask"].dtype != torch.bool:
         wide["mask"] = double(options["mask"])
@@ -126,7 +127,10 @@ def check(q, k, v, dout, **options):
     found = ours(q, k, v, **options)[1]
     exact = formula(*map(double, (q, k, v)), **wide)[1]
     assert found.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
-    assert_as_exact_as_torch(found, exact.to(found.dtype), exact, "logsumexp")
+    if few_keys:
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-5)
+    else:
+        assert_as_exact_as_torch(found, exact.to(found.dtype), exact, "logsumexp")
 
 
 # ---- packed ----------------------------------------------------------------------------------------------------------
@@ -402,6 +406,211 @@ def test_queries_that_see_nothing(dtype, device):
         found = gradients(lambda *t, m=shown: ours(*t, mask=m), (q, k, v), (dout, torch.ones_like(logsumexp)))
         assert all(t.isfinite().all() for t in found)
         assert (found[0][:, :, ::3] == 0).all()
+
+
+# ---- masks of many blocks --------------------------------------------------------------------------------------------
+#
+# On sm_90 blocks of 64 queries and 64 keys that are all hidden are left out, and in those that are all seen nothing is
+# read of the mask.
+
+
+def block_masks(b, heads, rows, columns, device):
+    """Bool masks by name: of whole blocks, of parts of them, and with queries that see no key."""
+    i, j = (torch.arange(n, device=device) for n in (rows, columns))
+    lengths = torch.linspace(max(columns // 3, 1), columns, b, device=device).int().view(b, 1, 1, 1)
+    right, left = j < lengths, j >= columns - lengths
+    causal = j <= i.view(-1, 1) + columns - rows
+    blocks = torch.rand(1, heads, rows // 64 + 1, columns // 64 + 1, device=device) < 0.4
+    blocks = blocks.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, :rows, :columns]
+    yield "right", right
+    yield "left", left
+    yield "causal and right", causal & right
+    yield "causal and left", causal & left
+    yield "window", causal & (j > i.view(-1, 1) + columns - rows - 70)
+    yield "blocks", blocks
+    yield "blocks with holes", blocks & (torch.rand(b, 1, rows, columns, device=device) < 0.95)
+
+
+def added(mask, hidden, dtype):
+    """The additive form of a bool mask."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
+
+
+def some_key(mask):
+    """The same where a query that would see no key sees all."""
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+
+
+@half_dtypes
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 127, 129, 200])
+def test_masks_of_blocks(rows, dtype, device):
+    columns = rows if rows > 1 else 130
+    inputs = tensors(2, 4, 2, rows, columns, 64, dtype, device)
+    for _name, mask in block_masks(2, 4, rows, columns, device):
+        check(*inputs, few_keys=True, mask=mask)
+        check(*inputs, few_keys=True, mask=added(mask, -math.inf, dtype))
+        check(
+            *inputs,
+            few_keys=True,
+            mask=added(some_key(mask), torch.finfo(dtype).min, dtype),
+            causal=True,
+            offset=columns - rows,
+        )
+
+
+@half_dtypes
+@pytest.mark.parametrize("rows", [1000, 1024])
+def test_masks_of_many_blocks(rows, dtype, device):
+    inputs = tensors(2, 2, 1, rows, rows, 64, dtype, device)
+    for name, mask in block_masks(2, 2, rows, rows, device):
+        if name in ("causal and left", "blocks with holes"):
+            check(*inputs, few_keys=True, mask=mask)
+        if name in ("left", "window", "blocks with holes"):
+            check(*inputs, few_keys=True, mask=added(some_key(mask), torch.finfo(dtype).min, dtype))
+
+
+@half_dtypes
+def test_masks_of_other_numbers_of_keys(dtype, device):
+    """Fewer keys than queries and more; few queries at the end of many keys."""
+    for rows, columns in ((300, 70), (70, 300), (20, 700), (257, 129)):
+        inputs = tensors(2, 2, 2, rows, columns, 40, dtype, device)
+        for _name, mask in block_masks(2, 2, rows, columns, device):
+            check(*inputs, few_keys=True, mask=mask)
+            check(*inputs, few_keys=True, mask=mask, causal=True, offset=10)
+
+
+@half_dtypes
+def test_masks_with_values(dtype, device):
+    """Biases of positions, of heads and of elements; beside hidden blocks, and beside what is nearly hidden."""
+    rows = 300
+    inputs = tensors(2, 4, 2, rows, rows, 64, dtype, device)
+    i, j = torch.arange(rows, device=device).view(-1, 1), torch.arange(rows, device=device)
+    slopes = 2.0 ** -torch.arange(1, 5, device=device).view(4, 1, 1)
+    alibi = (-slopes * (i - j).abs()).to(dtype)
+    *_, (_, holes) = block_masks(2, 4, rows, rows, device)
+    low = -6e4 if dtype == torch.float16 else -1e30
+    for mask in (
+        alibi,
+        alibi.masked_fill(j > i, -math.inf),
+        randn(2, 4, rows, rows, dtype=dtype, device=device).masked_fill(~some_key(holes), torch.finfo(dtype).min),
+        randn(rows, dtype=dtype, device=device),
+        added(some_key(holes), low, dtype),
+        randn(rows, 1, dtype=dtype, device=device),
+    ):
+        check(*inputs, few_keys=True, mask=mask)
+    check(*inputs, few_keys=True, mask=alibi, causal=True)
+
+
+@half_dtypes
+def test_masks_of_any_strides(dtype, device):
+    rows = 200
+    inputs = tensors(2, 2, 2, rows, rows, 64, dtype, device)
+    wide = torch.rand(2, 2, rows + 3, rows + 5, device=device) < 0.7
+    wide[:, :, :, 67:133] = False
+    values = randn(2, 2, rows + 3, rows + 5, dtype=dtype, device=device).masked_fill(~wide, -math.inf)
+    for whole in (wide, values):
+        for mask in (
+            whole[:, :, :rows, 1 : rows + 1],  # rows that begin anywhere
+            whole[:, :, 1 : rows + 1, :rows].mT,
+            whole[:1, :, 3:, 5:].expand(2, 2, rows, rows),
+            whole[:, :1, :1, :rows].expand(2, 2, rows, rows),
+            whole[:, :, :rows, 2:3].expand(2, 2, rows, rows),
+            whole.reshape(-1)[7 : 7 + 4 * rows * rows].view(2, 2, rows, rows),
+        ):
+            check(*inputs, few_keys=True, mask=mask)
+            check(*inputs, few_keys=True, mask=mask, causal=True)
+
+
+@half_dtypes
+def test_nan_and_infinity_in_masks(dtype, device):
+    """What is not finite stays in its row, as in the formula."""
+    rows = 150
+    q, k, v, _ = tensors(1, 2, 2, rows, rows, 64, dtype, device)
+    mask = torch.zeros(rows, rows, dtype=dtype, device=device)
+    mask[3, 7] = mask[100, 149] = math.nan
+    mask[5, 80] = math.inf
+    mask[70] = torch.finfo(dtype).min
+    mask[70, 3] = math.nan
+    out = ours(q, k, v, mask=mask)[0]
+    bad = torch.tensor([3, 5, 70, 100], device=device)
+    assert out[:, :, bad].isnan().all()
+    good = torch.ones(rows, dtype=torch.bool, device=device)
+    good[bad] = False
+    expected = formula(q.double(), k.double(), v.double(), mask=double(mask))[0]
+    torch.testing.assert_close(out[:, :, good].double(), expected[:, :, good], **tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [65, 300])
+def test_queries_of_nothing_but_lowest_values(rows, dtype, device):
+    """As Hugging Face's additive masks have in place of padding on the left. The formula has the mean of all values
+    there: beside such a value no score is seen. (Only float16's lowest leaves some bits of it.) Their logsumexp is not
+    differentiated: its own formula has exp(score - logsumexp), 1 here.
+    """
+    lowest = torch.finfo(dtype).min
+    q, k, v, dout = tensors(2, 4, 2, rows, rows, 64, dtype, device)
+    seen = dict(block_masks(2, 4, rows, rows, device))["causal and left"]
+    mask = added(seen, lowest, dtype)
+    some_hidden = mask.masked_fill(torch.arange(rows, device=device) % 3 == 1, -math.inf)
+    dlogsumexp = randn(2, 4, rows, dtype=torch.float32, device=device)
+    for of, causal in ((mask, False), (mask, True), (some_hidden, False)):
+        options = {"causal": causal, "mask": of}
+        wide = {"causal": causal, "mask": double(of)}
+        exact = formula(*map(double, (q, k, v)), **wide)
+        out, logsumexp = ours(q, k, v, **options)
+        assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
+        torch.testing.assert_close(logsumexp.double(), exact[1], rtol=1e-5, atol=1e-2)
+        dlogsumexp = dlogsumexp.masked_fill(exact[1] < lowest / 2, 0)
+        found = gradients(lambda *t, o=options: ours(*t, **o), (q, k, v), (dout, dlogsumexp))
+        torchs_own = gradients(lambda *t, o=options: formula(*t, **o), (q, k, v), (dout, dlogsumexp.to(dtype)))
+        wanted = gradients(
+            lambda *t, o=wide: formula(*t, **o), map(double, (q, k, v)), (double(dout), dlogsumexp.double())
+        )
+        for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, torchs_own, wanted, strict=True):
+            assert_as_exact_as_torch(a, b, c, name)
+
+
+@half_dtypes
+@pytest.mark.parametrize("form", ["bool", "-inf", "lowest"])
+def test_masks_and_dropout(form, dtype, device):
+    rows, dropout = 200, (0.3, *numbers(device))
+    q, k, v, dout = tensors(2, 4, 2, rows, rows, 64, dtype, device)
+    keep = ops.attention_dropout_mask(2, 4, rows, rows, *dropout)
+    for _name, mask in block_masks(2, 4, rows, rows, device):
+        if form != "bool":
+            hidden = -math.inf if form == "-inf" else torch.finfo(dtype).min
+            mask = added(some_key(mask) if form == "lowest" else mask, hidden, dtype)
+        options = {"mask": mask if form == "bool" else double(mask), "keep": keep, "p": dropout[0]}
+        assert_as_exact_with_gradients(
+            lambda *t, m=mask: ours(*t, mask=m, dropout=dropout)[0],
+            lambda *t, o=options: formula(*t, **o)[0].to(dtype),
+            lambda *t, o=options: formula(*t, **o)[0],
+            (q, k, v),
+            dout,
+            ("dquery", "dkey", "dvalue"),
+        )
+
+
+@half_dtypes
+def test_masks_are_deterministic_and_heads_independent(dtype, device):
+    """More tiles than a device has multiprocessors; the same bits in any company."""
+    q, k, v, dout = tensors(20, 4, 2, 300, 300, 64, dtype, device)
+    mask = torch.rand(20, 1, 300, 300, device=device) < 0.5
+    mask[:, :, 64:128, 64:192] = False
+    mask[:, :, 128:192] = True
+
+    def run(part):
+        leaves = [t[part].detach().requires_grad_() for t in (q, k, v)]
+        out, logsumexp = ours(*leaves, mask=mask[part])
+        return [out, logsumexp, *torch.autograd.grad(out, leaves, dout[part])]
+
+    everything = run(slice(0, 20))
+    for part in (slice(0, 20), slice(3, 17)):
+        for a, b in zip(run(part), everything, strict=True):
+            assert torch.equal(a, b[part])
 
 
 @all_dtypes

@@ -12,6 +12,7 @@ struct Constants {
   static constexpr A kLog2e = A(1.44269504088896340736);
   static constexpr double kLn2 = 0.69314718055994530942;
   static constexpr A kInfinity = std::numeric_limits<A>::infinity();
+  static constexpr A kFar = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);  // a score is not seen beside this
 };
 
 inline int64_t up_to(int64_t n, int64_t multiple) {
@@ -112,10 +113,41 @@ void for_each_part(const Tile& tile, const AttentionMask<T>& mask, const Fn& fn)
   }
 }
 
+// Queries of a tile for which an additive mask has nothing but values beside which no score is seen, as
+// torch.finfo(torch.float32).min: their probabilities are uniform over the keys that have the largest one.
+template <typename A>
+struct FarQueries {
+  bool any = false;
+  A shift[kTile] = {};       // that value, or 0: an ordinary query
+  A log2_count[kTile] = {};  // of these keys
+
+  // Of the keys [begin, end) of a sequence.
+  template <typename T>
+  FarQueries(const AttentionMask<T>& mask, const Tile& tile, int64_t begin, int64_t end) {
+    if (!mask.bias || std::is_same_v<T, float16>) return;  // whose lowest value is -65504
+    for (int64_t i = 0; i < tile.rows; ++i) {
+      const int64_t last = mask.causal ? std::min(end, tile.query + i + mask.query_offset + 1) : end;
+      const T* row = mask.bias + tile.batch * mask.batch + tile.head * mask.head + (tile.query + i) * mask.query;
+      A largest = -Constants<A>::kInfinity;
+      int64_t count = 0, j = begin;
+      for (; j < last; ++j) {
+        const A x = A(row[j * mask.key]);
+        if (!(x <= Constants<A>::kFar)) break;
+        if (x > largest) largest = x, count = 0;
+        count += x == largest;
+      }
+      if (j < last || largest == -Constants<A>::kInfinity) continue;
+      any = true;
+      shift[i] = largest;
+      log2_count[i] = std::log2(A(count));
+    }
+  }
+};
+
 // The scores that a mask hides become -inf, others get their bias. Returns what the scores are still to be multiplied
 // by: `factor`, or 1 where it is in.
 template <typename T, typename A>
-A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask) {
+A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask, const FarQueries<A>& far) {
   constexpr A kHidden = -Constants<A>::kInfinity;
   if (mask.allowed || mask.bias) {
     const int64_t start =
@@ -134,6 +166,9 @@ A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask
     else
       for (int64_t i = 0; i < tile.rows; ++i)
         for (int64_t j = 0; j < tile.keys(); ++j) apply(i, j);
+    for (int64_t i = 0; far.any && i < tile.rows; ++i)
+      for (int64_t j = 0; far.shift[i] != 0 && j < tile.keys(); ++j)
+        scores[j * kTile + i] = A(mask.bias[start + i * mask.query + j * mask.key]) == far.shift[i] ? A(0) : kHidden;
   }
   if (mask.causal && tile.end - 1 > tile.query + mask.query_offset)
     for (int64_t j = 0; j < tile.keys(); ++j) {
@@ -284,6 +319,7 @@ template <int kSize, typename T>
   const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
 
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
+  const FarQueries<A> far(p.mask, tile, begin, end);
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
@@ -298,7 +334,7 @@ template <int kSize, typename T>
                 at.scores + part.first * kTile + part.lane, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask);
+    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask, far);
     for (int64_t lane = 0; lane < tile.lanes;) {
       constexpr int kColumns = V::kColumns;
       if (tile.lanes - lane >= kColumns * V::kLanes) {
@@ -337,7 +373,8 @@ template <int kSize, typename T>
   for (int64_t i = 0; i < tile.rows; ++i) {
     const bool none = at.sum[i] == 0;
     logsumexp[i] =
-        none ? -Constants<A>::kInfinity : A(double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
+        none ? -Constants<A>::kInfinity
+             : A(double(far.shift[i]) + double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
     at.sum[i] = none ? A(1) : at.sum[i];
   }
   if (few) {
@@ -427,6 +464,8 @@ template <int kSize, typename T>
   load_transposed(at.query_transposed, all, tile.rows, tile.lanes, size, scaling.sign);
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   std::fill_n(at.dquery, size * kTile, A(0));
+  const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
+  const FarQueries<A> far(p.mask, tile, begin, end);
   for (int64_t i = 0; i < kTile; ++i) {
     // A query that is not there, or sees no key, has probabilities of 0.
     at.logsumexp[i] = -Constants<A>::kInfinity;
@@ -434,8 +473,8 @@ template <int kSize, typename T>
     if (i >= tile.rows) continue;
     if (const A given = p.logsumexp[statistic + i]; given != -Constants<A>::kInfinity) {
       const double logsumexp = double(given) / -Constants<A>::kLn2;
-      at.logsumexp[i] = A(logsumexp);
-      at.logsumexp_rest[i] = std::isfinite(given) ? A(logsumexp - double(at.logsumexp[i])) : A(0);
+      at.logsumexp[i] = far.shift[i] != 0 ? -far.log2_count[i] : A(logsumexp);
+      at.logsumexp_rest[i] = std::isfinite(given) && far.shift[i] == 0 ? A(logsumexp - double(at.logsumexp[i])) : A(0);
     }
     // For few queries in the order of the gradient of a probability, so that of a query's only key their difference is
     // 0.
@@ -446,7 +485,6 @@ template <int kSize, typename T>
   const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
   const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
 
-  const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
@@ -469,7 +507,7 @@ template <int kSize, typename T>
                 at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask);
+    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask, far);
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
       const int64_t to = (tile.begin + part.first) * width;

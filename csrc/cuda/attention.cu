@@ -13,14 +13,14 @@ int64_t attention_forward_workspace(const AttentionForward<T>& p) {
   if constexpr (!std::is_same_v<T, double>)
     if (attention_forward_split_serves(p)) return attention_forward_split_workspace(p);
   if constexpr (sizeof(T) == 2)
-    if (attention_forward_sm90_serves(p)) return attention_forward_sm90_workspace();
+    if (attention_forward_sm90_serves(p)) return attention_forward_sm90_workspace(p);
   return 0;
 }
 
 template <typename T>
 int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
   if constexpr (sizeof(T) == 2)
-    if (attention_backward_sm90_serves(p)) return attention_backward_sm90_workspace(p.sizes);
+    if (attention_backward_sm90_serves(p)) return attention_backward_sm90_workspace(p);
   if constexpr (!std::is_same_v<T, double>)
     if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace<T>(p.sizes);
   return attention_backward_simt_workspace<T>(p.sizes);

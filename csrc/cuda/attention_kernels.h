@@ -18,8 +18,10 @@ template <typename T>
 bool attention_forward_sm90_serves(const AttentionForward<T>& p);
 template <typename T>
 bool attention_backward_sm90_serves(const AttentionBackward<T>& p);
-int64_t attention_forward_sm90_workspace();
-int64_t attention_backward_sm90_workspace(const AttentionSizes& sizes);
+template <typename T>
+int64_t attention_forward_sm90_workspace(const AttentionForward<T>& p);
+template <typename T>
+int64_t attention_backward_sm90_workspace(const AttentionBackward<T>& p);
 template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>

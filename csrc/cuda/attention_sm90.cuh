@@ -189,8 +189,8 @@ bool sm90_serves(const Params& p) {
   const AttentionSizes& s = p.sizes;
   const AttentionMask<T>& mask = p.mask;
   return built_for_wgmma<kKernel>() && tensor_map_encoder() && s.head_size % 8 == 0 && p.scale > 0 &&
-         dropout_threshold(p.dropout.probability) < 1 << 16 && !mask.allowed && !mask.bias &&
-         std::abs(mask.query_offset) < kLargest && s.queries < kLargest && s.keys < kLargest &&
+         dropout_threshold(p.dropout.probability) < 1 << 16 && std::abs(mask.query_offset) < kLargest &&
+         s.queries < kLargest && s.keys < kLargest &&
          s.batches * s.heads * (ceil_div(s.queries, 128) + ceil_div(s.keys, 128)) < kLargest &&
          suits_tma(p.query, s, s.heads, s.queries) && suits_tma(p.key, s, s.key_heads, s.keys) &&
          suits_tma(p.value, s, s.key_heads, s.keys) && suits_tma(p.out, s, s.heads, s.queries);

@@ -26,13 +26,15 @@ struct TileShape : BackwardShape<HS> {
 template <int HS>
 struct DqueryShape : TileShape<HS> {
   using Base = TileShape<HS>;
-  // Shared memory: query, dout, out (kTiles); keys and values (kStages); dquery (2 warpgroups); barriers; tiles.
+  // Shared memory: query, dout, out (kTiles); keys and values (kStages); dquery (2 warpgroups); barriers; tiles;
+  // masked blocks.
   static constexpr int kTileBytes = 3 * Base::kRowBytes;
   static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
   static constexpr int kOutAt = kBlocksAt + Base::kStages * 2 * Base::kBlockBytes;
   static constexpr int kBarriersAt = kOutAt + 2 * Base::kOutBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (2 * Base::kTiles + 2 * Base::kStages);
-  static constexpr int kSharedBytes = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile)) + 1024;
+  static constexpr int kMaskedAt = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile));
+  static constexpr int kSharedBytes = kMaskedAt + Base::kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;
 };
 
 template <int HS>
@@ -40,14 +42,15 @@ struct DkeyShape : TileShape<HS> {
   using Base = TileShape<HS>;
   static constexpr int kStatisticsBytes = Base::kBlock * 4;
   // Shared memory: key, value (kTiles); queries and dout, statistics (kStages); dkey, dvalue (2 warpgroups); barriers;
-  // tiles.
+  // tiles; masked blocks.
   static constexpr int kTileBytes = 2 * Base::kRowBytes;
   static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
   static constexpr int kOutAt = kBlocksAt + Base::kStages * 2 * Base::kBlockBytes;
   static constexpr int kStatisticsAt = kOutAt + 2 * Base::kOutBytes;
   static constexpr int kBarriersAt = kStatisticsAt + Base::kStages * 2 * kStatisticsBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (2 * Base::kTiles + 2 * Base::kStages);
-  static constexpr int kSharedBytes = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile)) + 1024;
+  static constexpr int kMaskedAt = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile));
+  static constexpr int kSharedBytes = kMaskedAt + Base::kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;
 };
 
 #if GPTKERNELS_WGMMA
@@ -110,7 +113,7 @@ __device__ void positive_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DqueryShape<HS>;
@@ -119,6 +122,8 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const uint32_t shared = (start + 1023) / 1024 * 1024;
   BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
+  constexpr bool kMasked = kMasks != Masks::kNone;
+  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
   const BackwardBarriers<kTiles, kStages> barriers{shared + Shape::kBarriersAt};
   const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
   const auto key_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
@@ -129,7 +134,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kMasked ? 32 : 24>();
     if (threadIdx.x != 0) return;
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;
@@ -150,7 +155,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         end = range.end;
       }
       if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      const int blocks = max((end + kBlock - 1) / kBlock, first);  // before the end
+      int blocks = max((end + kBlock - 1) / kBlock, first);  // before the end
+      SeenBlocks seen;
+      if constexpr (kMasked) {
+        seen = p.mask.blocks.of_queries(p.mask.blocks.mask_head(batch, head), row / kMaskBlock);
+        blocks = seen.count<1>();
+      }
       tiles[at.slot] = {row, found.head, first, blocks};
       const int key_head = head / p.problem.group;
       mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
@@ -161,9 +171,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         tma_load(to + 2 * Shape::kRowBytes, p.out, i * kPanelColumns, row, head, batch, barriers.tile_full(at.slot));
       }
       at.advance();
-#pragma unroll 1  // fewer registers
-      for (int block = blocks - 1; block >= first; --block) {
+      const auto load_block = [&](int block) {
         barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
+        if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), 0};
         mbarrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
         for (int i = 0; i < Shape::kPanels; ++i) {
           tma_load(key_at(ring.slot) + i * Shape::kBlockPanel, p.key, i * kPanelColumns, block * kBlock, key_head,
@@ -172,6 +182,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
                    batch, barriers.block_full(ring.slot));
         }
         ring.advance();
+      };
+      if constexpr (kMasked) {
+        seen.for_each_from_last<1>(load_block);
+      } else {
+#pragma unroll 1  // fewer registers
+        for (int block = blocks - 1; block >= first; --block) load_block(block);
       }
     }
   }
@@ -198,6 +214,8 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     load_a(q, tile_at(at.slot), half * 64 + warp * 16);
     load_a(g, tile_at(at.slot) + Shape::kRowBytes, half * 64 + warp * 16);
 
+    const int mask_head =
+        kMasked ? p.mask.blocks.mask_head(tile.head / p.problem.heads, tile.head % p.problem.heads) : 0;
     // D and the bias of this thread's two rows.
     float bias[2], delta[2] = {0, 0};
     {
@@ -219,6 +237,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const float logsumexp = inside ? p.logsumexp[index] : 0;
       if constexpr (kDropout) delta[r] *= keep_probability(p.problem);
       bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
+      if (kMasks == Masks::kAdditive && inside && bias[r] != -INFINITY) {
+        const MaskRow mask_row = p.mask.blocks.row(mask_head, row);
+        if (mask_row.shift != 0) bias[r] = -mask_row.log2_count;
+      }
       if (lane % 4 == 0) {
         p.row_bias[tile.head * p.pitch + row] = bias[r];
         p.row_delta[tile.head * p.pitch + row] = delta[r];
@@ -246,6 +268,21 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         ring.advance();
       }
     }
+    // kMasked: on to the next block that the warpgroup's queries see.
+    OwnBlock<1> own;
+    const auto find_own = [&] {
+      for (; block >= first; --block) {
+        barrier_wait(barriers.block_full(ring.slot), ring.phase);
+        own = OwnBlock<1>::of(masked[ring.slot], half, [&](int, int r) {
+          return p.mask.blocks.query_bits(mask_head, tile.row / kMaskBlock + half, masked[ring.slot].first / kMaskBlock,
+                                          warp * 16 + lane / 4 + 8 * r, lane % 4);
+        });
+        if (!own.hidden()) return;
+        barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
+        ring.advance();
+      }
+    };
+    if constexpr (kMasked) find_own();
     bool accumulate = false;
 #pragma unroll
     for (int i = 0; i < 32; ++i) dquery[i] = 0;
@@ -254,15 +291,26 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const RingPosition<kStages> now = ring;
       multiply<T>(dp, g, panel_descriptor(value_at(now.slot)));
       ring.advance();
-      if (block > first) {
+      const OwnBlock<1> seen = own;
+      if constexpr (kMasked) {
+        --block;
+        find_own();
+      } else if (block > first) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);
         clear_block(ring.slot, block - 1);
       }
       multiply<T>(next, q, panel_descriptor(key_at(ring.slot)));  // after the last block nobody reads it
 
-      const int first_key = block * kBlock;
+      const int first_key = kMasked ? seen.first : block * kBlock;
+      if (kMasked && !seen.seen()) {
+        if (kMasks == Masks::kAdditive && seen.adds())
+          add_values(current, p.problem, p.mask, tile.head / p.problem.heads, tile.head % p.problem.heads,
+                     tile.row + own_row, first_key);
+        hide(current, seen.bits);
+      }
       int end = kBounds ? range.end : p.problem.keys;
       if constexpr (kCausal) end = min(end, tile.row + half * 64 + p.problem.query_offset + 1);
+      if (kMasked) end = INT_MAX;
       if (first_key + kBlock > end || (kBounds && first_key < range.begin)) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
@@ -311,11 +359,11 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         const int a = step(scores_a, scores_b).slot;
         free_block();
         freed = a;
-        if (--block < first) break;
+        if ((kMasked ? block : --block) < first) break;
         const int b = step(scores_b, scores_a).slot;
         free_block();
         freed = b;
-        if (--block < first) break;
+        if ((kMasked ? block : --block) < first) break;
       }
       wgmma_wait<0>();
       pin_registers(dquery);
@@ -330,7 +378,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DkeyShape<HS>;
@@ -339,6 +387,8 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   const uint32_t start = static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes));
   const uint32_t shared = (start + 1023) / 1024 * 1024;
   BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
+  constexpr bool kMasked = kMasks != Masks::kNone;
+  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
   const BackwardBarriers<kTiles, kStages> barriers{shared + Shape::kBarriersAt};
   const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
   const auto query_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
@@ -350,7 +400,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kMasked ? 32 : 24>();
     if (threadIdx.x != 0) return;
     const int key_heads = p.problem.heads / p.problem.group;
     wait_for_previous_kernel();
@@ -369,11 +419,21 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       int first = 0;
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
+      const auto seen_by = [&](int member) {
+        const int mask_head = p.mask.blocks.mask_head(batch, key_head * p.problem.group + member);
+        return p.mask.blocks.of_keys(mask_head, row / kMaskBlock);
+      };
+      int blocks = query_blocks - first;
+      if constexpr (kMasked) {
+        blocks = 0;
+        for (int member = 0; member < p.problem.group; ++member) blocks += SeenBlocks(seen_by(member)).count<1>();
+      }
       if constexpr (kBounds) {
         const KeyRange range = KeyRange::of(p.problem, batch);
         if (row + Shape::kRows <= range.begin || row >= range.end) first = query_blocks;  // nothing but padding
+        blocks = query_blocks - first;
       }
-      tiles[at.slot] = {row, found.head, first, query_blocks - first};
+      tiles[at.slot] = {row, found.head, first, blocks};
       mbarrier_expect(barriers.tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
         const uint32_t to = tile_at(at.slot) + i * Shape::kRowPanel;
@@ -384,10 +444,11 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       for (int member = 0; member < p.problem.group; ++member) {
         const int head = key_head * p.problem.group + member;
         const int64_t statistics = (static_cast<int64_t>(batch) * p.problem.heads + head) * p.pitch;
-#pragma unroll 1  // fewer registers
-        for (int block = first; block < query_blocks; ++block) {
+        const SeenBlocks seen = kMasked ? seen_by(member) : SeenBlocks{};
+        const auto load_block = [&](int block) {
           const uint32_t full = barriers.block_full(ring.slot);
           barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
+          if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), member};
           mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
@@ -398,6 +459,12 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
           bulk_load(bias_at(ring.slot), p.row_bias + statistics + block * kBlock, Shape::kStatisticsBytes, full);
           bulk_load(delta_at(ring.slot), p.row_delta + statistics + block * kBlock, Shape::kStatisticsBytes, full);
           ring.advance();
+        };
+        if constexpr (kMasked) {
+          seen.for_each_from_last<1>(load_block);
+        } else {
+#pragma unroll 1  // fewer registers
+          for (int block = first; block < query_blocks; ++block) load_block(block);
         }
       }
     }
@@ -449,10 +516,31 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       block = own_first;
     };
 
+    // kMasked: on to the next block whose queries see a key of the warpgroup's; `left` with it are not done.
+    OwnBlock<1> own;
+    int left = kMasked ? tile.blocks : 0;
+    const int first_head = tile.head * p.problem.group;
+    const auto find_own = [&] {
+      for (; left > 0; --left) {
+        barrier_wait(barriers.block_full(ring.slot), ring.phase);
+        const MaskedBlock& found = masked[ring.slot];
+        own = OwnBlock<1>::of(found, half, [&](int, int r) {
+          const int of = first_head + found.member;
+          return p.mask.blocks.bits_of_key(p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads),
+                                           found.first / kMaskBlock, tile.row / kMaskBlock + half,
+                                           warp * 16 + lane / 4 + 8 * r, lane % 4);
+        });
+        if (!own.hidden()) return;
+        barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
+        ring.advance();
+      }
+    };
+
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const RingPosition<kStages> now = ring;
-      const int first_query = block * kBlock;
-      const int head = tile.head * p.problem.group + member;
+      const OwnBlock<1> seen = own;
+      const int first_query = kMasked ? seen.first : block * kBlock;
+      const int head = first_head + (kMasked ? seen.member : member);
       pin_registers(dp);
       wgmma_fence();
 #pragma unroll
@@ -461,13 +549,23 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       wgmma_commit();
       ring.advance();
       bool more = true;
-      if (++block == end) {
+      if constexpr (kMasked) {
+        --left;
+        find_own();
+        more = false;  // has been waited for
+      } else if (++block == end) {
         more = ++member < p.problem.group;
         if (more) skip();
       }
       if (more) barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(next, k, panel_descriptor(query_at(ring.slot)));  // after the last block nobody reads it
 
+      if (kMasked && !seen.seen()) {
+        if (kMasks == Masks::kAdditive && seen.adds())
+          add_values_of_keys(current, p.problem, p.mask, head / p.problem.heads, head % p.problem.heads,
+                             tile.row + own_row, first_query);
+        hide(current, seen.bits);
+      }
       // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
       if (kCausal && first_query + p.problem.query_offset < tile.row + half * 64 + 63) {
 #pragma unroll
@@ -531,23 +629,26 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       barrier_arrive_if(lane == 0 && freed >= 0, barriers.block_empty(max(freed, 0)));
       freed = slot;
     };
-    skip();
-    if (block < end) {
-      barrier_wait(barriers.block_full(ring.slot), ring.phase);
+    if constexpr (kMasked)
+      find_own();
+    else
+      skip();
+    if (kMasked ? left > 0 : block < end) {
+      if (!kMasked) barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(scores_a, k, panel_descriptor(query_at(ring.slot)));
       wgmma_wait<0>();
       pin_registers(scores_a);
       while (true) {
         free_block(step(scores_a, scores_b).slot);
-        if (member == p.problem.group) break;
+        if (kMasked ? left == 0 : member == p.problem.group) break;
         free_block(step(scores_b, scores_a).slot);
-        if (member == p.problem.group) break;
+        if (kMasked ? left == 0 : member == p.problem.group) break;
       }
       wgmma_wait<0>();
       pin_registers(dkey);
       pin_registers(dvalue);
       free_block(-1);
-    } else {
+    } else if (!kMasked) {
       for (member = 1; member < p.problem.group; ++member) skip();
     }
     barrier_arrive_if(lane == 0, barriers.tile_empty(at.slot));
@@ -564,20 +665,20 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
 #else
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dquery_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dkey_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks = Masks::kNone>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
   return launch_backward<T, DqueryShape<HS>, DkeyShape<HS>,
-                         attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>,
-                         attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>>(p, stream);
+                         attention_backward_dquery_wgmma_kernel<T, HS, kCausal, kDropout, kBounds, kMasks>,
+                         attention_backward_dkey_wgmma_kernel<T, HS, kCausal, kDropout, kBounds, kMasks>>(p, stream);
 }
 
 }  // namespace
@@ -586,13 +687,15 @@ template <typename T>
 bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
   const AttentionSizes& s = p.sizes;
   const bool sized = s.head_size <= 64 || (s.head_size <= 128 && p.dropout.probability == 0 && !has_bounds(p.mask));
-  return sized && sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false, false>>(p) &&
+  return sized && serves_mask<T>(p) &&
+         sm90_serves<T, attention_backward_dkey_wgmma_kernel<T, 64, true, false, false, Masks::kNone>>(p) &&
          suits_tma(p.dout, s, s.heads, s.queries) && suits_tma(p.dquery, s, s.heads, s.queries) &&
          suits_tma(p.dkey, s, s.key_heads, s.keys) && suits_tma(p.dvalue, s, s.key_heads, s.keys);
 }
 
-int64_t attention_backward_sm90_workspace(const AttentionSizes& s) {
-  return 256 + 2 * s.batches * s.heads * statistics_pitch(s.queries) * static_cast<int64_t>(sizeof(float));
+template <typename T>
+int64_t attention_backward_sm90_workspace(const AttentionBackward<T>& p) {
+  return ceil_div(backward_workspace(p.sizes), 256) * 256 + mask_workspace(p.mask, p.sizes, true);
 }
 
 template <typename T>
@@ -602,14 +705,22 @@ Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
     return p.mask.causal ? launch<T, 64, true, kDropout, kBounds>(p, stream)
                          : launch<T, 64, false, kDropout, kBounds>(p, stream);
   };
+  if (has_mask(p.mask)) {
+    const auto masked = [&]<Masks kMasks>() {
+      return p.dropout.probability > 0 ? launch<T, 64, false, true, false, kMasks>(p, stream)
+                                       : launch<T, 64, false, false, false, kMasks>(p, stream);
+    };
+    return p.mask.allowed ? masked.template operator()<Masks::kBool>() : masked.template operator()<Masks::kAdditive>();
+  }
   const bool bounds = has_bounds(p.mask);
   if (p.dropout.probability > 0)
     return bounds ? with.template operator()<true, true>() : with.template operator()<true, false>();
   return bounds ? with.template operator()<false, true>() : with.template operator()<false, false>();
 }
 
-#define INSTANTIATE(T)                                                          \
-  template bool attention_backward_sm90_serves<T>(const AttentionBackward<T>&); \
+#define INSTANTIATE(T)                                                                \
+  template bool attention_backward_sm90_serves<T>(const AttentionBackward<T>&);       \
+  template int64_t attention_backward_sm90_workspace<T>(const AttentionBackward<T>&); \
   template Status attention_backward_sm90<T>(const AttentionBackward<T>&, Stream);
 INSTANTIATE(bfloat16)
 INSTANTIATE(float16)

@@ -3,6 +3,7 @@
 
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
+#include "attention_sm90_masks.cuh"
 #include "common/launch.cuh"
 
 namespace gptkernels::cuda {
@@ -38,6 +39,7 @@ struct Sm90Backward {
   int64_t pitch;
   Sm90Problem<T> problem;
   TileOrder order;
+  Sm90Mask mask;
 };
 
 struct alignas(16) BackwardTile {
@@ -120,6 +122,11 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
+// Bytes of the workspace before what a mask wants: the tiles taken by either kernel, and the statistics.
+inline int64_t backward_workspace(const AttentionSizes& s) {
+  return 256 + 2 * s.batches * s.heads * statistics_pitch(s.queries) * static_cast<int64_t>(sizeof(float));
+}
+
 // Both kernels; each takes its tiles in the order that suits it.
 template <typename T, typename DqueryShape, typename DkeyShape, auto kDquery, auto kDkey>
 Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
@@ -147,16 +154,23 @@ Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
       .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
   };
   arguments.problem.scale = static_cast<float>(gradient_scale(p));  // scores take scale_log2
+  if (has_mask(p.mask))
+    arguments.mask = Sm90Mask::of(p.mask, s, p.scale, true,
+                                  static_cast<char*>(p.workspace) + ceil_div(backward_workspace(s), 256) * 256);
   if (max_dynamic_shared_memory<kDquery>() < DqueryShape::kSharedBytes ||
       max_dynamic_shared_memory<kDkey>() < DkeyShape::kSharedBytes)
     return cudaErrorInvalidConfiguration;
   const Status cleared = cudaMemsetAsync(taken, 0, 2 * sizeof(int), stream);
   if (cleared != cudaSuccess) return cleared;
+  if (has_mask(p.mask)) {
+    const Status found = find_mask_blocks(arguments.mask.blocks, p.mask, s, stream);
+    if (found != cudaSuccess) return found;
+  }
   const auto blocks = [](int64_t tiles) { return static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())); };
   const int64_t token_bytes = 2 * DqueryShape::kPanels * kPanelRowBytes;
 
   const int64_t query_tiles = ceil_div(s.queries, kRows);
-  arguments.order = TileOrder::of(query_tiles, heads, s.keys * token_bytes, p.mask.causal, taken);
+  arguments.order = TileOrder::of(query_tiles, heads, s.keys * token_bytes, p.mask.causal || has_mask(p.mask), taken);
   kDquery<<<blocks(query_tiles * heads), kThreads, DqueryShape::kSharedBytes, stream>>>(arguments);
 
   const int64_t key_tiles = ceil_div(s.keys, kRows);

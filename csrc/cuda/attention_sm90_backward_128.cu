@@ -26,7 +26,8 @@ struct DqueryShape : BackwardShape<128> {
   static constexpr int kBarriersAt = kValuesAt + kValues * kBlockBytes;
   static constexpr int kAhead = 3;  // a tile is taken when this many blocks of the one before are still to be loaded
   static constexpr int kTilesAt = kBarriersAt + 8 * (4 + 2 * kDouts + 2 * kKeys + 2 * kValues);
-  static constexpr int kSharedBytes = kTilesAt + 2 * static_cast<int>(sizeof(BackwardTile)) + 1024;
+  static constexpr int kMaskedAt = kTilesAt + 2 * static_cast<int>(sizeof(BackwardTile));  // beside keys
+  static constexpr int kSharedBytes = kMaskedAt + kKeys * static_cast<int>(sizeof(MaskedBlock)) + 1024;
 };
 
 struct DkeyShape : BackwardShape<128> {
@@ -39,7 +40,8 @@ struct DkeyShape : BackwardShape<128> {
   static constexpr int kStatisticsAt = kBlocksAt + kStages * 2 * kBlockBytes;
   static constexpr int kBarriersAt = kStatisticsAt + kStages * 2 * kStatisticsBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (3 * kTiles + 2 * kStages);
-  static constexpr int kSharedBytes = kTilesAt + kTiles * static_cast<int>(sizeof(BackwardTile)) + 1024;
+  static constexpr int kMaskedAt = kTilesAt + kTiles * static_cast<int>(sizeof(BackwardTile));  // beside blocks
+  static constexpr int kSharedBytes = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;
 };
 
 #if GPTKERNELS_WGMMA
@@ -79,7 +81,7 @@ __device__ inline void store_rows(const CUtensorMap& map, uint32_t shared, int r
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-template <typename T, bool kCausal>
+template <typename T, bool kCausal, Masks kMasks>
 __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
     attention_backward_dquery_128_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DqueryShape;
@@ -91,6 +93,9 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   // The tile that is loaded next, and the one whose blocks are.
   BackwardTile* next_tile = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
   BackwardTile* loaded_tile = next_tile + 1;
+  constexpr bool kMasked = kMasks != Masks::kNone;
+  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
+  const auto mask_head_of = [&](int of) { return p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads); };
   const auto dout_at = [&](int i) { return shared + Shape::kDoutAt + i * kRowBytes; };
   const auto key_at = [&](int i) { return shared + Shape::kKeysAt + i * Shape::kBlockBytes; };
   const auto value_at = [&](int i) { return shared + Shape::kValuesAt + i * Shape::kBlockBytes; };
@@ -128,7 +133,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kMasked ? 32 : 24>();
     if (threadIdx.x == 32) {  // stores dq
       RingPosition<kDouts> dout;
       for (unsigned phase = 0;; phase ^= 1, dout.advance()) {
@@ -155,7 +160,10 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
         const int row = any ? found.tile * Shape::kRows : -1;
         int end = p.problem.keys;
         if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-        const int blocks = max((end + kBlock - 1) / kBlock, 1);  // the first also where nobody sees it
+        int blocks = max((end + kBlock - 1) / kBlock, 1);  // the first also where nobody sees it
+        if constexpr (kMasked)
+          if (any)
+            blocks = max(p.mask.blocks.of_queries(mask_head_of(found.head), row / kMaskBlock).template count<1>(), 1);
         *loaded_tile = {row, found.head, 0, blocks};
         barrier_arrive(tile_taken);
         barrier_wait(tile_empty, phase ^ 1);
@@ -189,15 +197,26 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       if (tile.row < 0) return;
       const int batch = tile.head / p.problem.heads, key_head = tile.head % p.problem.heads / p.problem.group;
       const int wanted = min(Shape::kAhead, tile.blocks) - 1;
-#pragma unroll 1  // more would need registers that this warpgroup has not
-      for (int block = tile.blocks - 1; block >= 0; --block) {
-        if (block == wanted) barrier_arrive(tile_wanted);
+      SeenBlocks seen = {};
+      if constexpr (kMasked) seen = p.mask.blocks.of_queries(mask_head_of(tile.head), tile.row / kMaskBlock);
+      // `left` blocks of the tile are to be loaded after this one.
+      const auto load_block = [&](int block, int left) {
+        if (left == wanted) barrier_arrive(tile_wanted);
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
+        if constexpr (kMasked) masked[key.slot] = {block * kBlock, seen.classes<1>(block), 0};
         load(p.key, key_at(key.slot), block, key_head, batch, key_full(key.slot));
         key.advance();
         barrier_wait(value_empty(value.slot), value.phase ^ 1);
         load(p.value, value_at(value.slot), block, key_head, batch, value_full(value.slot));
         value.advance();
+      };
+      if constexpr (kMasked) {
+        int left = tile.blocks;
+        seen.for_each_from_last<1>([&](int block) { load_block(block, --left); });
+        if (left > 0) load_block(0, 0);
+      } else {
+#pragma unroll 1  // more would need registers that this warpgroup has not
+        for (int block = tile.blocks - 1; block >= 0; --block) load_block(block, block);
       }
     }
   }
@@ -219,8 +238,16 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   RingPosition<kDouts> dout;
   unsigned phase = 0;  // of tile_full
   int row, head, block;
-  int passed = 0;  // blocks that the tile passed over, with values that are still to be freed
-  int freed = -1;  // the keys that were used last: they are free once their dq is done, a step later
+  int passed = 0;   // blocks that the tile passed over, with values that are still to be freed
+  int freed = -1;   // the keys that were used last: they are free once their dq is done, a step later
+  OwnBlock<1> own;  // kMasked: of the block whose scores are under way
+  const auto find_own = [&] {
+    const MaskedBlock& found = masked[key.slot];
+    own = OwnBlock<1>::of(found, warpgroup, [&](int, int r) {
+      return p.mask.blocks.query_bits(mask_head_of(head), row / kMaskBlock + warpgroup, found.first / kMaskBlock,
+                                      warp * 16 + lane / 4 + 8 * r, lane % 4);
+    });
+  };
 
   // The next tile's queries to registers, and over the blocks that none of the warpgroup's queries sees; false after
   // the last tile.
@@ -275,6 +302,11 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
     for (int r = 0; r < 2; ++r) {
       delta[r] = quad_sum(delta[r]) - dlogsumexp[r];
       bias[r] = logsumexp[r] == -INFINITY ? -INFINITY : -logsumexp[r] * kLog2E;  // no key seen: P = 0
+      if constexpr (kMasks == Masks::kAdditive) {
+        const int own_row = min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1);
+        const MaskRow mask_row = p.mask.blocks.row(mask_head_of(head), own_row);
+        if (mask_row.shift != 0 && bias[r] != -INFINITY) bias[r] = -mask_row.log2_count;
+      }
       if (lane % 4 == 0) {
         const int64_t at = head * p.pitch + row + first_row + lane / 4 + 8 * r;
         p.row_bias[at] = bias[r];
@@ -292,11 +324,18 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   // The block whose scores are in `current`; those of the block ahead are in `next` when this returns. False after the
   // last block of all.
   const auto step = [&](float (&current)[32], float (&next)[32]) {
-    const int key_now = key.slot, tile_row = row, first_key = block * kBlock, tile_dout = dout.slot;
+    const int key_now = key.slot, tile_row = row, first_key = kMasked ? own.first : block * kBlock;
+    const int tile_dout = dout.slot;
     barrier_wait(value_full(value.slot), value.phase);
     multiply<T>(dp, dout_at(dout.slot) + own_rows, value_at(value.slot));
 
-    int end = p.problem.keys;
+    if (kMasked && !own.seen()) {
+      if (kMasks == Masks::kAdditive && own.adds())
+        add_values(current, p.problem, p.mask, head / p.problem.heads, head % p.problem.heads,
+                   tile_row + first_row + lane / 4, first_key);
+      hide(current, own.bits);
+    }
+    int end = kMasked ? INT_MAX : p.problem.keys;
     if constexpr (kCausal) end = min(end, tile_row + warpgroup * 64 + p.problem.query_offset + 1);
     if (first_key + kBlock > end) {
 #pragma unroll
@@ -329,6 +368,8 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       --block;
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
+    if constexpr (kMasked)
+      if (more) find_own();
     multiply<T>(next, q, key_at(key.slot));  // after the last block of all nobody reads it
 
     wgmma_wait<1>();  // dp, and dq of the block before
@@ -363,6 +404,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
 
   if (!begin_tile()) return;
   barrier_wait(key_full(key.slot), key.phase);
+  if constexpr (kMasked) find_own();
   multiply<T>(scores_a, q, key_at(key.slot));
   load_statistics();
   wgmma_wait<0>();
@@ -387,7 +429,7 @@ __device__ inline uint32_t half_at(int row) {
   return (row & 64) * kPanelRowBytes;
 }
 
-template <typename T, bool kCausal>
+template <typename T, bool kCausal, Masks kMasks>
 __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
     attention_backward_dkey_128_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {
   using Shape = DkeyShape;
@@ -402,6 +444,9 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   const auto dout_at = [&](int i) { return query_at(i) + Shape::kBlockBytes; };
   const auto bias_at = [&](int i) { return shared + Shape::kStatisticsAt + i * 2 * Shape::kStatisticsBytes; };
   const auto delta_at = [&](int i) { return bias_at(i) + Shape::kStatisticsBytes; };
+  constexpr bool kMasked = kMasks != Masks::kNone;
+  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
+  const auto mask_head_of = [&](int of) { return p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads); };
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto tile_full = [&](int i) { return barriers + 8 * i; };
   const auto tile_empty = [&](int i) { return barriers + 8 * (kTiles + i); };  // when dk and dv are stored
@@ -425,7 +470,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
 
   const int key_heads = p.problem.heads / p.problem.group;
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kMasked ? 32 : 24>();
     if (threadIdx.x == 32) {  // stores dk and dv
       for (RingPosition<kTiles> at;; at.advance()) {
         barrier_wait(tile_full(at.slot), at.phase);
@@ -456,7 +501,16 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       const int row = found.tile * Shape::kRows;
       int first = 0;  // at most the last block, though nobody sees it
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks - 1);
-      tiles[at.slot] = {row, found.head, first, query_blocks - first};
+      const auto seen_by = [&](int member) {
+        return p.mask.blocks.of_keys(mask_head_of(found.head * p.problem.group + member), row / kMaskBlock);
+      };
+      int blocks = query_blocks - first;
+      if constexpr (kMasked) {
+        blocks = 0;
+        for (int member = 0; member < p.problem.group; ++member) blocks += SeenBlocks(seen_by(member)).count<1>();
+      }
+      const bool none = kMasked && blocks == 0;  // then a hidden one
+      tiles[at.slot] = {row, found.head, first, none ? 1 : blocks};
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
       mbarrier_expect(tile_full(at.slot), Shape::kTileBytes);
       for (int i = 0; i < Shape::kPanels; ++i) {
@@ -468,10 +522,11 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       for (int member = 0; member < p.problem.group; ++member) {
         const int head = key_head * p.problem.group + member;
         const int64_t statistics = (static_cast<int64_t>(batch) * p.problem.heads + head) * p.pitch;
-#pragma unroll 1
-        for (int block = first; block < query_blocks; ++block) {
+        const SeenBlocks seen = kMasked ? seen_by(member) : SeenBlocks{};
+        const auto load_block = [&](int block) {
           const uint32_t full = block_full(ring.slot);
           barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
+          if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), member};
           mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head, batch,
@@ -482,6 +537,13 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
           bulk_load(bias_at(ring.slot), p.row_bias + statistics + block * kBlock, Shape::kStatisticsBytes, full);
           bulk_load(delta_at(ring.slot), p.row_delta + statistics + block * kBlock, Shape::kStatisticsBytes, full);
           ring.advance();
+        };
+        if constexpr (kMasked) {
+          seen.for_each_from_last<1>(load_block);
+          if (none && member == 0) load_block(0);
+        } else {
+#pragma unroll 1
+          for (int block = first; block < query_blocks; ++block) load_block(block);
         }
       }
     }
@@ -499,6 +561,15 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   RingPosition<kTiles> at;
   int row = warpgroup * 64;  // the first of the warpgroup's 64
   int block, end, member = 0;
+  OwnBlock<1> own;  // kMasked: of the block at hand
+  const auto find_own = [&] {
+    const MaskedBlock& found = masked[ring.slot];
+    own = OwnBlock<1>::of(found, row / 64 % 2, [&](int, int r) {
+      return p.mask.blocks.bits_of_key(mask_head_of(tiles[at.slot].head * p.problem.group + found.member),
+                                       found.first / kMaskBlock, row / kMaskBlock, warp * 16 + lane / 4 + 8 * r,
+                                       lane % 4);
+    });
+  };
 
   // Over the first blocks of a head, which may have only queries that see none of the warpgroup's keys.
   const auto begin_head = [&] {
@@ -529,6 +600,14 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   int freed = -1;  // the block that was used last: it is free once its dk is done
   const auto probabilities = [&] {
     const int now = ring.slot, first_query = block * kBlock;
+    if (kMasked && !own.seen()) {
+      if (kMasks == Masks::kAdditive && own.adds()) {
+        const int of = tiles[at.slot].head * p.problem.group + own.member;
+        add_values_of_keys(scores, p.problem, p.mask, of / p.problem.heads, of % p.problem.heads,
+                           row + warp * 16 + lane / 4, own.first);
+      }
+      hide(scores, own.bits);
+    }
     // Queries before a key do not see it, and keys beyond the end are nobody's: their gradients are not stored.
     if (kCausal && first_query + p.problem.query_offset < row + 63) {
 #pragma unroll
@@ -561,6 +640,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
 
   if (!begin_tile()) return;
   barrier_wait(block_full(ring.slot), ring.phase);
+  if constexpr (kMasked) find_own();
   multiply<T>(scores, key_at(at.slot) + half_at(row), query_at(ring.slot));
   multiply<T>(dp, value_at(at.slot) + half_at(row), dout_at(ring.slot));
   wgmma_wait<0>();
@@ -586,7 +666,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
     const uint32_t own_rows = half_at(row);
     bool last = false, more = true;
     if (++block == end) {
-      if (++member < p.problem.group) {
+      if (!kMasked && ++member < p.problem.group) {
         begin_head();
       } else {
         last = true;
@@ -595,6 +675,8 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       }
     }
     if (more) barrier_wait(block_full(ring.slot), ring.phase);
+    if constexpr (kMasked)
+      if (more) find_own();
     // Scores and dp of the block ahead, dk of the block at hand: this runs under the next exponentials.
     multiply<T>(scores, key_at(at.slot) + half_at(row), query_at(ring.slot));
     multiply<T>(dp, value_at(at.slot) + half_at(row), dout_at(ring.slot));
@@ -625,25 +707,27 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
 
 #else
 
-template <typename T, bool kCausal>
+template <typename T, bool kCausal, Masks kMasks>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dquery_128_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
-template <typename T, bool kCausal>
+template <typename T, bool kCausal, Masks kMasks>
 __global__ void __launch_bounds__(kStubThreads)
     attention_backward_dkey_128_wgmma_kernel(const __grid_constant__ Sm90Backward<T> p) {}
 
 #endif
 
-template <typename T, bool kCausal>
+template <typename T, bool kCausal, Masks kMasks = Masks::kNone>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
-  return launch_backward<T, DqueryShape, DkeyShape, attention_backward_dquery_128_wgmma_kernel<T, kCausal>,
-                         attention_backward_dkey_128_wgmma_kernel<T, kCausal>>(p, stream);
+  return launch_backward<T, DqueryShape, DkeyShape, attention_backward_dquery_128_wgmma_kernel<T, kCausal, kMasks>,
+                         attention_backward_dkey_128_wgmma_kernel<T, kCausal, kMasks>>(p, stream);
 }
 
 }  // namespace
 
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream) {
+  if (p.mask.allowed) return launch<T, false, Masks::kBool>(p, stream);
+  if (p.mask.bias) return launch<T, false, Masks::kAdditive>(p, stream);
   return p.mask.causal ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
 }
 

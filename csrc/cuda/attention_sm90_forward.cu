@@ -10,6 +10,7 @@
 // block, as long as the sums stay small enough. So later blocks need no maximum.
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
+#include "attention_sm90_masks.cuh"
 #include "common/launch.cuh"
 
 namespace gptkernels::cuda {
@@ -28,15 +29,20 @@ struct ForwardShape {
   static constexpr int kKeyPanel = kKeys * kPanelRowBytes;
   static constexpr int kKeyBytes = kPanels * kKeyPanel;
   static constexpr int kOutPanel = 64 * kPanelRowBytes;
-  // Shared memory: queries (2), keys (kStages), values (kStages), out (2 warpgroups), barriers, tiles (2).
+  // Shared memory: queries (2), keys (kStages), values (kStages), out (2 warpgroups), barriers, tiles (2), masked
+  // blocks.
   static constexpr int kKeysAt = 2 * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kOutAt = kValuesAt + kStages * kKeyBytes;
   static constexpr int kBarriersAt = kOutAt + 2 * kPanels * kOutPanel;
   static constexpr int kBarriers = 4 + 4 * kStages;
   static constexpr int kTilesAt = kBarriersAt + kBarriers * 8;
-  static constexpr int kSharedBytes = kTilesAt + 2 * 16 + 1024;  // aligned to 1024 by the kernel
+  static constexpr int kMaskedAt = kTilesAt + 2 * 16;  // of the ring's buffers, under a mask
+  static constexpr int kSharedBytes =
+      kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;  // aligned to 1024 by the kernel
 };
+
+constexpr int64_t kCounterBytes = 256;  // of the workspace, before what a mask wants
 
 template <typename T>
 struct Sm90Forward {
@@ -44,6 +50,7 @@ struct Sm90Forward {
   float* logsumexp;
   Sm90Problem<T> problem;
   TileOrder order;
+  Sm90Mask mask;
 };
 
 // A tile of queries: its first, its head of all batches, and how many key blocks its queries see: at least one (where
@@ -56,17 +63,21 @@ struct alignas(16) QueryTile {
 
 #if GPTKERNELS_WGMMA
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
   using Shape = ForwardShape<HS, kDropout>;
   constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys, kPanels = Shape::kPanels;
   constexpr int kScores = kKeys / 2, kOut = HS / 2;  // accumulators of a thread
+  constexpr bool kMasked = kMasks != Masks::kNone;
+  constexpr int kUnits = kKeys / kMaskBlock;
 
   extern __shared__ uint8_t shared_bytes[];
   const uint32_t shared = (static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024;
   QueryTile* tiles = reinterpret_cast<QueryTile*>(
       shared_bytes + (shared - static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes))) + Shape::kTilesAt);
+  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(reinterpret_cast<uint8_t*>(tiles) + Shape::kMaskedAt -
+                                                       Shape::kTilesAt);  // kMasked: beside the ring's buffers
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto query_full = [&](int i) { return barriers + 8 * i; };
   const auto query_empty = [&](int i) { return barriers + 8 * (2 + i); };
@@ -92,7 +103,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    give_registers<kMasked ? 32 : 24>();
     if (threadIdx.x != 0) return;
     RingPosition<2> query;
     RingPosition<kStages> key;
@@ -119,7 +130,12 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
         end = range.end;
       }
       if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      const int blocks = max((end + kKeys - 1) / kKeys - first_block, 1);
+      int blocks = max((end + kKeys - 1) / kKeys - first_block, 1);
+      SeenBlocks seen;
+      if constexpr (kMasked) {
+        seen = p.mask.blocks.of_queries(p.mask.blocks.mask_head(batch, head), row / kMaskBlock);
+        blocks = max(seen.count<kUnits>(), 1);
+      }
       tiles[query.slot] = {row, found.head, blocks};
       const int key_head = head / p.problem.group;
       mbarrier_expect(query_full(query.slot), Shape::kQueryBytes);
@@ -127,14 +143,21 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
         tma_load(shared + query.slot * Shape::kQueryBytes + i * Shape::kQueryPanel, p.query, i * kPanelColumns, row,
                  head, batch, query_full(query.slot));
       query.advance();
-      for (int block = blocks - 1; block >= 0; --block) {
+      const auto load_block = [&](int block) {
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
+        if constexpr (kMasked) masked[key.slot] = {block * kKeys, seen.classes<kUnits>(block * kUnits), 0};
         load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), first_block + block,
              key_head, batch);
         barrier_wait(value_empty(key.slot), key.phase ^ 1);
         load(p.value, shared + Shape::kValuesAt + key.slot * Shape::kKeyBytes, value_full(key.slot),
              first_block + block, key_head, batch);
         key.advance();
+      };
+      if constexpr (kMasked) {
+        seen.for_each_from_last<kUnits>([&](int unit) { load_block(unit / kUnits); });
+        if (seen.count<kUnits>() == 0) load_block(0);
+      } else {
+        for (int block = blocks - 1; block >= 0; --block) load_block(block);
       }
     }
   }
@@ -168,7 +191,18 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     if constexpr (kBounds) range = KeyRange::of(p.problem, tile.head / p.problem.heads);
   };
   find_range();
-  const auto first_key_of = [&](int of) { return (kBounds ? range.begin / kKeys + of : of) * kKeys; };
+  OwnBlock<kUnits> own, next_own;  // kMasked: of the block at hand, and of the one ahead
+  const auto find_own = [&](const QueryTile& of) {
+    const int mask_head = p.mask.blocks.mask_head(of.head / p.problem.heads, of.head % p.problem.heads);
+    next_own = OwnBlock<kUnits>::of(masked[key.slot], warpgroup, [&](int unit, int r) {
+      return p.mask.blocks.query_bits(mask_head, of.row / kMaskBlock + warpgroup,
+                                      masked[key.slot].first / kMaskBlock + unit, warp * 16 + lane / 4 + 8 * r,
+                                      lane % 4);
+    });
+  };
+  const auto first_key_of = [&](int of) {
+    return kMasked ? own.first : (kBounds ? range.begin / kKeys + of : of) * kKeys;
+  };
 
   const auto issue_scores = [&](float (&scores)[kScores]) {
     const uint64_t q = panel_descriptor(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes);
@@ -206,6 +240,14 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
   // Scores of keys that a query does not see become -inf.
   const auto mask = [&](float (&scores)[kScores]) {
+    if constexpr (kMasked) {
+      if (own.seen()) return;
+      if (kMasks == Masks::kAdditive && own.adds())
+        add_values(scores, p.problem, p.mask, tile.head / p.problem.heads, tile.head % p.problem.heads,
+                   tile.row + own_row, own.first);
+      hide(scores, own.bits);
+      return;
+    }
     const int first_key = first_key_of(block);
     int end = kBounds ? range.end : p.problem.keys;  // of the keys that all of the warpgroup's queries see
     if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
@@ -261,6 +303,12 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     }
   };
 
+  // The logsumexp of a row of the tile before, whose scores may have been taken without its shift.
+  const auto shifted = [&](float logsumexp, int row) {
+    if constexpr (kMasks != Masks::kAdditive) return logsumexp;
+    const int mask_head = p.mask.blocks.mask_head(previous_head / p.problem.heads, previous_head % p.problem.heads);
+    return logsumexp + p.mask.blocks.row(mask_head, row).shift;
+  };
   const auto store_out = [&](const float (&tile_reference)[2], const float (&tile_sum)[2]) {
     float inverse[2];
 #pragma unroll
@@ -271,7 +319,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       const int row = previous_row + own_row + 8 * r;
       if (lane % 4 == 0 && row < p.problem.queries)
         p.logsumexp[static_cast<int64_t>(previous_head) * p.problem.queries + row] =
-            total == 0 ? -INFINITY : tile_reference[r] * p.problem.scale + logf(total);
+            total == 0 ? -INFINITY : shifted(tile_reference[r] * p.problem.scale + logf(total), row);
     }
     if (thread == 0) tma_store_wait_read();
     warpgroup_barrier(1 + warpgroup);
@@ -330,6 +378,8 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       more = next_tile.blocks > 0;
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
+    if constexpr (kMasked)
+      if (more) find_own(last ? next_tile : tile);
     issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
     if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
 
@@ -403,6 +453,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     for (int i = 0; i < kKeys / 16; ++i) wgmma<T, true>(out, &weights[4 * i], v + i * kStepRows, i > 0 || !first);
     wgmma_commit();
     any_previous = true;
+    if constexpr (kMasked) own = next_own;
     --block;
     if (last) {
       previous_row = tile.row;
@@ -415,6 +466,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   };
 
   barrier_wait(key_full(0), 0);
+  if constexpr (kMasked) {
+    find_own(tile);
+    own = next_own;
+  }
   issue_scores(scores_a);
   wgmma_wait<0>();
   pin_registers(scores_a);
@@ -431,16 +486,17 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
 #else
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
 __global__ void __launch_bounds__(kStubThreads)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds>
+template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks = Masks::kNone>
 Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = ForwardShape<HS, kDropout>;
-  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout, kBounds>;
+  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout, kBounds, kMasks>;
+  constexpr bool kMasked = kMasks != Masks::kNone;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads;
   const int64_t tiles = ceil_div(s.queries, Shape::kRows);
@@ -451,11 +507,18 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
       .out = panel_map(p.out, s, s.heads, s.queries, 64),
       .logsumexp = p.logsumexp,
       .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
-      .order = TileOrder::of(tiles, heads, s.keys * HS * 2 * static_cast<int64_t>(sizeof(T)), kCausal, p.workspace),
+      .order = TileOrder::of(tiles, heads, s.keys * HS * 2 * static_cast<int64_t>(sizeof(T)), kCausal || kMasked,
+                             p.workspace),
+      .mask = kMasked ? Sm90Mask::of(p.mask, s, p.scale, false, static_cast<char*>(p.workspace) + kCounterBytes)
+                      : Sm90Mask{},
   };
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
   const Status cleared = cudaMemsetAsync(p.workspace, 0, sizeof(int), stream);
   if (cleared != cudaSuccess) return cleared;
+  if constexpr (kMasked) {
+    const Status found = find_mask_blocks(arguments.mask.blocks, p.mask, s, stream);
+    if (found != cudaSuccess) return found;
+  }
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles * heads, multiprocessors()));
   kKernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
@@ -465,30 +528,43 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
-  return p.sizes.head_size <= (has_bounds(p.mask) ? 64 : 128) &&
-         sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false, false>>(p);
+  // An additive mask is the backward's too, which has no dropout for more than 64 channels.
+  const bool narrow = has_bounds(p.mask) || (p.mask.bias && p.dropout.probability > 0);
+  return p.sizes.head_size <= (narrow ? 64 : 128) && serves_mask<T>(p) &&
+         sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false, false, Masks::kNone>>(p);
 }
 
-int64_t attention_forward_sm90_workspace() {
-  return sizeof(int);
+template <typename T>
+int64_t attention_forward_sm90_workspace(const AttentionForward<T>& p) {
+  return kCounterBytes + mask_workspace(p.mask, p.sizes, false);
 }
 
 template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
+  const bool dropout = p.dropout.probability > 0;
+  const auto masked = [&]<int HS, Masks kMasks>() {
+    return dropout ? launch<T, HS, false, true, false, kMasks>(p, stream)
+                   : launch<T, HS, false, false, false, kMasks>(p, stream);
+  };
   const auto with = [&]<int HS, bool kCausal>() {
-    const bool dropout = p.dropout.probability > 0;
+    if constexpr (!kCausal)
+      if (has_mask(p.mask))
+        return p.mask.allowed ? masked.template operator()<HS, Masks::kBool>()
+                              : masked.template operator()<HS, Masks::kAdditive>();
     if constexpr (HS == 64)
       if (has_bounds(p.mask))
         return dropout ? launch<T, HS, kCausal, true, true>(p, stream) : launch<T, HS, kCausal, false, true>(p, stream);
     return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
   };
+  const bool causal = p.mask.causal && !has_mask(p.mask);  // what a mask's blocks have in them
   if (p.sizes.head_size <= 64)
-    return p.mask.causal ? with.template operator()<64, true>() : with.template operator()<64, false>();
-  return p.mask.causal ? with.template operator()<128, true>() : with.template operator()<128, false>();
+    return causal ? with.template operator()<64, true>() : with.template operator()<64, false>();
+  return causal ? with.template operator()<128, true>() : with.template operator()<128, false>();
 }
 
-#define INSTANTIATE(T)                                                        \
-  template bool attention_forward_sm90_serves<T>(const AttentionForward<T>&); \
+#define INSTANTIATE(T)                                                              \
+  template bool attention_forward_sm90_serves<T>(const AttentionForward<T>&);       \
+  template int64_t attention_forward_sm90_workspace<T>(const AttentionForward<T>&); \
   template Status attention_forward_sm90<T>(const AttentionForward<T>&, Stream);
 INSTANTIATE(bfloat16)
 INSTANTIATE(float16)
