@@ -155,12 +155,9 @@ Tensor with_dense_rows(const Tensor& t) {
 // The same of a gradient of out, which may have any strides: an expanded one (of a sum) has 0, with which the fastest
 // kernels of 16 bits do nothing.
 Tensor with_steps(const Tensor& t) {
-  bool steps = t.element_size() > 2;
-  if (!steps) {
-    steps = true;
-    for (int64_t i = 0; i < 3; ++i) steps = steps && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
-  }
-  return steps ? with_dense_rows(t) : torch::stable::contiguous(t);
+  bool steps = true;
+  for (int64_t i = 0; i < 3; ++i) steps = steps && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
+  return steps || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
 // A contiguous (B, heads, T, HS) tensor.

@@ -130,13 +130,15 @@ struct MaskBlocks {
   // A thread's part of the bits of one of its rows, as it has accumulators (wgmma.cuh): bit 2t + e is column 8t + 2c +
   // e, c the thread's place in its four.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
-    const int64_t block = (static_cast<int64_t>(of_head) * bit_blocks + bit_block(query_block)) * key_pitch + key_block;
-    return bits[(block * kMaskBlock + row) * 4 + c];
+    return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
   // The same where rows are keys and columns queries.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
-    const int64_t block = (static_cast<int64_t>(of_head) * bit_blocks + bit_block(query_block)) * key_pitch + key_block;
-    return key_bits[(block * kMaskBlock + row) * 4 + c];
+    return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
+  }
+  __device__ int64_t bits_at(int of_head, int query_block, int key_block) const {
+    const int block = (of_head * bit_blocks + bit_block(query_block)) * key_pitch + key_block;  // below 2^30
+    return static_cast<int64_t>(block) * (kMaskBlock * 4);
   }
   __device__ MaskRow row(int of_head, int query) const {
     if (!rows) return {0, 0};

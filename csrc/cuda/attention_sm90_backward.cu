@@ -157,8 +157,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
       int blocks = max((end + kBlock - 1) / kBlock, first);  // before the end
       SeenBlocks seen;
+      int mask_head = 0;
       if constexpr (kMasked) {
-        seen = p.mask.blocks.of_queries(p.mask.blocks.mask_head(batch, head), row / kMaskBlock);
+        mask_head = p.mask.blocks.mask_head(batch, head);
+        seen = p.mask.blocks.of_queries(mask_head, row / kMaskBlock);
         blocks = seen.count<1>();
       }
       tiles[at.slot] = {row, found.head, first, blocks};
@@ -173,7 +175,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       at.advance();
       const auto load_block = [&](int block) {
         barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
-        if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), 0};
+        if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), mask_head, 0};
         mbarrier_expect(barriers.block_full(ring.slot), 2 * Shape::kBlockBytes);
         for (int i = 0; i < Shape::kPanels; ++i) {
           tma_load(key_at(ring.slot) + i * Shape::kBlockPanel, p.key, i * kPanelColumns, block * kBlock, key_head,
@@ -273,8 +275,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     const auto find_own = [&] {
       for (; block >= first; --block) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);
-        own = OwnBlock<1>::of(masked[ring.slot], half, [&](int, int r) {
-          return p.mask.blocks.query_bits(mask_head, tile.row / kMaskBlock + half, masked[ring.slot].first / kMaskBlock,
+        const MaskedBlock found = masked[ring.slot];
+        own = OwnBlock<1>::of(found, half, [&](int, int r) {
+          return p.mask.blocks.query_bits(found.mask_head, tile.row / kMaskBlock + half, found.first / kMaskBlock,
                                           warp * 16 + lane / 4 + 8 * r, lane % 4);
         });
         if (!own.hidden()) return;
@@ -419,10 +422,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       int first = 0;
       if constexpr (kCausal) first = min(max(row - p.problem.query_offset, 0) / kBlock, query_blocks);
       const int batch = found.head / key_heads, key_head = found.head % key_heads;
-      const auto seen_by = [&](int member) {
-        const int mask_head = p.mask.blocks.mask_head(batch, key_head * p.problem.group + member);
-        return p.mask.blocks.of_keys(mask_head, row / kMaskBlock);
+      const auto mask_head_of = [&](int member) {
+        return p.mask.blocks.mask_head(batch, key_head * p.problem.group + member);
       };
+      const auto seen_by = [&](int member) { return p.mask.blocks.of_keys(mask_head_of(member), row / kMaskBlock); };
       int blocks = query_blocks - first;
       if constexpr (kMasked) {
         blocks = 0;
@@ -448,7 +451,8 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
         const auto load_block = [&](int block) {
           const uint32_t full = barriers.block_full(ring.slot);
           barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
-          if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), member};
+          if constexpr (kMasked)
+            masked[ring.slot] = {block * kBlock, seen.classes<1>(block), mask_head_of(member), member};
           mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
@@ -523,11 +527,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     const auto find_own = [&] {
       for (; left > 0; --left) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);
-        const MaskedBlock& found = masked[ring.slot];
+        const MaskedBlock found = masked[ring.slot];
         own = OwnBlock<1>::of(found, half, [&](int, int r) {
-          const int of = first_head + found.member;
-          return p.mask.blocks.bits_of_key(p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads),
-                                           found.first / kMaskBlock, tile.row / kMaskBlock + half,
+          return p.mask.blocks.bits_of_key(found.mask_head, found.first / kMaskBlock, tile.row / kMaskBlock + half,
                                            warp * 16 + lane / 4 + 8 * r, lane % 4);
         });
         if (!own.hidden()) return;

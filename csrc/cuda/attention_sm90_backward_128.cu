@@ -198,12 +198,16 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       const int batch = tile.head / p.problem.heads, key_head = tile.head % p.problem.heads / p.problem.group;
       const int wanted = min(Shape::kAhead, tile.blocks) - 1;
       SeenBlocks seen = {};
-      if constexpr (kMasked) seen = p.mask.blocks.of_queries(mask_head_of(tile.head), tile.row / kMaskBlock);
+      int mask_head = 0;
+      if constexpr (kMasked) {
+        mask_head = mask_head_of(tile.head);
+        seen = p.mask.blocks.of_queries(mask_head, tile.row / kMaskBlock);
+      }
       // `left` blocks of the tile are to be loaded after this one.
       const auto load_block = [&](int block, int left) {
         if (left == wanted) barrier_arrive(tile_wanted);
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
-        if constexpr (kMasked) masked[key.slot] = {block * kBlock, seen.classes<1>(block), 0};
+        if constexpr (kMasked) masked[key.slot] = {block * kBlock, seen.classes<1>(block), mask_head, 0};
         load(p.key, key_at(key.slot), block, key_head, batch, key_full(key.slot));
         key.advance();
         barrier_wait(value_empty(value.slot), value.phase ^ 1);
@@ -242,9 +246,9 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   int freed = -1;   // the keys that were used last: they are free once their dq is done, a step later
   OwnBlock<1> own;  // kMasked: of the block whose scores are under way
   const auto find_own = [&] {
-    const MaskedBlock& found = masked[key.slot];
+    const MaskedBlock found = masked[key.slot];
     own = OwnBlock<1>::of(found, warpgroup, [&](int, int r) {
-      return p.mask.blocks.query_bits(mask_head_of(head), row / kMaskBlock + warpgroup, found.first / kMaskBlock,
+      return p.mask.blocks.query_bits(found.mask_head, row / kMaskBlock + warpgroup, found.first / kMaskBlock,
                                       warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
   };
@@ -526,7 +530,9 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
         const auto load_block = [&](int block) {
           const uint32_t full = block_full(ring.slot);
           barrier_wait(block_empty(ring.slot), ring.phase ^ 1);
-          if constexpr (kMasked) masked[ring.slot] = {block * kBlock, seen.classes<1>(block), member};
+          if constexpr (kMasked)
+            masked[ring.slot] = {block * kBlock, seen.classes<1>(block),
+                                 mask_head_of(found.head * p.problem.group + member), member};
           mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head, batch,
@@ -563,11 +569,10 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   int block, end, member = 0;
   OwnBlock<1> own;  // kMasked: of the block at hand
   const auto find_own = [&] {
-    const MaskedBlock& found = masked[ring.slot];
+    const MaskedBlock found = masked[ring.slot];
     own = OwnBlock<1>::of(found, row / 64 % 2, [&](int, int r) {
-      return p.mask.blocks.bits_of_key(mask_head_of(tiles[at.slot].head * p.problem.group + found.member),
-                                       found.first / kMaskBlock, row / kMaskBlock, warp * 16 + lane / 4 + 8 * r,
-                                       lane % 4);
+      return p.mask.blocks.bits_of_key(found.mask_head, found.first / kMaskBlock, row / kMaskBlock,
+                                       warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
   };
 

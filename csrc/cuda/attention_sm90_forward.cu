@@ -132,8 +132,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
       int blocks = max((end + kKeys - 1) / kKeys - first_block, 1);
       SeenBlocks seen;
+      int mask_head = 0;
       if constexpr (kMasked) {
-        seen = p.mask.blocks.of_queries(p.mask.blocks.mask_head(batch, head), row / kMaskBlock);
+        mask_head = p.mask.blocks.mask_head(batch, head);
+        seen = p.mask.blocks.of_queries(mask_head, row / kMaskBlock);
         blocks = max(seen.count<kUnits>(), 1);
       }
       tiles[query.slot] = {row, found.head, blocks};
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       query.advance();
       const auto load_block = [&](int block) {
         barrier_wait(key_empty(key.slot), key.phase ^ 1);
-        if constexpr (kMasked) masked[key.slot] = {block * kKeys, seen.classes<kUnits>(block * kUnits), 0};
+        if constexpr (kMasked) masked[key.slot] = {block * kKeys, seen.classes<kUnits>(block * kUnits), mask_head, 0};
         load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), first_block + block,
              key_head, batch);
         barrier_wait(value_empty(key.slot), key.phase ^ 1);
@@ -193,11 +195,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   find_range();
   OwnBlock<kUnits> own, next_own;  // kMasked: of the block at hand, and of the one ahead
   const auto find_own = [&](const QueryTile& of) {
-    const int mask_head = p.mask.blocks.mask_head(of.head / p.problem.heads, of.head % p.problem.heads);
-    next_own = OwnBlock<kUnits>::of(masked[key.slot], warpgroup, [&](int unit, int r) {
-      return p.mask.blocks.query_bits(mask_head, of.row / kMaskBlock + warpgroup,
-                                      masked[key.slot].first / kMaskBlock + unit, warp * 16 + lane / 4 + 8 * r,
-                                      lane % 4);
+    const MaskedBlock found = masked[key.slot];
+    next_own = OwnBlock<kUnits>::of(found, warpgroup, [&](int unit, int r) {
+      return p.mask.blocks.query_bits(found.mask_head, of.row / kMaskBlock + warpgroup, found.first / kMaskBlock + unit,
+                                      warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
   };
   const auto first_key_of = [&](int of) {
@@ -378,9 +379,9 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       more = next_tile.blocks > 0;
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
+    issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
     if constexpr (kMasked)
       if (more) find_own(last ? next_tile : tile);
-    issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
     if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
 
     mask(current);

@@ -53,9 +53,10 @@ int64_t mask_workspace(const AttentionMask<T>& mask, const AttentionSizes& s, bo
 }
 
 // Beside a buffer of the ring: its first key or query, and the classes as SeenBlocks::classes has them.
-struct alignas(8) MaskedBlock {
+struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
+  int mask_head;
   int member;  // of the heads that share keys, where blocks are queries
 };
 
