@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kMasked ? 32 : 24>();
+    give_registers<24>();
     if (threadIdx.x != 0) return;
     RingPosition<kTiles> at;
     RingPosition<kStages> ring;
@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kMasked ? 32 : 24>();
+    give_registers<24>();
     if (threadIdx.x != 0) return;
     const int key_heads = p.problem.heads / p.problem.group;
     wait_for_previous_kernel();

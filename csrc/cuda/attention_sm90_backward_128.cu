@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   let_next_kernel_start();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kMasked ? 32 : 24>();
+    give_registers<24>();
     if (threadIdx.x == 32) {  // stores dq
       RingPosition<kDouts> dout;
       for (unsigned phase = 0;; phase ^= 1, dout.advance()) {
@@ -474,7 +474,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
 
   const int key_heads = p.problem.heads / p.problem.group;
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kMasked ? 32 : 24>();
+    give_registers<24>();
     if (threadIdx.x == 32) {  // stores dk and dv
       for (RingPosition<kTiles> at;; at.advance()) {
         barrier_wait(tile_full(at.slot), at.phase);

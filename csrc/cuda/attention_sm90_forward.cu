@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<kMasked ? 32 : 24>();
+    give_registers<24>();
     if (threadIdx.x != 0) return;
     RingPosition<2> query;
     RingPosition<kStages> key;
