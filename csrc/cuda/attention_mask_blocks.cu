@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
     const int first = start + lane * step;
     bool near = false;  // or NaN
     const auto take = [&](float x) {
-      near |= !(x <= kFar);
+      near |= !(x <= kFar<T>);
       largest.take(x, 1);
     };
     if (mask.in_chunks && first + kChunk<T> <= end) {
@@ -130,11 +130,14 @@ struct SeenRow {
   template <typename T>
   __device__ void take(int i, T element, float shift) {
     const float x = static_cast<float>(element);
-    const bool low = std::is_same_v<T, bfloat16> ? x <= kFarHidden : x == -INFINITY;
-    if (shift == 0)
-      take(i, !low, x != 0);
-    else
-      take(i, x == shift, true);
+    if constexpr (std::is_same_v<T, bfloat16>) {
+      if (shift == 0)
+        take(i, !(x <= kFarHidden), x != 0);
+      else
+        take(i, x == shift, true);
+    } else {
+      take(i, x != -INFINITY, x != shift);
+    }
   }
   // The same of 16 bytes.
   __device__ void take_chunk(int i, const bool* from, float) {

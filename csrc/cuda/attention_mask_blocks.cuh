@@ -6,7 +6,8 @@
 // Hugging Face's models write torch.finfo(dtype).min, -3.4e38 for bfloat16. Those bits are 0. Where a query has only
 // such values (kFar and less, far beyond what a score of this size can be added to), its probabilities are uniform over
 // the keys of the largest one: the bits are those keys, its scores count as 0, and the value is its shift, what its
-// logsumexp is without the sum. float16 has no such values: its lowest is -65504.
+// logsumexp is without the sum. float16's lowest, -65504, is not beyond all scores: where a query has only values of
+// -1024 and less, the largest is its shift too, and only what they differ from it is added.
 #pragma once
 
 #include <type_traits>
@@ -25,8 +26,10 @@ enum MaskClass : int {
   kMaskSeen = 3,    // every query sees every key
 };
 
-constexpr float kFar = -1.2676506002282294e30f;        // -2^100: a row that has a value beyond is an ordinary one
-constexpr float kFarHidden = -1.3292279957849159e36f;  // -2^120: in an ordinary row as good as -inf
+// A row that has a value above this is an ordinary one: -2^100, or -2^10.
+template <typename T>
+constexpr float kFar = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
+constexpr float kFarHidden = -1.3292279957849159e36f;  // -2^120: in bfloat16's ordinary rows as good as -inf
 
 // Of a row of the mask: its shift, 0 for ordinary rows, and log2 of the number of keys that have this value.
 struct MaskRow {
@@ -105,12 +108,11 @@ struct MaskBlocks {
       bytes += up(count * static_cast<int64_t>(sizeof(E)), 256);
     };
     const int64_t blocks = mask_heads * bit_blocks * key_pitch;
-    const bool has_far = mask.bias && std::is_same_v<T, bfloat16>;
     place(classes, mask_heads * query_pitch * key_pitch);
     place(key_classes, backward ? mask_heads * query_pitch * key_pitch : 0);
     place(bits, blocks * kMaskBlock * 4);
     place(key_bits, backward ? blocks * kMaskBlock * 4 : 0);
-    place(rows, has_far ? mask_heads * bit_blocks * kMaskBlock : 0);
+    place(rows, mask.bias ? mask_heads * bit_blocks * kMaskBlock : 0);
     return bytes;
   }
 

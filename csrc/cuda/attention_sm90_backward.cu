@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
       if (kMasks == Masks::kAdditive && inside && bias[r] != -INFINITY) {
         const MaskRow mask_row = p.mask.blocks.row(mask_head, row);
-        if (mask_row.shift != 0) bias[r] = -mask_row.log2_count;
+        if (mask_row.shift != 0) bias[r] = shifted_bias<T>(logsumexp, mask_row);
       }
       if (lane % 4 == 0) {
         p.row_bias[tile.head * p.pitch + row] = bias[r];

@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       if constexpr (kMasks == Masks::kAdditive) {
         const int own_row = min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1);
         const MaskRow mask_row = p.mask.blocks.row(mask_head_of(head), own_row);
-        if (mask_row.shift != 0 && bias[r] != -INFINITY) bias[r] = -mask_row.log2_count;
+        if (mask_row.shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_row);
       }
       if (lane % 4 == 0) {
         const int64_t at = head * p.pitch + row + first_row + lane / 4 + 8 * r;
@@ -498,6 +498,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
       barrier_wait(tile_empty(at.slot), at.phase ^ 1);
       TileOrder::Tile found;
       if (!p.order.find(index, found)) {
+        if constexpr (kMasked) tiles[at.slot].head = 0;  // whose values are looked up, for nobody
         tiles[at.slot].row = -1;
         barrier_arrive(tile_full(at.slot));
         return;

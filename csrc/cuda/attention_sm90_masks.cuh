@@ -103,6 +103,19 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
+// Minus the logsumexp, in units of log2, of the scores of a row that has a shift, as they are here.
+template <typename T>
+__device__ float shifted_bias(float logsumexp, const MaskRow& row) {
+  return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
+}
+
+// A score with a mask's value, in units of 1 / scale.
+template <typename T>
+__device__ float add_value(float score, float value, float shift, float inverse_scale) {
+  if (std::is_same_v<T, bfloat16> && shift != 0) return 0;
+  return fmaf(value - shift, inverse_scale, score);
+}
+
 template <typename T>
 __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int head) {
   return mask.bias + batch * mask.batch + head * mask.head;
@@ -125,12 +138,12 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   for (int r = 0; r < 2; ++r) {
     const int own = min(query + 8 * r, problem.queries - 1);
     const T* row = mask_values(mask, batch, head) + own * mask.query;
-    const bool far = masked.blocks.row(mask_head, own).shift != 0;
+    const float shift = masked.blocks.row(mask_head, own).shift;
     const auto add = [&](int i, float x, float y) {
       float& first = scores[4 * i + 2 * r];
       float& second = scores[4 * i + 2 * r + 1];
-      first = far ? 0 : fmaf(x, masked.inverse_scale, first);
-      second = far ? 0 : fmaf(y, masked.inverse_scale, second);
+      first = add_value<T>(first, x, shift, masked.inverse_scale);
+      second = add_value<T>(second, y, shift, masked.inverse_scale);
     };
     if (masked.pairs) {
 #pragma unroll
@@ -163,13 +176,13 @@ __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& pro
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int query = min(first_query + 8 * i + 2 * static_cast<int>(threadIdx.x % 4) + c, problem.queries - 1);
-      const bool far = masked.blocks.row(mask_head, query).shift != 0;
+      const float shift = masked.blocks.row(mask_head, query).shift;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         float& score = scores[4 * i + 2 * r + c];
         const auto value =
             static_cast<float>(values[query * mask.query + min(key + 8 * r, problem.keys - 1) * mask.key]);
-        score = far ? 0 : fmaf(value, masked.inverse_scale, score);
+        score = add_value<T>(score, value, shift, masked.inverse_scale);
       }
     }
     in_parts(2 * i + 1);
