@@ -10,6 +10,7 @@ namespace {
 constexpr int kMaxSplitQueries = 16;
 constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
+constexpr int kCombineThreads = 128;
 
 // Each warp has 16 of kKeys keys, kStages of which are in shared memory: the others arrive meanwhile.
 template <typename T, int HS>
@@ -50,6 +51,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   using Shape = SplitShape<T, HS>;
   constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kN = 2, kOut = HS / 8;
+  let_next_kernel_start();  // the one that combines the parts: it waits for this one to end
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -231,40 +233,74 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   }
 }
 
-// Four columns of a row for each thread.
+// A block for each row: a thread adds up four columns of every (threads / quads)th part, then the threads' sums are
+// added in their order. So all parts are on their way at once.
 template <typename T>
-__global__ void __launch_bounds__(128) attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
-                                                                        const __grid_constant__ SplitPlan plan) {
-  wait_for_previous_kernel();
+__global__ void __launch_bounds__(kCombineThreads)
+    attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
+                                     const __grid_constant__ SplitPlan plan) {
+  constexpr int kAhead = 8;  // parts that a thread loads before it needs the first
+  __shared__ float maxima[kCombineThreads / 32];
+  __shared__ float4 thread_sums[kCombineThreads];
+  __shared__ float thread_totals[kCombineThreads];
   const AttentionSizes& s = p.sizes;
-  const int quads = static_cast<int>(s.head_size / 4);
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  const int64_t row = i / quads;
-  if (row >= s.batches * s.heads * s.queries) return;
-  const int column = static_cast<int>(i % quads) * 4;
+  const int quads = static_cast<int>(s.head_size / 4), groups = kCombineThreads / quads;
+  const int group = threadIdx.x / quads, column = threadIdx.x % quads * 4;
+  const int64_t row = blockIdx.x;
   const float2* statistics = plan.statistics + row * plan.splits;
   const float* sums = plan.sums + row * plan.splits * s.head_size + column;
+  const int first = group < groups ? group : plan.splits;
+  wait_for_previous_kernel();
+
+  float2 statistic[kAhead];
+  float4 part[kAhead];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    const int split = first + i * groups;
+    statistic[i] = split < plan.splits ? statistics[split] : float2{-INFINITY, 0};
+    part[i] = split < plan.splits ? *reinterpret_cast<const float4*>(sums + split * s.head_size) : float4{};
+  }
   float largest = -INFINITY;
-#pragma unroll 8
-  for (int split = 0; split < plan.splits; ++split) largest = fmaxf(largest, statistics[split].x);
+  for (int split = threadIdx.x; split < plan.splits; split += kCombineThreads)
+    largest = fmaxf(largest, statistics[split].x);
+  largest = warp_reduce<FiniteMax>(largest);
+  if (threadIdx.x % 32 == 0) maxima[threadIdx.x / 32] = largest;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kCombineThreads / 32; ++w) largest = fmaxf(largest, maxima[w]);
+
   const float origin = largest == -INFINITY ? 0 : largest;
-  float total = 0, result[4] = {};
-#pragma unroll 8
-  for (int split = 0; split < plan.splits; ++split) {
-    const float weight = exp2_approximately(statistics[split].x - origin);
-    total = fmaf(statistics[split].y, weight, total);
-    const float4 part = *reinterpret_cast<const float4*>(sums + split * s.head_size);
-    result[0] = fmaf(part.x, weight, result[0]);
-    result[1] = fmaf(part.y, weight, result[1]);
-    result[2] = fmaf(part.z, weight, result[2]);
-    result[3] = fmaf(part.w, weight, result[3]);
+  float total = 0;
+  float4 result = {};
+  const auto add = [&](float2 of_part, float4 x) {
+    const float weight = exp2_approximately(of_part.x - origin);
+    total = fmaf(of_part.y, weight, total);
+    result.x = fmaf(x.x, weight, result.x);
+    result.y = fmaf(x.y, weight, result.y);
+    result.z = fmaf(x.z, weight, result.z);
+    result.w = fmaf(x.w, weight, result.w);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) add(statistic[i], part[i]);
+  for (int split = first + kAhead * groups; split < plan.splits; split += groups)
+    add(statistics[split], *reinterpret_cast<const float4*>(sums + split * s.head_size));
+  thread_sums[threadIdx.x] = result;
+  thread_totals[threadIdx.x] = total;
+  __syncthreads();
+  if (group > 0) return;
+  for (int g = 1; g < min(groups, plan.splits); ++g) {
+    const float4 other = thread_sums[g * quads + threadIdx.x];
+    result.x += other.x;
+    result.y += other.y;
+    result.z += other.z;
+    result.w += other.w;
+    total += thread_totals[g * quads + threadIdx.x];
   }
   const float factor = total == 0 ? 0 : 1 / total;
-#pragma unroll
-  for (float& x : result) x *= factor;
   const int64_t head = row / s.queries, query = row % s.queries;
   store_narrow<4>(
-      p.out.data + head / s.heads * p.out.batch + head % s.heads * p.out.head + query * p.out.token + column, result);
+      p.out.data + head / s.heads * p.out.batch + head % s.heads * p.out.head + query * p.out.token + column,
+      {result.x * factor, result.y * factor, result.z * factor, result.w * factor});
   if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : fmaf(largest, kLn2, logf(total));
 }
 
@@ -296,7 +332,6 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   using Shape = SplitShape<T, HS>;
   constexpr auto kKernel = attention_forward_split_kernel<T, HS, kExact>;
   constexpr auto kCombine = attention_forward_combine_kernel<T>;
-  constexpr int kCombineThreads = 128;
   if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
   const AttentionSizes& s = p.sizes;
   SplitPlan plan = {.splits = splits_of(p), .sums = static_cast<float*>(p.workspace), .statistics = nullptr};
@@ -304,8 +339,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
     plan.statistics = reinterpret_cast<float2*>(plan.sums + partial_sums(p, plan.splits) * s.head_size);
   kKernel<<<grid_size(split_tiles(s) * plan.splits), Shape::kThreads, Shape::kSharedBytes, stream>>>(p, plan);
   if (plan.splits > 1) {
-    const int64_t threads = s.batches * s.heads * s.queries * (s.head_size / 4);
-    launch_early<kCombine>(grid_size(ceil_div(threads, kCombineThreads)), kCombineThreads, 0, stream, p, plan);
+    launch_early<kCombine>(grid_size(s.batches * s.heads * s.queries), kCombineThreads, 0, stream, p, plan);
   }
   return cudaGetLastError();
 }
