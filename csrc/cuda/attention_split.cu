@@ -309,15 +309,15 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// As many splits as it takes to have a few blocks for each multiprocessor, none of them shorter than 128 keys; more
-// where there are so many tiles that not all are resident, or the last ones would be alone for long.
+// As many splits as it takes to have two blocks for each multiprocessor, none of them shorter than 128 keys; more where
+// there are so many tiles that not all are resident, or the last ones would be alone for long.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;
   const AttentionSizes& s = p.sizes;
   int64_t keys = s.keys;
   if (p.mask.causal) keys = std::min(keys, std::max<int64_t>(s.queries + p.mask.query_offset, 1));
-  const int64_t tiles = split_tiles(s), blocks_each = tiles < 4 * multiprocessors() ? 4 : 12;
+  const int64_t tiles = split_tiles(s), blocks_each = tiles < 4 * multiprocessors() ? 2 : 12;
   const int64_t wanted = ceil_div(blocks_each * multiprocessors(), tiles);
   return static_cast<int>(std::clamp<int64_t>(std::min(wanted, keys / kFewestKeys), 1, kMaxSplits));
 }
