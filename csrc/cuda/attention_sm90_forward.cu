@@ -1,4 +1,5 @@
-// Attention's forward for sm_90a. A block has one warpgroup that loads and two that compute, each on 64 queries.
+// Attention's forward for sm_90a, for more than 64 channels, dropout and padded sequences; attention_sm90_forward_64.cu
+// has the rest. A block has one warpgroup that loads and two that compute, each on 64 queries.
 //
 // A warpgroup works on key blocks one after the other, without a break between tiles. While it does the softmax of
 // block j, the tensor cores do p v of block j - 1 and q k^T of block j + 1:
@@ -10,6 +11,7 @@
 // block, as long as the sums stay small enough. So later blocks need no maximum.
 #include "attention_kernels.h"
 #include "attention_sm90.cuh"
+#include "attention_sm90_forward_64.h"
 #include "attention_sm90_masks.cuh"
 #include "common/launch.cuh"
 
@@ -532,7 +534,7 @@ bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
   // An additive mask is the backward's too, which has no dropout for more than 64 channels.
   const bool narrow = has_bounds(p.mask) || (p.mask.bias && p.dropout.probability > 0);
   return p.sizes.head_size <= (narrow ? 64 : 128) && serves_mask<T>(p) &&
-         sm90_serves<T, attention_forward_wgmma_kernel<T, 64, true, false, false, Masks::kNone>>(p);
+         sm90_serves<T, attention_forward_wgmma_kernel<T, 128, true, false, false, Masks::kNone>>(p);
 }
 
 template <typename T>
@@ -552,10 +554,13 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
       if (has_mask(p.mask))
         return p.mask.allowed ? masked.template operator()<HS, Masks::kBool>()
                               : masked.template operator()<HS, Masks::kAdditive>();
-    if constexpr (HS == 64)
+    if constexpr (HS == 64) {
       if (has_bounds(p.mask))
         return dropout ? launch<T, HS, kCausal, true, true>(p, stream) : launch<T, HS, kCausal, false, true>(p, stream);
-    return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
+      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : attention_forward_sm90_64(p, stream);
+    } else {
+      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
+    }
   };
   const bool causal = p.mask.causal && !has_mask(p.mask);  // what a mask's blocks have in them
   if (p.sizes.head_size <= 64)
