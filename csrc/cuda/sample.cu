@@ -1,6 +1,12 @@
-// A cluster of blocks for each row, which is read once: x stays in shared memory. What top_k and top_p leave is found
-// by a radix search for the smallest x that is left: of all x by their first 8 bits, then of those with these bits by
-// the next 8, and so on. What is counted are integers, so that the sums have the same bits in any order.
+// A cluster of blocks for each row, which is read once: x stays in shared memory.
+//
+// A small top_k: each warp has its largest x, and the k-th largest of these is not above the k-th largest of all x. So
+// the x not below it, few more than k, are candidates. The first block takes them, counts for each how many are larger,
+// and draws.
+//
+// Otherwise, what top_k and top_p leave is found by a radix search for the smallest x that is left: of all x by their
+// first 8 bits, then of those with these bits by the next 8, and so on. What is counted are integers, so that the sums
+// have the same bits in any order.
 #include <cmath>
 
 #include "../sample.h"
@@ -15,8 +21,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 8;   // of a cluster
-constexpr int kKept = 8192;  // x of a block in shared memory: all of 65536 logits; further ones are read again
+constexpr int kBlocks = 8;         // of a cluster
+constexpr int kKept = 8192;        // x of a block in shared memory: all of 65536 logits; further ones are read again
+constexpr int kCandidates = 1024;  // at most, or the radix search is made
 constexpr int kDigits = 256;
 constexpr int kPasses = 4;
 using Count = unsigned long long;
@@ -39,12 +46,24 @@ __device__ int block_count() {
 #endif
 }
 
-__device__ void all_blocks_barrier() {
+// The two halves of a barrier of all blocks' threads.
+__device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
-  cluster_barrier();
+  cluster_arrive();
+#endif
+}
+
+__device__ void all_blocks_wait() {
+#if __CUDA_ARCH__ >= 900
+  cluster_wait();
 #else
   __syncthreads();
 #endif
+}
+
+__device__ void all_blocks_barrier() {
+  all_blocks_arrive();
+  all_blocks_wait();
 }
 
 // The variable of another block of the cluster.
@@ -67,28 +86,74 @@ __device__ V read_block(const V* shared, int rank) {
 #endif
 }
 
+// Writes 4 or 8 bytes to the variable of another block.
+template <typename V>
+__device__ void write_block(V* shared, const V& value, int rank) {
+#if __CUDA_ARCH__ >= 900
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8);
+  if constexpr (sizeof(V) == 4)
+    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(in_block(shared, rank)),
+                 "r"(reinterpret_cast<const uint32_t&>(value))
+                 : "memory");
+  else
+    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(in_block(shared, rank)),
+                 "l"(reinterpret_cast<const uint64_t&>(value))
+                 : "memory");
+#else
+  *shared = value;
+#endif
+}
+
+// Adds one to the variable of another block, and returns what it was.
+__device__ unsigned count_block(unsigned* shared, int rank) {
+#if __CUDA_ARCH__ >= 900
+  unsigned before;
+  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "r"(in_block(shared, rank))
+               : "memory");
+  return before;
+#else
+  return atomicAdd(shared, 1u);
+#endif
+}
+
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
-// A candidate to be the largest: of equal ones the lower index, of NaN and a number the NaN.
-struct Best {
+// What may be the largest: of equal ones the lower index, of NaN and a number the NaN.
+struct alignas(8) Best {
   float value;
   int index;
 };
+constexpr Best kNone = {-INFINITY, 0x7FFFFFFF};
 
 __device__ bool better(const Best& a, const Best& b) {
   if (isnan(a.value) || isnan(b.value)) return isnan(a.value) && !isnan(b.value);
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
+struct Candidates {
+  float x[kCandidates];
+  int index[kCandidates];
+};
+
 struct Shared {
   float kept[kKept];
-  Best warps[kWarps];
-  Best block;
-  Count histograms[kPasses][kDigits];
-  Count totals[kDigits];  // of all blocks
+  Best warps[2][kBlocks * kWarps];  // of all blocks; two, so that none is overwritten while it is read
+  union {                           // one or the other way to search
+    Count histograms[kPasses][kDigits];
+    Candidates candidates;
+  };
+  union {
+    Count totals[kDigits];  // of all blocks
+    uint32_t keys[kBlocks * kWarps];
+  };
   int digit;
   Count wanted;
+  unsigned count;  // of candidates
+  uint32_t least;  // of them
 };
+static_assert(kDigits <= kThreads && kCandidates <= kThreads);
 
 __device__ Best best_of_warp(Best best) {
 #pragma unroll
@@ -99,24 +164,17 @@ __device__ Best best_of_warp(Best best) {
   return best;
 }
 
-// The best over all blocks, returned to every thread.
-__device__ Best best_of(Best best, Shared& shared) {
-  static_assert(kWarps == kWarp);
+// The best over all blocks, returned to every thread; the best of each warp stays in shared.warps[turn]. The other
+// blocks must have started.
+__device__ Best best_of(Best best, int turn, Shared& shared) {
+  const int lane = threadIdx.x % kWarp, own = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   best = best_of_warp(best);
-  if (threadIdx.x % kWarp == 0) shared.warps[threadIdx.x / kWarp] = best;
-  __syncthreads();
-  if (threadIdx.x < kWarp) {
-    best = best_of_warp(shared.warps[threadIdx.x]);
-    if (threadIdx.x == 0) shared.block = best;
-  }
+  if (lane < block_count()) write_block(&shared.warps[turn][own], best, lane);
   all_blocks_barrier();
-  best = {read_block(&shared.block.value, 0), read_block(&shared.block.index, 0)};
-  for (int rank = 1; rank < block_count(); ++rank) {
-    const Best other = {read_block(&shared.block.value, rank), read_block(&shared.block.index, rank)};
-    if (better(other, best)) best = other;
-  }
-  all_blocks_barrier();  // all have read it
-  return best;
+  best = kNone;
+  for (int i = lane; i < block_count() * kWarps; i += kWarp)
+    if (better(shared.warps[turn][i], best)) best = shared.warps[turn][i];
+  return best_of_warp(best);
 }
 
 // ---- the search -----------------------------------------------------------------------------------------------------
@@ -261,45 +319,127 @@ __device__ unsigned probability_units(float x, float largest) {
   return static_cast<unsigned>(rintf(expf(x - largest) * static_cast<float>(kSampleUnits)));
 }
 
-// The token, or -1.
+// Of the sum of all, what top_p leaves comes to this or more.
+template <typename T>
+__device__ Count wanted_units(const Sample<T>& p, Count total) {
+  return max(static_cast<Count>(ceil(p.top_p * static_cast<double>(total))), Count{1});
+}
+
+// The sum over the block of two halves, returned to every thread.
+__device__ Count block_sum_of(unsigned value, Shared& shared) {
+  if (threadIdx.x == 0) shared.wanted = 0;
+  __syncthreads();
+  const Count sum = sum_of(~0u, value);
+  if (threadIdx.x % kWarp == 0 && sum > 0) atomicAdd(&shared.wanted, sum);
+  __syncthreads();
+  return shared.wanted;
+}
+
+// Whether top_k left few enough candidates; if so, the first block has them.
+template <typename T>
+__device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
+  const int warps = block_count() * kWarps;
+  if (p.top_k > warps) return false;
+  if (threadIdx.x < warps) shared.keys[threadIdx.x] = key_of(shared.warps[0][threadIdx.x].value);
+  if (threadIdx.x == 0) shared.least = ~0u;
+  __syncthreads();
+  // Four threads for each warp's largest x: how many are larger?
+  constexpr int kEach = 4;
+  const uint32_t own = shared.keys[min(static_cast<int>(threadIdx.x) / kEach, warps - 1)];
+  unsigned larger = 0;
+#pragma unroll 8
+  for (int i = threadIdx.x % kEach; i < warps; i += kEach) larger += shared.keys[i] > own;
+#pragma unroll
+  for (int offset = 1; offset < kEach; offset *= 2) larger += __shfl_xor_sync(~0u, larger, offset);
+  if (larger < p.top_k) atomicMin(&shared.least, own);
+  __syncthreads();
+  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
+    if (i >= p.vocabulary || row.key(i, slot) < shared.least) return;
+    const unsigned at = count_block(&shared.count, 0);
+    if (at >= kCandidates) return;
+    write_block(&shared.candidates.x[at], row.x(i, slot), 0);
+    write_block(&shared.candidates.index[at], static_cast<int>(i), 0);
+  });
+  all_blocks_barrier();
+  return read_block(&shared.count, 0) <= kCandidates;
+}
+
+// By the first block, of its candidates.
+template <typename T>
+__device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
+  const int count = static_cast<int>(shared.count), own = static_cast<int>(threadIdx.x);
+  const Candidates& all = shared.candidates;
+  const float x = own < count ? all.x[own] : -INFINITY;
+  const float noise = own < count ? row.noise(all.index[own]) : 1.0f;
+  int larger = 0;
+  if (own < count)
+    for (int i = 0; i < count; ++i) larger += all.x[i] > x;
+  bool left = own < count && larger < p.top_k;
+  if (p.top_p < 1) {
+    const Count total = block_sum_of(left ? probability_units(x, largest) : 0u, shared);
+    const Count wanted = wanted_units(p, total);
+    Count before = 0;
+    if (left)
+      for (int i = 0; i < count; ++i)
+        if (all.x[i] > x) before += probability_units(all.x[i], largest);
+    left = left && before < wanted;
+  }
+  Best best = kNone;
+  if (left) best = {expf(x - largest) / noise, all.index[own]};
+  best = best_of_warp(best);
+  if (threadIdx.x % kWarp == 0) shared.warps[1][threadIdx.x / kWarp] = best;
+  __syncthreads();
+  return best_of_warp(shared.warps[1][threadIdx.x % kWarp]).index;
+}
+
+// The token, or -1; to be used by the first block.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
-  const auto own_best = [&](const auto& value) {
-    Best best = {-INFINITY, 0x7FFFFFFF};
-    for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
-      if (i >= p.vocabulary) return;
-      const Best other = {value(i, slot), static_cast<int>(i)};
-      if (better(other, best)) best = other;
-    });
-    return best_of(best, shared);
+  Best own = kNone;
+  const auto take = [&](float value, int64_t i) {
+    const Best other = {value, static_cast<int>(i)};
+    if (better(other, own)) own = other;
   };
-  const Best largest = own_best([&](int64_t i, int64_t slot) { return row.load(i, slot); });
+  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
+    if (i < p.vocabulary) take(row.load(i, slot), i);
+  });
+  all_blocks_wait();  // all have started
+  const Best largest = best_of(own, 0, shared);
   if (!isfinite(largest.value)) return -1;
   if (!row.has_noise()) return largest.index;
   const auto key = [&](int64_t i, int64_t slot) { return row.key(i, slot); };
   uint32_t threshold = 0;
-  if (p.top_k < p.vocabulary)
+  if (p.top_k < p.vocabulary) {
+    if (find_candidates(p, row, shared)) {
+      all_blocks_arrive();  // this one has read the first block's count
+      const int token = block_rank() == 0 ? draw_candidate(p, row, largest.value, shared) : 0;
+      all_blocks_wait();
+      return token;
+    }
     threshold = search(
         p.vocabulary, key, [](int64_t, int64_t, bool) { return One{}; },
         [&](Count) { return static_cast<Count>(p.top_k); }, shared);
+  }
   if (p.top_p < 1) {
     const auto units = [&](int64_t i, int64_t slot, bool active) {
       return active && key(i, slot) >= threshold ? probability_units(row.x(i, slot), largest.value) : 0u;
     };
-    const auto wanted = [&](Count total) {
-      return max(static_cast<Count>(ceil(p.top_p * static_cast<double>(total))), Count{1});
-    };
-    threshold = search(p.vocabulary, key, units, wanted, shared);
+    threshold = search(p.vocabulary, key, units, [&](Count total) { return wanted_units(p, total); }, shared);
   }
-  const auto score = [&](int64_t i, int64_t slot) {
-    return key(i, slot) >= threshold ? expf(row.x(i, slot) - largest.value) / row.noise(i) : -1.0f;
-  };
-  return own_best(score).index;
+  own = kNone;
+  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
+    if (i >= p.vocabulary) return;
+    take(key(i, slot) >= threshold ? expf(row.x(i, slot) - largest.value) / row.noise(i) : -1.0f, i);
+  });
+  return best_of(own, 1, shared).index;
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ Sample<T> p) {
   __shared__ Shared shared;
+  if (threadIdx.x == 0) shared.count = 0;
+  all_blocks_arrive();
+  wait_for_previous_kernel();
   const int64_t b = blockIdx.x / block_count();
   const int64_t length = p.lengths[b];
   if (length < 0 || length >= p.sequence_length) {
@@ -322,10 +462,13 @@ template <typename T>
 Status sample(const Sample<T>& p, Stream stream) {
   if (p.batch == 0) return cudaSuccess;
   constexpr auto kKernel = sample_kernel<T>;
-  cudaLaunchAttribute cluster = cluster_of(kBlocks);
   const bool hopper = built_for_hopper<kKernel>();
-  const auto config =
-      launch_config(grid_size(p.batch * (hopper ? kBlocks : 1)), kThreads, 0, stream, hopper ? &cluster : nullptr);
+  cudaLaunchAttribute attributes[2] = {cluster_of(kBlocks)};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config =
+      launch_config(grid_size(p.batch * (hopper ? kBlocks : 1)), kThreads, 0, stream, attributes);
+  config.numAttrs = !hopper ? 0 : CUDART_VERSION >= 12030 ? 2 : 1;  // under graph capture from CUDA 12.3 on
   return cudaLaunchKernelEx(&config, kKernel, p);
 }
 
