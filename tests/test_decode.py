@@ -1,5 +1,7 @@
 """A decoding step against the model's own full forward, and generation by it: graphed, eager and by modules."""
 
+import gc
+
 import pytest
 import torch
 
@@ -10,14 +12,16 @@ from reference_gpt2 import ReferenceGPT2
 
 ops = torch.ops.gptkernels
 
-# Of the fast kernels (head sizes 32, 64 and 128 in 16 bits; 124M, wide: packs a lane) and of the simple ones.
+# Of the fast kernels (head sizes 32, 64 and 128 in 16 bits; wide: packs a lane), of the simple ones, and of two kernels
+# a layer (124M, one sequence in 16 bits).
 SHAPES = {
     "64": {"n_layer": 2, "n_head": 3, "n_embd": 192},
     "32": {"n_layer": 1, "n_head": 4, "n_embd": 128},
     "128": {"n_layer": 1, "n_head": 2, "n_embd": 256},
     "20": {"n_layer": 2, "n_head": 2, "n_embd": 40},
     "5": {"n_layer": 1, "n_head": 3, "n_embd": 15},
-    "124M": {"n_layer": 1, "n_head": 12, "n_embd": 768, "vocab_size": 1000},
+    "124M": {"n_layer": 2, "n_head": 12, "n_embd": 768, "vocab_size": 1000},
+    "124M, none": {"n_layer": 2, "n_head": 12, "n_embd": 768, "bias": False, "activation": "gelu"},
     "256": {"n_layer": 3, "n_head": 4, "n_embd": 256},
     "512": {"n_layer": 2, "n_head": 8, "n_embd": 512, "bias": False, "activation": "gelu"},
     "wide": {"n_layer": 1, "n_head": 25, "n_embd": 1600, "block_size": 8},
@@ -78,17 +82,22 @@ def test_against_the_formula(shape, batch, dtype, device):
     assert_as_exact_as_torch(logits_of_all(model, tokens), torchs, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_long_sequence(dtype, device):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*(("256", dtype) for dtype in DTYPES), ("124M", torch.bfloat16), ("124M", torch.float16)],
+    ids=str,
+)
+def test_one_long_sequence(shape, dtype, device):
     """Its keys are spread over the blocks of a cluster."""
-    model = make(dtype, device, **SHAPES["256"], block_size=1024)
+    layers = {} if shape == "256" else {"n_layer": 1}
+    model = make(dtype, device, **SHAPES[shape] | layers, block_size=1024)
     tokens = torch.randint(65, (1, 1024), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
     with torch.no_grad():
         weights, cache = arguments(model, tokens)
         model.transformer(tokens, [KeyValueCache(1024, memory) for memory in cache])
         for length in (1, 2, 8, 9, 10, 128, 129, 700, 1017, 1023, 1024):
-            found = weights.decode(tokens, torch.tensor([length], device=device), cache)[:, :65]
+            found = weights.decode(tokens, torch.tensor([length], device=device), cache)[:, : exact.shape[2]]
             assert_as_exact_as_torch(found, torchs[:, length - 1], exact[:, length - 1])
 
 
@@ -239,6 +248,74 @@ def test_bad_prompts_of_different_lengths(device):
         model.generate([prompt.short()], 3)
 
 
+@pytest.fixture
+def captures(device, monkeypatch):
+    """How many steps each capture had."""
+    if device.type != "cuda":
+        pytest.skip("graphs are of CUDA")
+    found, capture = [], decoding._Graphs._capture
+    monkeypatch.setattr(
+        decoding._Graphs, "_capture", lambda self, steps, weights: found.append(steps) or capture(self, steps, weights)
+    )
+    return found
+
+
+def test_graphs_are_kept_with_the_model(captures, device):
+    """For the same kind of draws; they see weights that were changed in place, and parameters that were replaced."""
+    model = make(torch.float32, device, **SHAPES["64"])
+    tokens = torch.randint(65, (2, 3), device=device)
+
+    def same_as_eager(seed, **options):
+        graphed = generate(model, tokens, 20, seed, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoding._Graphs, "FEWEST", 10**9)
+            eager = generate(model, tokens, 20, seed, **options)
+        assert torch.equal(graphed[0], eager[0])
+        assert torch.equal(graphed[1], eager[1])
+        return graphed[0]
+
+    first = same_as_eager(5, top_k=9)
+    generate(model, tokens, 20, 5, top_k=9)
+    captures.clear()
+    assert torch.equal(generate(model, tokens, 20, 5, top_k=9)[0], first)
+    assert not torch.equal(generate(model, tokens, 20, 6, top_k=9)[0], first)
+    generate(model, tokens[:, :1], 30, 6, top_k=9)
+    assert captures == []
+    with torch.no_grad():
+        model.transformer.wte.weight.mul_(2)
+    assert not torch.equal(generate(model, tokens, 20, 5, top_k=9)[0], first)
+    assert captures == []
+    generate(model, tokens, 20, 5, top_k=8)
+    assert captures == [1, 8]
+    model.transformer.ln_f.weight = torch.nn.Parameter(model.transformer.ln_f.weight.detach() * 2)
+    same_as_eager(7, top_k=8)
+    assert captures == [1, 8, 1, 8]
+
+
+def test_two_streams_of_a_model_at_once(captures, device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    prompts = torch.randint(65, (2, 1, 2), device=device)
+    alone = [generate(model, prompt, 25, seed)[0] for seed, prompt in enumerate(prompts)]
+    streams = [
+        model.stream(prompt, 25, generator=torch.Generator(device).manual_seed(seed))
+        for seed, prompt in enumerate(prompts)
+    ]
+    found = [torch.cat(pair) for pair in zip(*streams, strict=True)]
+    for i, expected in enumerate(alone):
+        assert torch.equal(torch.stack(found, 1)[i : i + 1], expected[:, 2:])
+
+
+def test_what_is_kept_goes_with_the_model(captures, device):
+    model = make(torch.float32, device, **SHAPES["64"])
+    generate(model, torch.randint(65, (1, 3), device=device), 20)
+    kept = decoding._Kept._of_models
+    assert model in kept
+    count = len(kept)
+    del model
+    gc.collect()
+    assert len(kept) == count - 1
+
+
 def test_torchs_own_generator(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (1, 2), device=device)
@@ -286,9 +363,10 @@ def test_what_must_be_called_is_called(device):
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 20])
-def test_logits_that_are_not_finite(step, device):
+@pytest.mark.parametrize(("shape", "dtype"), [("64", torch.float32), ("124M", torch.bfloat16)], ids=str)
+def test_logits_that_are_not_finite(shape, dtype, step, device):
     """The error comes at the step, and the process's CUDA context is as good as before."""
-    model = make(torch.float32, device, **SHAPES["64"])
+    model = make(dtype, device, **SHAPES[shape])
     with torch.no_grad():
         model.transformer.wpe.weight[step] = torch.inf
     stream = model.stream(torch.zeros(1, 1, dtype=torch.int64, device=device), 30, top_k=5)

@@ -7,8 +7,9 @@ ahead and reads tokens behind.
 """
 
 import collections
+import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,15 +43,15 @@ class Draw(NamedTuple):
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"GPT2: top_p must be above 0 and at most 1, got {self.top_p}")
 
-    def __call__(self, logits: Tensor, sequences: Tensor, lengths: Tensor) -> None:
-        """Add a token to each sequence, from the logits (B, V) of the newest.
+    def noise(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
+        """What a step takes from the generator, as ``torch.multinomial`` does; None at temperature 0."""
+        if not self.temperature:
+            return None
+        noise = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)
+        return noise.exponential_(generator=self.generator)
 
-        The draws are those of ``torch.multinomial`` with the same generator.
-        """
-        noise = None
-        if self.temperature:
-            noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-            noise.exponential_(generator=self.generator)
+    def __call__(self, logits: Tensor, noise: Tensor | None, sequences: Tensor, lengths: Tensor) -> None:
+        """Add a token to each sequence, from the logits (B, V) of the newest and :meth:`noise`."""
         ops.sample_.default(logits, noise, sequences, lengths, self.temperature or 1.0, self.top_k, self.top_p)
 
 
@@ -93,53 +94,82 @@ def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: D
     Raises:
         FloatingPointError: at a step, whose logits are NaN or infinite.
     """
-    state = _State(model, prompt, lengths, count, draw)
+    kept = _Kept.take(model, prompt, count)
+    state = _State(model, prompt, lengths, kept.buffers, draw)
     length = prompt.shape[1]  # of the longest sequence
     last = length + count
     weights = None
-    while length < last:
-        if length == prompt.shape[1] + 1:
-            weights = _Weights.of(model, prompt)
-        graphed = min(last, model.config.block_size + 1) - length
-        if weights is not None and prompt.is_cuda and graphed >= _Graphs.FEWEST and length > prompt.shape[1] + 1:
-            # The steps before have loaded the kernels, which a capture may not do.
-            yield from _Graphs(state, weights).run(length, graphed)
-            length += graphed
-            continue
-        state.step(length, weights)
-        tokens = state.new_tokens(length - prompt.shape[1], 1)[:, 0].to("cpu", copy=True)
-        if bool((tokens < 0).any()):
-            raise _not_finite()
-        yield tokens
-        length += 1
+    try:
+        while length < last:
+            if length == prompt.shape[1] + 1:
+                weights = _Weights.of(model, prompt)
+            graphed = min(last, model.config.block_size + 1) - length
+            if weights is not None and prompt.is_cuda and graphed >= _Graphs.FEWEST:
+                found = kept.graphs_of(weights, draw)
+                if found is None and length > prompt.shape[1] + 1:
+                    # The steps before have loaded the kernels, which a capture may not do.
+                    found = kept.graphs = _Graphs(kept.buffers, weights, draw)
+                if found is not None:
+                    yield from found.run(state, weights, length, graphed)
+                    length += graphed
+                    continue
+            state.step(length, weights)
+            tokens = state.new_tokens(length - prompt.shape[1], 1)[:, 0].to("cpu", copy=True)
+            if bool((tokens < 0).any()):
+                raise _not_finite()
+            yield tokens
+            length += 1
+    finally:
+        kept.put_back(model)
 
 
 def _not_finite() -> FloatingPointError:
     return FloatingPointError("GPT2: the logits are NaN or infinite: the model has diverged, and can write nothing")
 
 
+class _Buffers(NamedTuple):
+    """What a generation reads and writes."""
+
+    sequences: Tensor  # (B, columns), int64
+    lengths: Tensor  # (B,), int64
+    keys_values: Tensor  # (L, 2, B, NH, capacity, HS)
+
+    @classmethod
+    def new(cls, model: "GPT2", prompt: Tensor, columns: int) -> "_Buffers":
+        """For sequences of ``columns`` tokens."""
+        config, parameter = model.config, model.lm_head.weight
+        B, C, capacity = prompt.shape[0], config.n_embd, min(config.block_size, columns)
+        return cls(
+            prompt.new_zeros((B, columns), dtype=torch.int64),
+            prompt.new_zeros(B, dtype=torch.int64),
+            torch.empty(
+                (config.n_layer, 2, B, config.n_head, capacity, C // config.n_head),
+                dtype=parameter.dtype,
+                device=prompt.device,
+            ),
+        )
+
+
 class _State:
     """The sequences of a generation, and the keys and values of their tokens."""
 
-    def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> None:
-        config = model.config
-        B, T = prompt.shape
+    def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], buffers: _Buffers, draw: Draw) -> None:
+        T = prompt.shape[1]
         self.model = model
         self.draw = draw
         self.prompt = T
         self.same_length = min(lengths, default=T) == T
-        self.sequences = prompt.new_zeros((B, T + count), dtype=torch.int64)
+        self.sequences, self.lengths, self.keys_values = buffers
         self.sequences[:, :T] = prompt
-        self.lengths = torch.tensor(lengths, dtype=torch.int64).to(prompt.device)
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
         self._prompts = self.lengths[:, None].clone()
-        parameter = model.lm_head.weight
-        capacity = min(config.block_size, T + count)
-        heads = config.n_head, capacity, config.n_embd // config.n_head
-        self.keys_values = torch.empty((config.n_layer, 2, B, *heads), dtype=parameter.dtype, device=prompt.device)
+        capacity = self.keys_values.shape[4]
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
     def new_tokens(self, begin: int, size: int) -> Tensor:
         """(B, size): what the steps from ``begin`` on have added."""
+        if self.same_length:
+            return self.sequences[:, self.prompt + begin : self.prompt + begin + size]
         return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
 
     def step(self, length: int, weights: "_Weights | None") -> None:
@@ -149,7 +179,9 @@ class _State:
             length: of the longest sequence.
             weights: the model as one operator; None if its modules must be called.
         """
-        self.draw(self.logits(length, weights), self.sequences, self.lengths)
+        logits = self.logits(length, weights)
+        noise = self.draw.noise(logits.shape[0], logits.shape[1], logits.device)
+        self.draw(logits, noise, self.sequences, self.lengths)
 
     def logits(self, length: int, weights: "_Weights | None") -> Tensor:
         """(B, V) after the newest token of each sequence."""
@@ -293,27 +325,40 @@ class _Chunk(NamedTuple):
 
 
 class _Graphs:
-    """Steps as CUDA graphs: of one step, and of several."""
+    """Steps as CUDA graphs: of one step, and of several.
+
+    They draw from a generator of their own, which has the state of the caller's at each launch: so they serve any.
+    """
 
     FEWEST = 4
     """Steps that are worth a capture."""
     STEPS = 8
     """Of the longer graph: what the device does between two graphs is done once for so many steps."""
 
-    def __init__(self, state: _State, weights: _Weights) -> None:
-        self._state = state
-        self._weights = weights
-        self._one = self._capture(1)
-        self._many: torch.cuda.CUDAGraph | None = None
+    def __init__(self, buffers: _Buffers, weights: _Weights, draw: Draw) -> None:
+        self.key = self.key_of(weights, draw)
+        self._buffers = buffers
+        self._vocabulary = weights.vocab_size
+        self._draw = draw._replace(generator=torch.Generator(buffers.sequences.device) if draw.temperature else None)
+        self._offset = self._offset_per_step()
+        self._graphs = {1: self._capture(1, weights)}
+        self._copies = torch.cuda.Stream(buffers.sequences.device)
 
-    def run(self, length: int, count: int) -> Iterator[Tensor]:
+    @staticmethod
+    def key_of(weights: _Weights, draw: Draw) -> tuple[Any, ...]:
+        """What a captured step depends on, besides the buffers."""
+        wte, wpe, layers, norm_weight, norm_bias, head, *options = weights
+        tensors = [t for t in (wte, wpe, *layers, norm_weight, norm_bias, head) if t is not None]
+        return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
+
+    def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
         """The tokens of ``count`` steps, (B,) on the host, from sequences the longest of which has ``length`` tokens.
 
         Two launches are under way while the first one's tokens are read: if no more are wanted then, the generator of
         the draws is set back to the last step that was.
         """
-        generator, per_step = self._generator, self._offset_per_step
-        start = generator.get_offset() if per_step else 0
+        generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
+        start = generator.get_offset() if self._offset else 0
         launched = taken = 0
         chunks: collections.deque[_Chunk] = collections.deque()
         try:
@@ -321,8 +366,8 @@ class _Graphs:
                 while launched < count and len(chunks) < 2:
                     # The first tokens come one by one, the others as many at a time as the longer graph has.
                     size = 1 if launched < self.STEPS or count - launched < self.STEPS else self.STEPS
-                    self._launch(size)
-                    chunks.append(self._fetch(length - self._state.prompt + launched, size))
+                    self._launch(size, weights, generator)
+                    chunks.append(self._fetch(state, length - state.prompt + launched, size))
                     launched += size
                 tokens, arrived = chunks.popleft()
                 arrived.synchronize()
@@ -332,59 +377,105 @@ class _Graphs:
                     taken += 1
                     yield column
         finally:
-            if per_step and taken < launched:
-                generator.set_offset(start + taken * per_step)
+            if self._offset and taken < launched:
+                generator.set_offset(start + taken * self._offset)
 
-    def _launch(self, size: int) -> None:
-        if size == 1:
-            self._one.replay()
-            return
-        if self._many is None:
-            self._many = self._capture(self.STEPS)
-        self._many.replay()
+    def _launch(self, size: int, weights: _Weights, generator: torch.Generator) -> None:
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size, weights)
+        if self._draw.generator is not None:
+            self._draw.generator.set_state(generator.get_state())
+        self._graphs[size].replay()
+        if self._offset:
+            generator.set_offset(generator.get_offset() + size * self._offset)
 
-    def _fetch(self, begin: int, size: int) -> _Chunk:
-        from_device = self._state.new_tokens(begin, size)
-        tokens = torch.empty(from_device.shape, dtype=from_device.dtype, pin_memory=True)
-        tokens.copy_(from_device, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
+    def _fetch(self, state: _State, begin: int, size: int) -> _Chunk:
+        """On a stream of its own, so that the next launch does not wait for it."""
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            from_device = state.new_tokens(begin, size)
+            tokens = torch.empty(from_device.shape, dtype=from_device.dtype, pin_memory=True)
+            tokens.copy_(from_device, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
         return _Chunk(tokens, arrived)
 
-    @property
-    def _generator(self) -> torch.Generator:
-        device = self._state.sequences.device
-        return self._state.draw.generator or torch.cuda.default_generators[device.index]
+    def _noise(self) -> Tensor | None:
+        sequences = self._buffers.sequences
+        return self._draw.noise(sequences.shape[0], self._vocabulary, sequences.device)
 
-    @property
     def _offset_per_step(self) -> int:
         """How far a step's draws move the generator on CUDA: what ``exponential_`` does for so many numbers."""
-        if not self._state.draw.temperature:
+        if self._draw.generator is None:
             return 0
-        generator = self._generator
-        copy = generator.clone_state()
-        noise = torch.empty(
-            (self._state.sequences.shape[0], self._state.model.config.vocab_size), device=self._state.sequences.device
-        )
-        before = copy.get_offset()
-        noise.exponential_(generator=copy)
-        return copy.get_offset() - before
+        before = self._draw.generator.get_offset()
+        self._noise()
+        return self._draw.generator.get_offset() - before
 
-    def _capture(self, steps: int) -> torch.cuda.CUDAGraph:
-        state = self._state
+    def _step(self, noise: Tensor | None, weights: _Weights) -> None:
+        logits = weights.decode(*self._buffers)[:, : self._vocabulary]
+        self._draw(logits, noise, self._buffers.sequences, self._buffers.lengths)
+
+    def _capture(self, steps: int, weights: _Weights) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        if state.draw.generator is not None:
-            graph.register_generator_state(state.draw.generator)
-        stream = torch.cuda.Stream(state.sequences.device)
+        if self._draw.generator is not None:
+            graph.register_generator_state(self._draw.generator)
+        device = self._buffers.sequences.device
+        stream, beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             # Another thread may call what a capture forbids.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                for _ in range(steps):
-                    logits = self._weights.decode(state.sequences, state.lengths, state.keys_values)
-                    state.draw(logits[:, : state.model.config.vocab_size], state.sequences, state.lengths)
+                noises = [self._noise()]
+                # The other steps' is drawn beside the first step.
+                beside.wait_stream(stream)
+                with torch.cuda.stream(beside):
+                    noises += [self._noise() for _ in range(1, steps)]
+                self._step(noises[0], weights)
+                stream.wait_stream(beside)
+                for noise in noises[1:]:
+                    self._step(noise, weights)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
+
+
+class _Kept:
+    """Buffers, and graphs captured over them, that the next generation with the same model may use again."""
+
+    _of_models: ClassVar["weakref.WeakKeyDictionary[GPT2, _Kept]"] = weakref.WeakKeyDictionary()
+
+    def __init__(self, key: tuple[Any, ...] | None, buffers: _Buffers) -> None:
+        self.key = key  # None: not to be kept
+        self.buffers = buffers
+        self.graphs: _Graphs | None = None
+
+    @classmethod
+    def take(cls, model: "GPT2", prompt: Tensor, count: int) -> "_Kept":
+        """What the last generation left, if it fits: it belongs to this one until it is put back."""
+        block_size, columns = model.config.block_size, prompt.shape[1] + count
+        kept = cls._of_models.pop(model, None)
+        if not prompt.is_cuda or prompt.shape[0] > MOST_SEQUENCES or columns > block_size + 1:
+            return cls(None, _Buffers.new(model, prompt, columns))
+        # Of the longest sequences, but no more than the model itself takes.
+        dtype = model.lm_head.weight.dtype
+        nbytes = 2 * model.config.n_layer * prompt.shape[0] * block_size * model.config.n_embd * dtype.itemsize
+        if count < _Graphs.FEWEST or nbytes > sum(p.nbytes for p in model.parameters()):
+            return cls(None, _Buffers.new(model, prompt, columns))
+        # Work on another stream might still use them.
+        key = prompt.shape[0], prompt.device, dtype, torch.cuda.current_stream(prompt.device).cuda_stream
+        if kept is not None and kept.key == key:
+            return kept
+        return cls(key, _Buffers.new(model, prompt, block_size + 1))
+
+    def graphs_of(self, weights: _Weights, draw: Draw) -> _Graphs | None:
+        """The graphs of such steps."""
+        found = self.graphs
+        return found if found is not None and found.key == _Graphs.key_of(weights, draw) else None
+
+    def put_back(self, model: "GPT2") -> None:
+        """To be called at the end of the generation."""
+        if self.key is not None and self.graphs is not None:
+            self._of_models[model] = self
