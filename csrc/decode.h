@@ -54,10 +54,13 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Bytes of scratch memory: the activations, in float32 (float64 for float64).
+// Bytes of scratch memory: the activations, in float32 (float64 for float64). A single sequence may take a step in
+// halves of layers, each of which leaves the residual and a partial sum for each 64 channels.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
-  return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;
+  const int64_t in_halves = p.batch == 1 ? 2 * p.layer_count * (p.width / 64 + 1) * p.width : 0;
+  const int64_t activations = p.batch * p.width * 8 + in_halves;
+  return static_cast<int64_t>(sizeof(accumulate_t<T>)) * activations;
 }
 
 template <typename T>

@@ -1,9 +1,11 @@
-// A step is five kernels a layer: qkv, attention, projection, the MLP's two. They are launched early (programmatic
-// dependent launch), except the first, which so runs after everything before the step: what was written before the step
-// (weights, lengths, earlier keys and values) may be read by any of its kernels before it waits.
+// A step is two kernels a layer where these serve (decode_halves.cuh), otherwise five: qkv, attention, projection, the
+// MLP's two. They are launched early (programmatic dependent launch), except the first, which so runs after everything
+// before the step: what was written before the step (weights, lengths, earlier keys and values) may be read by any of
+// its kernels before it waits.
 #include "decode_attention.cuh"
+#include "decode_halves.cuh"
 #include "decode_product.cuh"
-#include "encoder_token.cuh"
+#include "decode_token.cuh"
 
 namespace gptkernels::cuda {
 namespace {
@@ -13,26 +15,16 @@ template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {
   let_next_kernel_start();
-  const int64_t b = blockIdx.x, length = p.lengths[b], position = length - 1;
-  const int64_t most = min(p.capacity, p.sequence_length);
-  if (length < 1 || length > most) {
-    device_fail("decode", "a length is outside the cache", "length %lld of sequence %lld is not from 1 to %lld\n",
-                static_cast<long long>(length), static_cast<long long>(b), static_cast<long long>(most));
-    return;
-  }
-  const int64_t token = p.sequences[b * p.sequence_length + position];
-  if (token != -1 && !in_vocabulary(token, p.vocabulary, "decode", b)) return;
+  const int64_t b = blockIdx.x;
+  const auto [position, token] = newest_token(p, b);
   for (int64_t i = threadIdx.x; i < p.width; i += kDecodeThreads)
-    out[b * p.width + i] = widen(p.wte[max(token, int64_t{0}) * p.width + i]) + widen(p.wpe[position * p.width + i]);
+    out[b * p.width + i] = widen(p.wte[token * p.width + i]) + widen(p.wpe[position * p.width + i]);
 }
 
-}  // namespace
-
 template <typename T>
-Status decode(const Decode<T>& p, Stream stream) {
+Status decode_by_kernels(const Decode<T>& p, Stream stream) {
   using A = accumulate_t<T>;
   using Epilogue = DecodeEpilogue<T>;
-  if (p.batch == 0) return cudaSuccess;
   const int64_t C = p.width, size = p.batch * C;
   A* const residual = static_cast<A*>(p.workspace);
   A* const query = residual + size;
@@ -86,6 +78,16 @@ Status decode(const Decode<T>& p, Stream stream) {
   product(residual, p.norm_weight, p.norm_bias, p.head, nullptr, p.head_rows, C,
           {.kind = Epilogue::kLogits, .narrow_out = p.logits});
   return status;
+}
+
+}  // namespace
+
+template <typename T>
+Status decode(const Decode<T>& p, Stream stream) {
+  if (p.batch == 0) return cudaSuccess;
+  if constexpr (sizeof(T) == 2)
+    if (can_decode_by_halves<T, 768>(p)) return decode_by_halves<T, 768>(p, stream);
+  return decode_by_kernels(p, stream);
 }
 
 #define GPTKERNELS_INSTANTIATE(T) template Status decode<T>(const Decode<T>&, Stream);

@@ -1,0 +1,287 @@
+// The first half of a layer: residual + attention(norm(residual)). A cluster has a head, of 64 channels.
+#pragma once
+
+#include "common/approximate.cuh"
+#include "decode_half.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kHalfKeys = 128;  // the most keys of a head that a block has
+
+template <typename T, int C>
+struct AttentionHalfShared {
+  static constexpr int kHS = HalfShape<C>::kChannels;
+  static constexpr int kDims = kHS / kHalfBlocks;  // of the query, of the key and of the value, that a block computes
+  alignas(128) T qkv[3][kDims][C];
+  alignas(128) T proj[HalfShape<C>::kColumns][kHS];
+  alignas(16) float x[C];
+  alignas(16) float newest[3][kHS];  // query, key and value
+  // Of each warp, then of each block: the largest score, and the sums relative to it of exponentials and values.
+  struct Softmax {
+    alignas(16) float maximum[8];
+    alignas(16) float sum[8];
+    alignas(16) float out[8][kHS];
+  };
+  Softmax warps, blocks;
+  alignas(16) float attended[kHalfWarps][kHS];
+  uint64_t qkv_arrived, proj_arrived, keys_arrived, x_arrived, newest_arrived, blocks_arrived;
+  // Then keys and values, of kHS elements each.
+
+  static constexpr int64_t bytes(int64_t capacity) {
+    return sizeof(AttentionHalfShared) + 2 * ceil_div(capacity, kHalfBlocks) * kHS * static_cast<int64_t>(sizeof(T));
+  }
+};
+
+#if GPTKERNELS_HOPPER
+
+template <typename T, int C>
+class AttentionHalf {
+  using Shape = HalfShape<C>;
+  using Shared = AttentionHalfShared<T, C>;
+  static constexpr int kHS = Shared::kHS, kDims = Shared::kDims;
+  static constexpr int kTeams = kHalfThreads / 8;  // of 8 lanes, which share a key or a row of the projection
+  static constexpr int kRounds = kHalfKeys / kTeams;
+  static_assert(kHS == 64 && kHalfBlocks == 8 && kHalfWarps == 8 && kDims == kHalfWarps);
+
+ public:
+  __device__ AttentionHalf(const DecodeHalf<T>& p, const Decode<T>& step, Shared& shared)
+      : p_(p),
+        step_(step),
+        shared_(shared),
+        lane_(threadIdx.x % kWarp),
+        warp_(threadIdx.x / kWarp),
+        rank_(static_cast<int>(cluster_rank())),
+        head_(blockIdx.x / kHalfBlocks),
+        dims_(lane_ % 8 * 8) {
+    // A wrong length has been reported; it must do no harm here.
+    const int64_t most = min(step.capacity, step.sequence_length);
+    position_ = static_cast<int>(min(max(step.lengths[0], int64_t{1}), most)) - 1;
+    const int each = position_ / kHalfBlocks + 1;
+    first_key_ = min(rank_ * each, position_ + 1);
+    const int end = min(first_key_ + each, position_ + 1);
+    cached_ = max(min(end, position_) - first_key_, 0);
+    has_newest_ = first_key_ <= position_ && position_ < end;
+    keys_ = reinterpret_cast<T*>(&shared + 1);
+    values_ = keys_ + ceil_div(step.capacity, kHalfBlocks) * kHS;
+  }
+
+  __device__ void run() {
+    order();
+    const HalfResidual<T, C> residual(p_, step_, position_);
+    const int kind = lane_ / 8, dim = rank_ * kDims + warp_;  // the query's, the key's or the value's
+    const float bias = p_.first_bias && kind < 3 ? widen(p_.first_bias[kind * C + head_ * kHS + dim]) : 0.0f;
+    await(&shared_.qkv_arrived);
+    NormalisedRows<T, C, 3> qkv;
+    qkv.load(shared_.qkv[0][warp_], kDims * C, p_.norm_weight, p_.norm_bias, bias);
+    cluster_wait();  // all blocks have initialised their barriers
+    if (!p_.input) {
+      // The kernel before makes the words absent that the next one polls.
+      wait_for_previous_kernel();
+      let_next_kernel_start();
+    }
+    residual.sum_and_send(shared_.x, &shared_.x_arrived);
+    await(&shared_.x_arrived);
+    const float sum = qkv.multiply(shared_.x, static_cast<float>(step_.eps));
+    // Eight lanes have it, for a block each.
+    if (kind < 3) store_in_block(&shared_.newest[kind][dim], sum, &shared_.newest_arrived, lane_ % kHalfBlocks);
+    if (lane_ == 8 || lane_ == 16) {
+      T* const cache = lane_ == 8 ? p_.keys : p_.values;
+      cache[(head_ * step_.capacity + position_) * kHS + dim] = narrow<T>(sum);
+    }
+    attend();
+    send_softmax();
+    project();
+  }
+
+ private:
+  __device__ void order() {
+    const int thread = static_cast<int>(threadIdx.x);
+    const unsigned key_bytes = cached_ * kHS * sizeof(T);
+    if (thread == 0) {
+      for (uint64_t* barrier : {&shared_.qkv_arrived, &shared_.proj_arrived, &shared_.keys_arrived, &shared_.x_arrived,
+                                &shared_.newest_arrived, &shared_.blocks_arrived})
+        mbarrier_init(barrier);
+      mbarrier_init_fence();
+      mbarrier_expect(&shared_.qkv_arrived, sizeof(shared_.qkv));
+      mbarrier_expect(&shared_.proj_arrived, sizeof(shared_.proj));
+      mbarrier_expect(&shared_.keys_arrived, 2 * key_bytes);
+      mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
+      mbarrier_expect(&shared_.newest_arrived, sizeof(shared_.newest));
+      mbarrier_expect(&shared_.blocks_arrived, sizeof(shared_.blocks));
+    }
+    __syncthreads();
+    cluster_arrive();
+    if (thread < 3)
+      bulk_load(shared_.qkv[thread], p_.first_weight + (thread * int64_t{C} + head_ * kHS + rank_ * kDims) * C,
+                sizeof(shared_.qkv[0]), &shared_.qkv_arrived);
+    if (thread == 3 && cached_ > 0) {
+      const int64_t at = (head_ * step_.capacity + first_key_) * kHS;
+      bulk_load(keys_, p_.keys + at, key_bytes, &shared_.keys_arrived);
+      bulk_load(values_, p_.values + at, key_bytes, &shared_.keys_arrived);
+    }
+    if (thread < Shape::kColumns)
+      bulk_load(shared_.proj[thread], p_.second_weight + (rank_ * Shape::kColumns + int64_t{thread}) * C + head_ * kHS,
+                sizeof(shared_.proj[0]), &shared_.proj_arrived);
+  }
+
+  // As the cache has it.
+  __device__ Packed<T, 8> newest(int kind) const {
+    float wide[8];
+    load_floats(wide, shared_.newest[kind] + dims_);
+    return narrow<T>(wide);
+  }
+
+  // The block's keys, a warp's part of them for each warp. Scores are in units of log 2.
+  __device__ void attend() {
+    await(&shared_.keys_arrived);
+    await(&shared_.newest_arrived);
+    const int team = warp_ * 4 + lane_ / 8;
+    float query[8], scores[kRounds + 1], largest = -INFINITY;
+    load_floats(query, shared_.newest[0] + dims_);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) query[e] *= 0.125f * kLog2E;  // 1 / sqrt(kHS)
+#pragma unroll
+    for (int d = 0; d <= kRounds; ++d) scores[d] = -INFINITY;
+    // The key of a round; in a team that has none, another one.
+    const auto index = [&](int d) { return min(d * kTeams + team, cached_ - 1) * kHS + dims_; };
+#pragma unroll
+    for (int d = 0; d < kRounds; ++d) {
+      if (d * kTeams >= cached_) break;
+      const float score = warp_reduce<Sum, 8>(dot(query, load<8>(keys_ + index(d))));
+      if (d * kTeams + team < cached_) scores[d] = score;
+    }
+    if (has_newest_) {
+      const float score = warp_reduce<Sum, 8>(dot(query, newest(1)));
+      if (team == 0) scores[kRounds] = score;
+    }
+#pragma unroll
+    for (int d = 0; d <= kRounds; ++d) largest = fmaxf(largest, scores[d]);
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 8));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 16));
+
+    const float origin = largest == -INFINITY ? 0.0f : largest;
+    float sum = 0, out[8] = {};
+    const auto add_value = [&](float score, const Packed<T, 8>& value) {
+      const float weight = exp2_approximately(score - origin);
+      float wide[8];
+      widen(wide, value);
+      sum += weight;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) out[e] += weight * wide[e];
+    };
+#pragma unroll
+    for (int d = 0; d < kRounds; ++d) {
+      if (d * kTeams >= cached_) break;
+      add_value(scores[d], load<8>(values_ + index(d)));
+    }
+    if (has_newest_) add_value(scores[kRounds], newest(2));
+    put_warp(largest, sum, out);
+    __syncthreads();
+  }
+
+  // Adds up what the four teams of a warp have; each ends with 2 of the lane's 8 dimensions.
+  __device__ void put_warp(float largest, float sum, const float (&out)[8]) {
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    const bool upper = lane_ & 16, odd = lane_ & 8;
+    float four[4], two[2];
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      four[e] = (upper ? out[e + 4] : out[e]) + __shfl_xor_sync(~0u, upper ? out[e] : out[e + 4], 16);
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      two[e] = (odd ? four[e + 2] : four[e]) + __shfl_xor_sync(~0u, odd ? four[e] : four[e + 2], 8);
+    float* const to = shared_.warps.out[warp_] + dims_ + (upper ? 4 : 0) + (odd ? 2 : 0);
+    to[0] = two[0];
+    to[1] = two[1];
+    if (lane_ == 0) {
+      shared_.warps.maximum[warp_] = largest;
+      shared_.warps.sum[warp_] = sum;
+    }
+  }
+
+  // Eight softmaxes as one: relative to the largest of the maxima.
+  struct Joined {
+    float maximum, weights[8], sum = 0;
+    __device__ explicit Joined(const typename Shared::Softmax& from) {
+      float maxima[8], sums[8];
+      load_floats(maxima, from.maximum);
+      load_floats(sums, from.sum);
+      maximum = maxima[0];
+#pragma unroll
+      for (int k = 1; k < 8; ++k) maximum = fmaxf(maximum, maxima[k]);
+      const float origin = maximum == -INFINITY ? 0.0f : maximum;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) weights[k] = exp2_approximately(maxima[k] - origin);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum += weights[k] * sums[k];
+    }
+    __device__ float out(const typename Shared::Softmax& from, int dim) const {
+      float total = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) total += weights[k] * from.out[k][dim];
+      return total;
+    }
+  };
+
+  // The block's softmax, to all blocks. Each dimension has four threads, which send it to two blocks each.
+  __device__ void send_softmax() {
+    const int dim = threadIdx.x % kHS;
+    const Joined joined(shared_.warps);
+    const float out = joined.out(shared_.warps, dim);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const unsigned to = threadIdx.x / kHS * 2 + k;
+      store_in_block(&shared_.blocks.out[rank_][dim], out, &shared_.blocks_arrived, to);
+      if (dim == 0) store_in_block(&shared_.blocks.maximum[rank_], joined.maximum, &shared_.blocks_arrived, to);
+      if (dim == 1) store_in_block(&shared_.blocks.sum[rank_], joined.sum, &shared_.blocks_arrived, to);
+    }
+  }
+
+  __device__ void project() {
+    constexpr int kRows = Shape::kColumns / kTeams;  // of a team
+    await(&shared_.proj_arrived);
+    Packed<T, 8> rows[kRows];
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) rows[k] = load<8>(shared_.proj[(warp_ * kRows + k) * 4 + lane_ / 8] + dims_);
+    await(&shared_.blocks_arrived);
+    const Joined joined(shared_.blocks);
+    float (&attended)[kHS] = shared_.attended[warp_];
+#pragma unroll
+    for (int dim = lane_; dim < kHS; dim += kWarp) attended[dim] = joined.out(shared_.blocks, dim) / joined.sum;
+    __syncwarp();
+    float own[8], sums[kRows], sum;
+    load_floats(own, attended + dims_);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) sums[k] = dot(own, rows[k]);
+    const int k = scatter_sums<8>(sums, sum);
+    constexpr int kHolders = 8 / std::bit_ceil(unsigned{kRows});  // lanes that have the same sum
+    if (k < kRows && lane_ % kHolders == 0)
+      send(p_.output + head_ * C + rank_ * Shape::kColumns + (warp_ * kRows + k) * 4 + lane_ / 8, sum);
+  }
+
+  const DecodeHalf<T>& p_;
+  const Decode<T>& step_;
+  Shared& shared_;
+  const int lane_, warp_, rank_, head_, dims_;
+  int position_, first_key_, cached_;  // cached: of the block's keys, without the newest
+  bool has_newest_;
+  T* keys_;
+  T* values_;
+};
+
+#endif
+
+template <typename T, int C>
+DECODE_HALF_KERNEL decode_attention_half_kernel(const __grid_constant__ DecodeHalf<T> p,
+                                                const __grid_constant__ Decode<T> step) {
+#if GPTKERNELS_HOPPER
+  extern __shared__ __align__(128) uint8_t half_shared_bytes[];
+  if (p.input) let_next_kernel_start();
+  AttentionHalf<T, C>(p, step, *reinterpret_cast<AttentionHalfShared<T, C>*>(half_shared_bytes)).run();
+  // So that no kernel ends before the previous one.
+  if (threadIdx.x == 0) wait_for_previous_kernel();
+#endif
+}
+
+}  // namespace gptkernels::cuda

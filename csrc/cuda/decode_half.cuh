@@ -1,0 +1,250 @@
+// What the two halves of a layer, each a kernel, have in common; for one sequence in 16 bits.
+//
+// A half has two products, with one cluster of 8 blocks for each 64 channels. Of the first product a cluster has some
+// of the rows, and of the second the columns that these rows' results are multiplied with: so they stay in its shared
+// memory. A half leaves a vector (C) of partial sums from each cluster, and the residual that they are to be added to.
+// The next half adds them up.
+//
+// A half is launched while the previous one runs, and orders all its weights at once: the shared memory has room for
+// both.
+#pragma once
+
+#include <bit>
+
+#include "../decode.h"
+#include "common/hopper.cuh"
+#include "common/launch.cuh"
+#include "common/packed.cuh"
+#include "common/reduce.cuh"
+#include "decode_exchange.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kHalfBlocks = 8;  // of a cluster
+constexpr int kHalfThreads = 256;
+constexpr int kHalfWarps = kHalfThreads / kWarp;
+
+// Not where the compiler refuses it; the kernel is then empty and never launched.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define DECODE_HALF_KERNEL __global__ void __launch_bounds__(kHalfThreads, 2)
+#else
+#define DECODE_HALF_KERNEL __global__ void __cluster_dims__(kHalfBlocks, 1, 1) __launch_bounds__(kHalfThreads, 2)
+#endif
+
+template <int C>
+struct HalfShape {
+  static constexpr int kChannels = 64;              // of a cluster
+  static constexpr int kParts = C / kChannels;      // clusters
+  static constexpr int kColumns = C / kHalfBlocks;  // of the residual, that a block adds up; and rows of its output
+  static constexpr int kWords = (kParts + 1) * C;   // that a half leaves: partial sums, then the residual
+  static_assert(C % (kWarp * kHalfBlocks) == 0 && kColumns <= 4 * kHalfThreads);
+};
+
+template <typename T>
+struct DecodeHalf {
+  const float* input;      // HalfShape::kWords of the previous half, or null: the first begins with the embedding
+  float* output;           // HalfShape::kWords
+  const T* input_bias;     // (C) or null: of the product that the input is the partial sums of
+  const T* norm_weight;    // (C)
+  const T* norm_bias;      // (C) or null
+  const T* first_weight;   // (3C, C) or (4C, C)
+  const T* first_bias;     // (3C) or (4C), or null
+  const T* second_weight;  // (C, C) or (C, 4C)
+  T* keys;                 // (NH, capacity, HS): the layer's, of the attention half
+  T* values;
+};
+
+// ---- sums over lanes ------------------------------------------------------------------------------------------------
+
+// Sums kCount values over kLanes neighbouring lanes. At each step a lane gives away half of its values, and so ends
+// with one of the sums. Returns its index, which is kCount or more in a lane that has none.
+template <int kLanes, int kCount>
+__device__ int scatter_sums(const float (&values)[kCount], float& sum, int first = 0, int limit = kCount) {
+  if constexpr (kCount == 1) {
+    sum = warp_reduce<Sum, kLanes>(values[0]);
+    return first < limit ? first : 1 << 20;
+  } else {
+    constexpr int kHalf = (kCount + 1) / 2, kOffset = kLanes / 2;
+    static_assert(kLanes > 1);
+    const bool upper = threadIdx.x & kOffset;
+    float kept[kHalf];
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float high = i + kHalf < kCount ? values[i + kHalf < kCount ? i + kHalf : 0] : 0.0f;
+      kept[i] = (upper ? high : values[i]) + __shfl_xor_sync(~0u, upper ? values[i] : high, kOffset);
+    }
+    return scatter_sums<kOffset>(kept, sum, upper ? first + kHalf : first, upper ? limit : min(limit, first + kHalf));
+  }
+}
+
+// Mean and sum of squared distances from it.
+struct MeanAndSquares {
+  float mean, squares;
+};
+
+// Of kCount values of each lane; the same bits in all lanes.
+template <int kCount>
+__device__ MeanAndSquares mean_and_squares(const float (&x)[kCount]) {
+  constexpr int kChains = 4;
+  static_assert(kCount % kChains == 0);
+  float sums[kChains] = {}, squares[kChains] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) sums[i % kChains] += x[i];
+  const float mean = ((sums[0] + sums[1]) + (sums[2] + sums[3])) * (1.0f / kCount);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) squares[i % kChains] += (x[i] - mean) * (x[i] - mean);
+  MeanAndSquares all = {mean, (squares[0] + squares[1]) + (squares[2] + squares[3])};
+  float half_count = 0.5f * kCount;
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    const float other_mean = __shfl_xor_sync(~0u, all.mean, offset);
+    const float other_squares = __shfl_xor_sync(~0u, all.squares, offset);
+    const float distance = all.mean - other_mean;
+    all.squares = (all.squares + other_squares) + distance * distance * half_count;
+    all.mean = 0.5f * (all.mean + other_mean);
+    half_count *= 2;
+  }
+  return all;
+}
+
+#if GPTKERNELS_HOPPER
+
+// Waits for a barrier's first phase.
+__device__ inline void await(uint64_t* barrier) {
+  mbarrier_wait(barrier, 0);
+  __syncwarp();
+}
+
+template <int N, typename T>
+__device__ void load_floats(float (&to)[N], const T* from) {
+  constexpr int kStep = N < kPack<T> ? N : kPack<T>;
+#pragma unroll
+  for (int i = 0; i < N; i += kStep) {
+    float wide[kStep];
+    load_wide<kStep>(wide, from + i);
+#pragma unroll
+    for (int k = 0; k < kStep; ++k) to[i + k] = wide[k];
+  }
+}
+
+// Two dependent chains of additions are half as long as one.
+template <typename T>
+__device__ float dot(const float (&x)[8], const Packed<T, 8>& weights) {
+  float w[8], even = 0, odd = 0;
+  widen(w, weights);
+#pragma unroll
+  for (int e = 0; e < 8; e += 2) even += x[e] * w[e], odd += x[e + 1] * w[e + 1];
+  return even + odd;
+}
+
+// ---- the beginning of a half ----------------------------------------------------------------------------------------
+
+// The residual before a half, added up by the blocks of a cluster, each its columns, and sent to all of them. Four
+// columns a thread.
+template <typename T, int C>
+class HalfResidual {
+  using Shape = HalfShape<C>;
+  using Vector = float[C];
+
+ public:
+  // Loads what the previous kernels do not write.
+  __device__ HalfResidual(const DecodeHalf<T>& p, const Decode<T>& step, int position) : p_(p) {
+    column_ = static_cast<int>(cluster_rank()) * Shape::kColumns + static_cast<int>(threadIdx.x) * 4;
+    if (!mine()) return;
+    if (!p.input) {
+      const int64_t token = min(max(step.sequences[position], int64_t{0}), step.vocabulary - 1);
+      known_ = wide(step.wte + token * C + column_) + wide(step.wpe + int64_t{position} * C + column_);
+    } else if (p.input_bias) {
+      known_ = wide(p.input_bias + column_);
+    }
+  }
+
+  // x and the barrier are variables that all blocks of the cluster have.
+  __device__ void sum_and_send(Vector& x, uint64_t* barrier) const {
+    if (!mine()) return;
+    const float4 sum = p_.input ? known_ + receive_sum<Shape::kParts + 1>(p_.input + column_, C) : known_;
+#pragma unroll
+    for (int rank = 0; rank < kHalfBlocks; ++rank)
+      store_in_block(reinterpret_cast<float4*>(x + column_), sum, barrier, rank);
+    if (blockIdx.x < kHalfBlocks) send(p_.output + Shape::kParts * C + column_, sum);
+  }
+
+ private:
+  __device__ static bool mine() { return threadIdx.x < Shape::kColumns / 4; }
+  __device__ static float4 wide(const T* from) {
+    float to[4];
+    load_wide<4>(to, from);
+    return {to[0], to[1], to[2], to[3]};
+  }
+
+  const DecodeHalf<T>& p_;
+  int column_;
+  float4 known_ = {};
+};
+
+// kRows rows of a weight, times the layer norm of x, by a warp. With the norm's weight g and bias b, the mean m and the
+// deviation 1 / r,
+//
+//   sum w (g (x - m) r + b) = r (sum w g x - m sum w g) + sum w b,
+//
+// so that the product does not wait for the statistics, and two of the sums are known before x is. A lane ends with the
+// result of row lane / 8.
+template <typename T, int C, int kRows>
+class NormalisedRows {
+  static constexpr int kPacks = C / 8 / kWarp;  // of a row, that a lane has
+  static_assert(C % (8 * kWarp) == 0 && kRows > 2 && kRows <= 4);
+
+ public:
+  // Rows are `stride` elements apart; the bias is that of row lane / 8.
+  __device__ void load(const T* rows, int stride, const T* norm_weight, const T* norm_bias, float bias) {
+    float slopes[kRows] = {}, offsets[kRows] = {};
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      const int at = own(k);
+      gain_[k] = cuda::load<8>(norm_weight + at);
+      float g[8], b[8] = {};
+      widen(g, gain_[k]);
+      if (norm_bias) load_floats(b, norm_bias + at);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        rows_[i][k] = cuda::load<8>(rows + i * stride + at);
+        slopes[i] += dot(g, rows_[i][k]);
+        offsets[i] += dot(b, rows_[i][k]);
+      }
+    }
+    scatter_sums<kWarp>(slopes, slope_);
+    scatter_sums<kWarp>(offsets, offset_);
+    offset_ += bias;
+  }
+
+  __device__ float multiply(const float (&vector)[C], float eps) const {
+    float x[kPacks * 8], products[kRows] = {};
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) load_floats(reinterpret_cast<float (&)[8]>(x[k * 8]), vector + own(k));
+    const MeanAndSquares moments = mean_and_squares(x);
+#pragma unroll
+    for (int k = 0; k < kPacks; ++k) {
+      float scaled[8];
+      widen(scaled, gain_[k]);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) scaled[e] *= x[k * 8 + e];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) products[i] += dot(scaled, rows_[i][k]);
+    }
+    float product;
+    scatter_sums<kWarp>(products, product);
+    return rsqrtf(moments.squares * (1.0f / C) + eps) * (product - moments.mean * slope_) + offset_;
+  }
+
+ private:
+  // Lane l has the packs l, l + 32, ...
+  __device__ static int own(int k) { return (static_cast<int>(threadIdx.x) % kWarp + k * kWarp) * 8; }
+
+  Packed<T, 8> rows_[kRows][kPacks];
+  Packed<T, 8> gain_[kPacks];
+  float slope_, offset_;
+};
+
+#endif
+
+}  // namespace gptkernels::cuda
