@@ -36,9 +36,6 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Not yet: the kernels for masks have not passed the tests on a device.
-constexpr bool kServesMasks = false;
-
 // Masks that these kernels serve: not together with key_begin and key_end, and of a size that 32 bits index.
 template <typename T, typename Params>
 bool serves_mask(const Params& p) {
@@ -46,8 +43,7 @@ bool serves_mask(const Params& p) {
   if (!has_mask(p.mask)) return true;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = (p.mask.head ? s.heads : 1) * (p.mask.batch ? s.batches : 1);
-  return kServesMasks && !has_bounds(p.mask) && p.scale > 1e-6 && p.scale < 1e6 && s.queries < kLargest &&
-         s.keys < kLargest &&
+  return !has_bounds(p.mask) && p.scale > 1e-6 && p.scale < 1e6 && s.queries < kLargest && s.keys < kLargest &&
          heads * (ceil_div(s.queries, kMaskBlock) + 8) * (ceil_div(s.keys, kMaskBlock) + 8) < kLargest;
 }
 
