@@ -1,8 +1,9 @@
 // Float8 products for sm_90a that GELU or its gradient follows, quantised as they are computed.
 //
 // A block keeps 256 or 128 rows of b, with all of their terms, in shared memory, and takes every so many 64 rows of a.
-// It has a warpgroup of which one thread loads, and two that compute tiles of 64 x 256 (or 128) in turns: while the
-// tensor cores work on the product of one, the other finishes its own.
+// It has a warpgroup of which one thread loads, and two pairs that compute tiles of 64 x 256 (or 128) in turns, each
+// warpgroup half of the columns: while the tensor cores work on the product of one pair, the other finishes its own.
+// (One warpgroup in place of a pair waits more: 16 warps hide each other's latencies better than 8.)
 //
 // TMA puts the rows of a and b into shared memory in an order by which a thread's accumulators are, of every 32
 // columns, 8 neighbouring ones of two neighbouring rows: 16 bytes of T, 8 of float8, and, transposed, pairs of bytes
@@ -32,18 +33,19 @@ constexpr int kRows = 64;                   // of a tile
 constexpr int kStepBytes = kPanelRowBytes;  // terms of a step
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
-constexpr int kThreads = 3 * kWarpgroup;
-constexpr int kConsumers = 2;  // warpgroups
+constexpr int kPairs = 2;  // of warpgroups that compute
+constexpr int kConsumers = 2 * kPairs;
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
 // Shared memory. The block's rows of b, one for each of the tile's columns, have the room of 256 with 768 terms.
 constexpr int kBBytes = 256 * 768;
 constexpr int kAStep = kRows * kStepBytes;
-constexpr int kTransposedBytes = kPieceColumns * kRows;  // of a piece; two for each warpgroup
+constexpr int kTransposedBytes = kPieceColumns * kRows;  // of a warpgroup's piece
 constexpr int kTransposedAt = kBBytes + kStages * kAStep;
-constexpr int kBiasAt = kTransposedAt + 2 * kConsumers * kTransposedBytes;
+constexpr int kBiasAt = kTransposedAt + kConsumers * kTransposedBytes;
 constexpr int kLargestAt = kBiasAt + 2 * 256;
 constexpr int kBarriersAt = kLargestAt + 4 * 4 * kConsumers;
-constexpr int kSharedBytes = kBarriersAt + 8 * (2 * kStages + 1 + kConsumers);
+constexpr int kSharedBytes = kBarriersAt + 8 * (2 * kStages + 1 + kPairs);
 static_assert(kSharedBytes <= 232448 && kBarriersAt % 8 == 0);
 
 // 256, or half as many where the terms are more.
@@ -79,7 +81,7 @@ struct Barriers {
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
   __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
   __device__ uint32_t weights() const { return first + 8 * (2 * kStages); }
-  __device__ uint32_t turn(int warpgroup) const { return first + 8 * (2 * kStages + 1 + warpgroup); }
+  __device__ uint32_t turn(int pair) const { return first + 8 * (2 * kStages + 1 + pair); }
 };
 
 // Called by one thread: loads the block's rows of b, then those of a for one tile after the other.
@@ -139,12 +141,29 @@ __device__ inline int sum_column(int lane) {
   return lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
 }
 
+template <typename T>
+using Two = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+
+// Two numbers with infinities made NaN, which larger_magnitudes ignores.
+template <typename T>
+__device__ uint32_t finite_or_nan(uint32_t pair) {
+  const Two<T> x = reinterpret_cast<const Two<T>&>(pair), zero = {};
+  const Two<T> found = __hfma2(x, zero, x);
+  return reinterpret_cast<const uint32_t&>(found);
+}
+
+template <typename T>
+__device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
+  const Two<T> found = __hmax2(reinterpret_cast<const Two<T>&>(a), __habs2(reinterpret_cast<const Two<T>&>(b)));
+  return reinterpret_cast<const uint32_t&>(found);
+}
+
 // Two neighbouring rows of 8 neighbouring columns, as words of two columns of T.
 using Pair = uint32_t[2][4];
 
 template <typename T, Finish kFinish, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
-  constexpr int kPieces = kColumns / kPieceColumns;
+  constexpr int kOwnColumns = kColumns / 2, kPieces = kOwnColumns / kPieceColumns;  // of a warpgroup
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = shared_address(shared_bytes);
   const Barriers barriers = {shared + kBarriersAt};
@@ -153,10 +172,10 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 4);  // warps
+      barrier_init(barriers.empty(i), 8);  // the warps of a pair
     }
     barrier_init(barriers.weights(), 1);
-    for (int i = 0; i < kConsumers; ++i) barrier_init(barriers.turn(i), 4);
+    for (int i = 0; i < kPairs; ++i) barrier_init(barriers.turn(i), 8);
     mbarrier_init_fence();
   }
   if (threadIdx.x < kColumns) {
@@ -171,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
     if (threadIdx.x == 0) load_operands<kColumns>(p, shared, barriers, strip, part);
     return;
   }
-  take_registers<240>();
+  take_registers<112>();
   constexpr bool kE4M3 = kFinish == Finish::kGelu;
   constexpr auto kFormat = kE4M3 ? __NV_E4M3 : __NV_E5M2;
   const int thread = threadIdx.x % kWarpgroup;
@@ -179,8 +198,9 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int row_in_tile = warp * 16 + lane / 4 * 2;  // the first of two
-  const int own_column = strip * kColumns + lane % 4 * 8;
-  const int pieces = min(kPieces, (p.columns - strip * kColumns) / kPieceColumns);
+  const int pair = warpgroup / 2, first_column = strip * kColumns + warpgroup % 2 * kOwnColumns;
+  const int own_column = first_column + lane % 4 * 8;
+  const int pieces = min(kPieces, (p.columns - first_column) / kPieceColumns);
 
   const int32_t bits = history_largest(p.pass.history);
   const bool made = bits > 0;
@@ -193,21 +213,22 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   const float factor = *p.scale_a * *p.scale_b;  // powers of two: exact
 
   // The transposed piece in shared memory: 64 bytes a column, whose 16-byte chunk i is at i ^ (column / 8).
-  const uint32_t transposed = shared + kTransposedAt + warpgroup * 2 * kTransposedBytes;
-  const int put_column = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
-  const uint32_t put_at = transposed + put_column * kRows + ((warp ^ (put_column / 8)) << 4);
-  const int get_column = thread / 4;
-  const uint32_t get_at = transposed + get_column * kRows + ((thread % 4 ^ (get_column / 8)) << 4);
+  const auto place = [](int column, int chunk) { return column * kRows + ((chunk ^ column / 8) << 4); };
+  const uint32_t transposed = shared + kTransposedAt + warpgroup * kTransposedBytes;
+  const uint32_t put_at = transposed + place(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, warp);
+  const int get_column = thread / 4, get_row = thread % 4 * 16;
+  const uint32_t get_at = transposed + place(get_column, thread % 4);
 
-  float sums[kColumns / 2];
-  float amax = 0;
+  float sums[kOwnColumns / 2];
+  uint32_t largest_two = 0;
   float totals[kPieces] = {};
-  int position = warpgroup * p.steps;  // in the ring
+  int position = pair * p.steps;  // in the ring
 
   const auto issue = [&](int step, int slot) {
     // A wgmma descriptor takes the lower 18 bits of an address.
     const uint64_t a = panel_descriptor((shared & 0x3FFFF) + kBBytes + slot * kAStep);
-    const uint64_t b = panel_descriptor((shared & 0x3FFFF) + step * kColumns * kStepBytes);
+    const uint64_t b =
+        panel_descriptor((shared & 0x3FFFF) + (step * kColumns + warpgroup % 2 * kOwnColumns) * kStepBytes);
     pin_registers(sums);
     wgmma_fence();
 #pragma unroll
@@ -216,21 +237,22 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   };
   const auto release = [&](int slot) { barrier_arrive_if(lane == 0, barriers.empty(slot)); };
 
-  // Rounds to float8, and stores both copies.
-  const auto quantise = [&](float (&values)[2][8], int piece, int row, bool inside) {
+  // Rounds pairs of neighbouring columns to float8, and stores both copies.
+  const auto quantise = [&](Pair& pairs, int piece, int row, bool inside) {
     uint32_t words[4];  // of two columns, each of two rows
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float2 column;
-      float* const both = &column.x;
+    for (int i = 0; i < 4; ++i) {
+      float2 of_row[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float finite = finite_or_nan(values[h][i]);
-        amax = fmaxf(amax, fabsf(finite));
-        both[h] = finite * multiplier;
+        const uint32_t finite = finite_or_nan<T>(pairs[h][i]);
+        largest_two = larger_magnitudes<T>(largest_two, finite);
+        of_row[h] = unpack_pair<T>(finite);
       }
-      const uint32_t bytes = __nv_cvt_float2_to_fp8x2(column, __NV_SATFINITE, kFormat);
-      words[i / 2] = i % 2 ? words[i / 2] | bytes << 16 : bytes;
+      const float2 first = {of_row[0].x * multiplier, of_row[1].x * multiplier};
+      const float2 second = {of_row[0].y * multiplier, of_row[1].y * multiplier};
+      words[i] = __nv_cvt_float2_to_fp8x2(first, __NV_SATFINITE, kFormat) |
+                 uint32_t(__nv_cvt_float2_to_fp8x2(second, __NV_SATFINITE, kFormat)) << 16;
     }
     if (inside) {
       uint8_t* to = p.pass.out + int64_t(row) * p.columns + own_column + piece * kPieceColumns;
@@ -240,34 +262,33 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
              {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
     }
     if (p.pass.out_transposed == nullptr) return;
-    const int buffer = piece % 2 * kTransposedBytes;
-    store_matrices_transposed(put_at + buffer, words);
-    warpgroup_barrier(1 + warpgroup);  // one a piece: with two buffers, a warp may be one piece ahead of another
-    const int first = row - row_in_tile + thread % 4 * 16;
-    if (first >= p.rows) return;
-    const int64_t column = strip * kColumns + piece * kPieceColumns + get_column;
-    __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + first), load_shared(get_at + buffer));
+    warpgroup_barrier(1 + warpgroup);  // the piece before has been read
+    store_matrices_transposed(put_at, words);
+    warpgroup_barrier(1 + warpgroup);
+    const int first_row = row - row_in_tile + get_row;
+    if (first_row >= p.rows) return;
+    const int64_t column = first_column + piece * kPieceColumns + get_column;
+    __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + first_row), load_shared(get_at));
   };
 
   barrier_wait(barriers.weights(), 0);
-  unsigned turn = warpgroup ^ 1;  // the first warpgroup begins
-  for (int tile = part + warpgroup * p.parts; tile < p.tiles; tile += kConsumers * p.parts) {
+  unsigned turn = pair ^ 1;  // the first pair begins
+  for (int tile = part + pair * p.parts; tile < p.tiles; tile += kPairs * p.parts) {
     const int row = tile * kRows + row_in_tile;
     const bool inside = row < p.rows;  // the same for a warp
     const int64_t at = int64_t(row) * p.columns + own_column;
-    uint4 where[kFinish == Finish::kDgelu ? kPieces : 1][2];
-    if constexpr (kFinish == Finish::kDgelu) {
+    uint4 where[2] = {};  // of the next piece
+    const auto load_where = [&](int piece) {
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          where[i][h] = inside && i < pieces
-                            ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + i * kPieceColumns))
-                            : uint4{};
-    }
+      for (int h = 0; h < 2; ++h)
+        where[h] = inside && piece < pieces
+                       ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
+                       : uint4{};
+    };
+    if constexpr (kFinish == Finish::kDgelu) load_where(0);
     // The products take turns, and with them what is taken from the ring. (A barrier tells apart no more than two of
     // its phases: nobody may wait for one that is further ahead.)
-    barrier_wait(barriers.turn(warpgroup), turn);
+    barrier_wait(barriers.turn(pair), turn);
     turn ^= 1;
     int slot = 0;
     for (int step = 0; step < p.steps; ++step, ++position) {
@@ -280,19 +301,22 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
         release(before);
       }
     }
-    barrier_arrive_if(lane == 0, barriers.turn(warpgroup ^ 1));
+    barrier_arrive_if(lane == 0, barriers.turn(pair ^ 1));
     wgmma_wait<0>();
     pin_registers(sums);
     release(slot);
-    position += p.steps;  // the other warpgroup's
+    position += p.steps;  // the other pair's
 
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       if (piece >= pieces) break;
       Pair product;
+      const uint4 here[2] = {where[0], where[1]};
+      if constexpr (kFinish == Finish::kDgelu)
+        if (piece + 1 < kPieces) load_where(piece + 1);
       uint4 bias = {};
       if constexpr (kFinish == Finish::kGelu)
-        bias = load_shared(shared + kBiasAt + 2 * (piece * kPieceColumns + lane % 4 * 8));
+        bias = load_shared(shared + kBiasAt + 2 * (warpgroup % 2 * kOwnColumns + piece * kPieceColumns + lane % 4 * 8));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -308,27 +332,27 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
           __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
                  {product[h][0], product[h][1], product[h][2], product[h][3]});
       if (!made) continue;
-      float values[2][8];
+      Pair values;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack_pair<T>(product[h][i]);
-          float2 y;
           if constexpr (kFinish == Finish::kGelu) {
-            y = {GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y)};
+            values[h][i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
           } else {
-            const float2 u = unpack_pair<T>((&where[piece][h].x)[i]);
-            y = {x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y)};
+            const float2 u = unpack_pair<T>((&here[h].x)[i]);
+            values[h][i] = pack_pair<T>(x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y));
           }
-          y = unpack_pair<T>(pack_pair<T>(y.x, y.y));
-          values[h][2 * i] = y.x;
-          values[h][2 * i + 1] = y.y;
         }
       if constexpr (kFinish == Finish::kDgelu) {
         float both[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) both[i] = values[0][i] + values[1][i];
+        for (int i = 0; i < 4; ++i) {
+          const float2 first = unpack_pair<T>(values[0][i]), second = unpack_pair<T>(values[1][i]);
+          both[2 * i] = first.x + second.x;
+          both[2 * i + 1] = first.y + second.y;
+        }
         totals[piece] += sum_over_rows(both, lane);
       }
       quantise(values, piece, row, inside);
@@ -336,14 +360,15 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   }
 
   if (p.partials) {
-    float* const to = p.partials + int64_t((part * kConsumers + warpgroup) * 4 + warp) * p.columns;
+    float* const to = p.partials + int64_t((part * kPairs + pair) * 4 + warp) * p.columns;
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece)
       if (piece < pieces) to[own_column + piece * kPieceColumns + sum_column(lane)] = totals[piece];
   }
   if (!made) return;
   float* const largest = reinterpret_cast<float*>(shared_bytes + kLargestAt);
-  amax = warp_reduce<FiniteMax>(amax);
+  const float2 of_two = unpack_pair<T>(largest_two);
+  float amax = warp_reduce<FiniteMax>(fmaxf(of_two.x, of_two.y));
   if (lane == 0) largest[warpgroup * 4 + warp] = amax;
   asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
   if (threadIdx.x != kWarpgroup) return;
@@ -404,7 +429,7 @@ constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
 int64_t partial_rows(const Fp8Matmul<T>& p) {
-  return int64_t(parts_of(p)) * kConsumers * 4;
+  return int64_t(parts_of(p)) * kPairs * 4;
 }
 
 template <typename T>
@@ -468,14 +493,12 @@ bool can_serve(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Finish::kGelu, 256>>();
 }
 
-// Whether most multiprocessors have work, and enough of it for the time that loading b takes. Before GELU's gradient
-// the product by itself is as fast (docs/fp8.md).
+// Whether most multiprocessors have work, and enough of it for the time that loading b takes.
 template <typename T>
-bool is_faster(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
+bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;
   const int blocks = strips_of(p) * parts_of(p);
-  return pass.source == Fp8Source::kGelu && blocks >= kBusy * multiprocessors() &&
-         ceil_div(p.rows, kRows) >= int64_t{4} * parts_of(p);
+  return blocks >= kBusy * multiprocessors() && ceil_div(p.rows, kRows) >= int64_t{4} * parts_of(p);
 }
 
 enum class Choice { kMeasured, kCublas, kOwn };
@@ -496,7 +519,7 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
   } else {
     const Choice wanted = choice();
     return wanted != Choice::kCublas && can_serve(product, pass) &&
-           (wanted == Choice::kOwn || is_faster(product, pass));
+           (wanted == Choice::kOwn || is_faster(product));
   }
 }
 

@@ -204,6 +204,14 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
   }
 }
 
+#define GPTKERNELS_WGMMA_FP8_64(TYPE, d, a, b, accumulate)                                                        \
+  asm volatile(                                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                \
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32." TYPE ".e4m3 " GPTKERNELS_REGISTERS_64 "%32, %33, p, 1, 1;\n}" \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                                             \
+      : "l"(a), "l"(b), "r"(accumulate)                                                                           \
+      : "memory")
+
 #define GPTKERNELS_WGMMA_FP8_128(TYPE, d, a, b, accumulate)                                                         \
   asm volatile(                                                                                                     \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                  \
@@ -212,27 +220,19 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-#define GPTKERNELS_WGMMA_FP8_256(TYPE, d, a, b, accumulate)                                                           \
-  asm volatile(                                                                                                       \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                                   \
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32." TYPE ".e4m3 " GPTKERNELS_REGISTERS_256 "%128, %129, p, 1, 1;\n}" \
-      : GPTKERNELS_ACCUMULATORS_256(d)                                                                                \
-      : "l"(a), "l"(b), "r"(accumulate)                                                                               \
-      : "memory")
-
 // D (64 x 2n) = A B, or += where `accumulate` is not 0, of 32 terms in 8 bits: A is e4m3 or else e5m2, B e4m3. The sums
 // have 14 bits of significand. Descriptors are as of 16 bits, with rows m or n: 32 more k are kStepK on.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(n == 64 || n == 128);
-  if constexpr (kE4M3 && n == 128) {
-    GPTKERNELS_WGMMA_FP8_256("e4m3", d, a, b, accumulate);
-  } else if constexpr (kE4M3) {
+  static_assert(n == 32 || n == 64);
+  if constexpr (kE4M3 && n == 64) {
     GPTKERNELS_WGMMA_FP8_128("e4m3", d, a, b, accumulate);
-  } else if constexpr (n == 128) {
-    GPTKERNELS_WGMMA_FP8_256("e5m2", d, a, b, accumulate);
-  } else {
+  } else if constexpr (kE4M3) {
+    GPTKERNELS_WGMMA_FP8_64("e4m3", d, a, b, accumulate);
+  } else if constexpr (n == 64) {
     GPTKERNELS_WGMMA_FP8_128("e5m2", d, a, b, accumulate);
+  } else {
+    GPTKERNELS_WGMMA_FP8_64("e5m2", d, a, b, accumulate);
   }
 }
 
