@@ -58,13 +58,6 @@ __device__ inline bool elected() {
   return chosen;
 }
 
-// log2(x), by one instruction: the error is at most 2^-22.
-__device__ inline float log2_approximately(float x) {
-  float result;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 template <typename T, bool kCausal>
 __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const __grid_constant__ Sm90Forward64<T> p) {
   constexpr int kScores = kKeys / 2, kOut = 32;  // accumulators of a thread
@@ -314,8 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
       const int at = of.row + of_group * 64 + own_row + 8 * r;
       if (lane % 4 == 0 && at < p.problem.queries)
         p.logsumexp[(static_cast<int64_t>(of.batch) * p.problem.heads + of.head) * p.problem.queries + at] =
-            total == 0 ? -INFINITY
-                       : fmaf(log2_approximately(total), 0.6931471805599453f, reference[r] * p.problem.scale);
+            total == 0 ? -INFINITY : reference[r] * p.problem.scale + logf(total);
     }
   };
 
