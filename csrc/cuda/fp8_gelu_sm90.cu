@@ -518,8 +518,7 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
     return false;
   } else {
     const Choice wanted = choice();
-    return wanted != Choice::kCublas && can_serve(product, pass) &&
-           (wanted == Choice::kOwn || is_faster(product));
+    return wanted != Choice::kCublas && can_serve(product, pass) && (wanted == Choice::kOwn || is_faster(product));
   }
 }
 
