@@ -190,12 +190,12 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   int block = tile.blocks - 1;
   int previous_row = 0, previous_head = 0;  // of the tile before
   bool any_previous = false;                // block
-  KeyRange range;                           // kBounds: of the tile's sequence
+  KeyRange range = {};                      // kBounds: of the tile's sequence
   const auto find_range = [&] {
     if constexpr (kBounds) range = KeyRange::of(p.problem, tile.head / p.problem.heads);
   };
   find_range();
-  OwnBlock<kUnits> own, next_own;  // kMasked: of the block at hand, and of the one ahead
+  OwnBlock<kUnits> own = {}, next_own = {};  // kMasked: of the block at hand, and of the one ahead
   const auto find_own = [&](const QueryTile& of) {
     const MaskedBlock found = masked[key.slot];
     next_own = OwnBlock<kUnits>::of(found, warpgroup, [&](int unit, int r) {
