@@ -31,6 +31,10 @@ __device__ inline float quad_max(float x) {
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
 }
 
+__device__ inline bool quad_any(bool x) {
+  return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
+}
+
 __device__ inline float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);

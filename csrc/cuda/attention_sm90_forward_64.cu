@@ -227,10 +227,11 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
     }
   };
 
-  // Raises the references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old.
-  // Of the 8 times 8 columns it takes every kEvery-th 8; a query that sees any of the block's keys sees the first.
-  const auto raise_references = [&]<int kEvery>(float (&rescale)[2]) {
-    float largest[2];
+  // Raises references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old. Only
+  // those of rows that have none yet, or are `too_low`: no row depends on another one of its warp. Of the 8 times 8
+  // columns it takes every kEvery-th 8; a query that sees any of the block's keys sees the first.
+  const auto raise_references = [&]<int kEvery>(const bool (&too_low)[2], float (&rescale)[2]) {
+    bool none = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float even = -INFINITY, odd = -INFINITY;
@@ -239,11 +240,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
         even = fmaxf(even, scores[4 * i + 2 * r]);
         odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
       }
-      largest[r] = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
-      rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest[r]) * factor);
-      reference[r] = largest[r];
+      const float largest = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
+      rescale[r] = 1;
+      if (reference[r] == -INFINITY || too_low[r]) {
+        rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest) * factor);
+        reference[r] = largest;
+      }
+      none |= reference[r] == -INFINITY;
     }
-    needs_reference = __any_sync(~0u, largest[0] == -INFINITY || largest[1] == -INFINITY);
+    needs_reference = __any_sync(~0u, none);
   };
 
   // Scores to exponentials; their sums, of this thread's part of its two rows.
@@ -276,16 +281,17 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
       needs_reference = true;
     }
     bool rescales = needs_reference;
-    if (needs_reference) raise_references.template operator()<4>(rescale);
+    if (needs_reference) raise_references.template operator()<4>({false, false}, rescale);
     float sums[2];
     exponentials(sums);
     // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
     constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
     if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) [[unlikely]] {
+      const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
       compute_scores_again();
       mask();
       float raised[2];
-      raise_references.template operator()<1>(raised);
+      raise_references.template operator()<1>(too_low, raised);
       exponentials(sums);
       rescale[0] *= raised[0];
       rescale[1] *= raised[1];

@@ -923,8 +923,8 @@ def fp8_matmul(draw):
 
 
 def with_copies(function, histories):
-    """The function, called with its own copies of the histories."""
-    return lambda *args: function(*args, *(h if h is None else h.clone() for h in histories))
+    """The function, called with its own copies of the histories, where its arguments are."""
+    return lambda *args: function(*args, *(h if h is None else h.to(args[0].device, copy=True) for h in histories))
 
 
 @entry(weight=0.5)
