@@ -66,11 +66,12 @@ using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // save: whether dx and dweight will be wanted; what they need is then returned.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
-                      const OptionalTensor&, const std::vector<bool>& save) {
+                      const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
   check_input(op, x);
   check_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
   check_history(op, "history", history, "x", x);
+  check_history(op, "dout_history", dout_history, "x", x);  // the backward's; on CUDA it alone would choose this kernel
 
   const Launcher launcher(op, x);
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
@@ -109,14 +110,16 @@ using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Te
 // save: whether dx, dfc_weight, dproj_weight, and anything at all, will be wanted.
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                       const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
-                      const OptionalTensor& hidden_history, const OptionalTensor&, const OptionalTensor&,
-                      const std::vector<bool>& save) {
+                      const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,
+                      const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_mlp";
   check_input(op, x);
   check_layer(op, "x", x, width_of(x), "fc_weight", fc_weight, "fc_bias", fc_bias);
   check_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
   check_history(op, "history", history, "x", x);
   check_history(op, "hidden_history", hidden_history, "x", x);
+  check_history(op, "dhidden_history", dhidden_history, "x", x);  // the backward's
+  check_history(op, "dout_history", dout_history, "x", x);
 
   const Launcher launcher(op, x);
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});

@@ -422,6 +422,7 @@ def test_bad_input(device):
     one = torch.ones((), device=device)
     q, w = x.to(E4M3), weight.to(E4M3)
     shifted = q.flatten()[1:33].view(1, 32)
+    back, few = weight.t().contiguous(), new_history(device)[:4]
     for call, message in [
         (lambda: ops.fp8_quantize(x.double(), None, E4M3), "x must be float32, bfloat16 or float16, got float64"),
         (lambda: ops.fp8_quantize(x, None, torch.float16), "dtype must be float8_e4m3fn or float8_e5m2, got float16"),
@@ -437,9 +438,18 @@ def test_bad_input(device):
         (lambda: functional.fp8_linear(x, weight[:40]), "out_features of weight must be a multiple of 16 .*got 40"),
         (lambda: functional.fp8_linear(x[:, :24], weight[:, :24]), "in_features of weight .*got 24"),
         (lambda: functional.fp8_linear(x, weight, bias[:3]), r"bias must have shape \(48\)"),
+        (lambda: functional.fp8_linear(x, weight, bias, None, few), r"dout_history must have shape \(18\)"),
+        (lambda: functional.fp8_mlp(x, weight, bias, back, None, None, None, few), "dhidden_history must have shape"),
+        (
+            lambda: functional.fp8_mlp(x, weight, bias, back, None, None, None, None, few),
+            "dout_history must have shape",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
+    if device.type != "cpu":  # the backward's history alone would choose the device's kernel
+        with pytest.raises(RuntimeError, match="dout_history is on cuda:0 but x is on cpu"):
+            functional.fp8_linear(x.cpu(), weight.cpu(), None, None, new_history(device))
     with pytest.raises(ValueError, match="in_features must be a multiple of 16 for fp8, got 40"):
         nn.Linear(40, 32, fp8=True)
     with pytest.raises(ValueError, match="n_embd must be a multiple of 16 for fp8, got 24"):
