@@ -116,11 +116,12 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 #endif
 
 // The product, then a_sums by a pass of their own.
-void matmul_and_sums(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, Epilogue epilogue) {
-  const Tensor sums = *epilogue.a_sums;
-  epilogue.a_sums = std::nullopt;
-  matmul(launcher, out, a, b, epilogue);
-  column_sums(launcher, sums, a.transposed());
+void matmul_and_sums(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
+                     const Epilogue& epilogue) {
+  Epilogue without = epilogue;
+  without.a_sums.reset();
+  matmul(launcher, out, a, b, without);
+  column_sums(launcher, *epilogue.a_sums, a.transposed());
 }
 
 }  // namespace
