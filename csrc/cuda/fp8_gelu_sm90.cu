@@ -11,8 +11,6 @@
 #include <cuda_fp8.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <cstring>
 
 #include "../fp8_scale.h"
 #include "common/hopper.cuh"
@@ -25,6 +23,7 @@
 #include "fp8_gelu_sm90.h"
 #include "fp8_history.cuh"
 #include "gelu.cuh"
+#include "product_choice.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -501,15 +500,6 @@ bool is_faster(const Fp8Matmul<T>& p) {
   return blocks >= kBusy * multiprocessors() && ceil_div(p.rows, kRows) >= int64_t{4} * parts_of(p);
 }
 
-enum class Choice { kMeasured, kCublas, kOwn };
-
-// GPTKERNELS_MATMUL=cublas or own.
-Choice choice() {
-  const char* name = std::getenv("GPTKERNELS_MATMUL");
-  if (!name) return Choice::kMeasured;
-  return !std::strcmp(name, "cublas") ? Choice::kCublas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
-}
-
 }  // namespace
 
 template <typename T>
@@ -517,8 +507,9 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    const Choice wanted = choice();
-    return wanted != Choice::kCublas && can_serve(product, pass) && (wanted == Choice::kOwn || is_faster(product));
+    const ProductChoice wanted = product_choice();
+    return wanted != ProductChoice::kCublas && can_serve(product, pass) &&
+           (wanted == ProductChoice::kOwn || is_faster(product));
   }
 }
 

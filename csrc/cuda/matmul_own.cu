@@ -1,22 +1,12 @@
-#include <cstdlib>
-#include <cstring>
-
 #include "../device.h"
 #include "common/launch.cuh"
 #include "matmul_own.h"
 #include "matmul_sm90.h"
 #include "matmul_sm90_weight.h"
+#include "product_choice.h"
 
 namespace gptkernels::cuda {
 namespace {
-
-enum class Choice { kMeasured, kCublas, kOwn };
-
-Choice choice() {
-  const char* name = std::getenv("GPTKERNELS_MATMUL");
-  if (!name) return Choice::kMeasured;
-  return !std::strcmp(name, "cublas") ? Choice::kCublas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
-}
 
 // docs/linear.md has the measurements.
 
@@ -45,10 +35,10 @@ bool weight_is_faster(const Matmul<T>& p) {
 
 template <typename T>
 OwnProduct own_product(const Matmul<T>& p) {
-  const Choice wanted = choice();
-  if (wanted == Choice::kCublas) return OwnProduct::kNone;
-  if (matmul_sm90_takes(p) && (wanted == Choice::kOwn || tiles_are_faster(p))) return OwnProduct::kTiles;
-  if (matmul_sm90_weight_takes(p) && (wanted == Choice::kOwn || weight_is_faster(p))) return OwnProduct::kWeight;
+  const ProductChoice wanted = product_choice();
+  if (wanted == ProductChoice::kCublas) return OwnProduct::kNone;
+  if (matmul_sm90_takes(p) && (wanted == ProductChoice::kOwn || tiles_are_faster(p))) return OwnProduct::kTiles;
+  if (matmul_sm90_weight_takes(p) && (wanted == ProductChoice::kOwn || weight_is_faster(p))) return OwnProduct::kWeight;
   return OwnProduct::kNone;
 }
 

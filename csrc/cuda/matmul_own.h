@@ -5,8 +5,7 @@
 
 namespace gptkernels::cuda {
 
-// The environment variable GPTKERNELS_MATMUL, read at each call, decides: our kernels wherever they can (`own`) or
-// nowhere (`cublas`). Without it, where they are faster.
+// As product_choice() says.
 template <typename T>
 OwnProduct own_product(const Matmul<T>& p);
 
