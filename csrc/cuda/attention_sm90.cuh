@@ -40,6 +40,27 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// A thread's scores of its two rows to exponentials relative to the rows' references, in units of 1 / factor; their
+// sums.
+template <int kScores>
+__device__ void exponentials(float (&scores)[kScores], float (&sums)[2], const float (&reference)[2], float factor) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float bias = reference[r] == -INFINITY ? 0 : -reference[r] * factor;
+    float even = 0, odd = 0;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      float& x = scores[4 * i + 2 * r];
+      float& y = scores[4 * i + 2 * r + 1];
+      x = exp2_approximately(fmaf(x, factor, bias));
+      y = exp2_approximately(fmaf(y, factor, bias));
+      even += x;
+      odd += y;
+    }
+    sums[r] = even + odd;
+  }
+}
+
 #endif
 
 // ---- which keys a query sees ----------------------------------------------------------------------------------------

@@ -287,25 +287,6 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     needs_reference = __any_sync(~0u, largest[0] == -INFINITY || largest[1] == -INFINITY);
   };
 
-  // Scores to exponentials; their sums, of this thread's part of its two rows.
-  const auto exponentials = [&](float (&scores)[kScores], float (&sums)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float bias = reference[r] == -INFINITY ? 0 : -reference[r] * factor;
-      float even = 0, odd = 0;
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        float& x = scores[4 * i + 2 * r];
-        float& y = scores[4 * i + 2 * r + 1];
-        x = exp2_approximately(fmaf(x, factor, bias));
-        y = exp2_approximately(fmaf(y, factor, bias));
-        even += x;
-        odd += y;
-      }
-      sums[r] = even + odd;
-    }
-  };
-
   // The logsumexp of a row of the tile before, whose scores may have been taken without its shift.
   const auto shifted = [&](float logsumexp, int row) {
     if constexpr (kMasks != Masks::kAdditive) return logsumexp;
@@ -397,7 +378,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     bool rescales = needs_reference;
     if (needs_reference) raise_references(current, rescale);
     if (Shape::kTurnsAtExponentials) wait_for_turn();
-    exponentials(current, sums);
+    exponentials(current, sums, reference, factor);
     complete(sums[0]);
     complete(sums[1]);
     if (Shape::kTurnsAtExponentials && (more || warpgroup == 0)) turn_to_other();
@@ -412,7 +393,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       mask(current);
       float raised[2];
       raise_references(current, raised);
-      exponentials(current, sums);
+      exponentials(current, sums, reference, factor);
       rescale[0] *= raised[0];
       rescale[1] *= raised[1];
       rescales = true;

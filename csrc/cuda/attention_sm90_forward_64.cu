@@ -251,25 +251,6 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
     needs_reference = __any_sync(~0u, none);
   };
 
-  // Scores to exponentials; their sums, of this thread's part of its two rows.
-  const auto exponentials = [&](float (&sums)[2]) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float bias = reference[r] == -INFINITY ? 0 : -reference[r] * factor;
-      float even = 0, odd = 0;
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        float& x = scores[4 * i + 2 * r];
-        float& y = scores[4 * i + 2 * r + 1];
-        x = exp2_approximately(fmaf(x, factor, bias));
-        y = exp2_approximately(fmaf(y, factor, bias));
-        even += x;
-        odd += y;
-      }
-      sums[r] = even + odd;
-    }
-  };
-
   // The softmax of the scores at hand. Returns whether what was summed for these rows before is to be multiplied by
   // `rescale`.
   const auto softmax = [&](bool first, float (&rescale)[2]) {
@@ -283,7 +264,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
     bool rescales = needs_reference;
     if (needs_reference) raise_references.template operator()<4>({false, false}, rescale);
     float sums[2];
-    exponentials(sums);
+    exponentials(scores, sums, reference, factor);
     // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
     constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
     if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) [[unlikely]] {
@@ -292,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
       mask();
       float raised[2];
       raise_references.template operator()<1>(too_low, raised);
-      exponentials(sums);
+      exponentials(scores, sums, reference, factor);
       rescale[0] *= raised[0];
       rescale[1] *= raised[1];
       rescales = true;

@@ -15,6 +15,7 @@
 #include "../fp8_scale.h"
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/packed.cuh"
 #include "common/reduce.cuh"
 #include "common/tensor_map.cuh"
@@ -109,12 +110,9 @@ __device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t
 }
 
 __device__ inline uint4 load_shared(uint32_t shared) {
-  uint4 words;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-               : "r"(shared)
-               : "memory");
-  return words;
+  uint32_t words[4];
+  load_words(words, shared);
+  return {words[0], words[1], words[2], words[3]};
 }
 
 // The sums over 8 lanes, lane % 4 being the same, of 8 values. A lane returns that of value lane / 4, bits reversed.

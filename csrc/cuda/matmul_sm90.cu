@@ -237,10 +237,7 @@ struct Words {
 
 __device__ inline Words load_shared(uint32_t shared) {
   Words w;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.v[0]), "=r"(w.v[1]), "=r"(w.v[2]), "=r"(w.v[3])
-               : "r"(shared)
-               : "memory");
+  load_words(w.v, shared);
   return w;
 }
 // Loads 8 elements that are read once, if they are `inside` the matrix. (With a branch, or a result that is copied, the

@@ -12,6 +12,7 @@
 #include "../device.h"
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
+#include "common/mma.cuh"
 #include "common/packed.cuh"
 #include "common/tensor_map.cuh"
 #include "common/warpgroups.cuh"
@@ -150,10 +151,7 @@ __device__ void sum_operand(const WeightMatmul<T>& p, uint32_t shared, const Bar
 #pragma unroll
         for (int i = 0; i < kInner / 4; ++i) {
           uint32_t words[4];
-          asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                       : "r"(at + panel_offset(4 * i + lane / 8, lane % 8))
-                       : "memory");
+          load_words(words, at + panel_offset(4 * i + lane / 8, lane % 8));
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float2 x = unpack_pair<T>(words[j]);

@@ -77,6 +77,14 @@ __device__ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 
+// 16 bytes, aligned to that.
+__device__ inline void load_words(uint32_t (&words)[4], uint32_t shared) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(shared)
+               : "memory");
+}
+
 // float32 to the nearest TF32.
 __device__ inline uint32_t round_to_tf32(float x) {
   uint32_t rounded = 0;
