@@ -65,6 +65,14 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
+// A copy of a bias that begins elsewhere: cuBLASLt's float8 products load it in packs of 16 bytes.
+OptionalTensor aligned(const OptionalTensor& bias) {
+  if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
+  Tensor copy = allocate(shape_of(*bias), *bias);
+  torch::stable::copy_(copy, *bias);
+  return copy;
+}
+
 template <typename T>
 Fp8Matmul<T> product_of(const Tensor& out, const Fp8Operand& a, const Fp8Operand& b, const OptionalTensor& bias,
                         bool fast_accumulation) {
@@ -240,8 +248,9 @@ Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTens
 void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                  const OptionalTensor& bias, [[maybe_unused]] bool fast_accumulation) {
 #ifdef GPTKERNELS_CUDA
+  const OptionalTensor added = aligned(bias);
   dispatch_fp8(
-      out, [&]<typename T>() { launch_product<T>(launcher, out, product_of<T>(out, a, b, bias, fast_accumulation)); });
+      out, [&]<typename T>() { launch_product<T>(launcher, out, product_of<T>(out, a, b, added, fast_accumulation)); });
 #else
   const int64_t rows = rows_of(a.values), columns = b.values.size(0);
   const Tensor product = allocate({rows, columns}, ScalarType::Float, out);
@@ -265,8 +274,9 @@ Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp
                            ScalarType dtype, const QuantizeOptions& options) {
 #ifdef GPTKERNELS_CUDA
   const Quantized quantized = allocate_quantized(out, dtype, options.transposed);
+  const OptionalTensor added = aligned(bias);
   dispatch_fp8(out, [&]<typename T>() {
-    const Fp8Matmul<T> product = product_of<T>(out, a, b, bias, fast_accumulation);
+    const Fp8Matmul<T> product = product_of<T>(out, a, b, added, fast_accumulation);
     Fp8Quantize<T> pass = pass_of<T>(quantized, out, history, options, source_of(options));
     if (!fp8_gelu_sm90_serves(product, pass)) {
       launch_product(launcher, out, product);

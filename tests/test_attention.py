@@ -476,6 +476,22 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 
 
 @half_dtypes
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("half", [0, 64])
+def test_masks_of_which_half_a_tile_sees_little(half, size, dtype, device):
+    """64 of each 128 queries see few blocks of keys, far apart; then 64 of each 128 keys are seen by few queries."""
+    rows = 1024
+    inputs = tensors(1, 4, 2, rows, rows, size, dtype, device)
+    position = torch.arange(rows, device=device)
+    little = position % 128 // 64 * 64 == half
+    for shown in ((0, 14, 15), (0, 7, 15), (8, 9), (3,)):
+        far = torch.isin(position // 64, torch.tensor(shown, device=device))
+        mask = ~little.view(-1, 1) | far
+        check(*inputs, few_keys=True, mask=mask.view(1, 1, rows, rows))
+        check(*inputs, few_keys=True, mask=mask.T.reshape(1, 1, rows, rows))
+
+
+@half_dtypes
 def test_masks_of_other_numbers_of_keys(dtype, device):
     """Fewer keys than queries and more; few queries at the end of many keys."""
     for rows, columns, size in ((300, 70, 40), (70, 300, 64), (20, 700, 64), (257, 129, 120)):
@@ -744,6 +760,25 @@ def test_huge_scores(dtype, device):
     out, logsumexp = ours(q, k, v, scale=1.0)
     torch.testing.assert_close(out[0, 0], v[0, 0, [129, 0, 129]], rtol=2 * torch.finfo(dtype).eps, atol=0)
     torch.testing.assert_close(logsumexp.double(), torch.full((1, 1, 3), 40000.0, device=device).double())
+
+
+@pytest.mark.parametrize("keys", [50, 130, 700])
+@pytest.mark.parametrize("size", [64, 128, 160])
+@all_dtypes
+def test_scores_with_more_digits_than_float32(size, keys, dtype, device):
+    """The largest score takes all, though its product with a scale is rounded by more than 1."""
+    large = 6e4 if dtype == torch.float16 else 1e12
+    q = torch.zeros(1, 2, 5, size, dtype=dtype, device=device)
+    k = torch.zeros(1, 2, keys, size, dtype=dtype, device=device)
+    v = randn(1, 2, keys, size, dtype=dtype, device=device)
+    q[..., 0] = torch.tensor([large, -large, large, 0.5 * large, 1.0])
+    k[..., 0] = torch.linspace(-large, large, keys)
+    largest = [keys - 1, 0, keys - 1, keys - 1, keys - 1]
+    for scale in (1.0, 0.7, 1 / 3):
+        out, logsumexp = ours(q, k, v, scale=scale)
+        torch.testing.assert_close(out, v[:, :, largest], rtol=2 * torch.finfo(dtype).eps, atol=0)
+        exact = (q[..., 0].double() * k[:, :, largest, 0].double() * scale).to(logsumexp.dtype)
+        torch.testing.assert_close(logsumexp, exact, rtol=1e-6, atol=0)
 
 
 @most_dtypes

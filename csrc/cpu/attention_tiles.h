@@ -216,12 +216,23 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
+// Whether a maximum is so far from 0 that its neighbours are more than 1 apart.
+template <typename A>
+bool any_far(const A* maximum, int count) {
+  bool any = false;
+  for (int i = 0; i < count; ++i) {
+    const A magnitude = std::abs(maximum[i]);
+    any |= magnitude * std::numeric_limits<A>::epsilon() > 1 && magnitude < Constants<A>::kInfinity;
+  }
+  return any;
+}
+
 // Scores times `factor` to exponentials of what is above each lane's maximum so far. The maximum and the sum of a lane
 // go on; `decay` is what sums and outputs of earlier tiles are to be multiplied by.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
-  const V scale = V::set(factor);
+  V scale = V::set(factor);
   V largest[kColumns], total[kColumns];
 #pragma GCC unroll 8
   for (int n = 0; n < kColumns; ++n) largest[n] = V::set(-Constants<A>::kInfinity);
@@ -237,6 +248,12 @@ template <int kColumns, typename A>
     V::store(decay + n * V::kLanes, V::exp2(V::sub(before, largest[n])));
     largest[n] = V::sub(V::zero(), largest[n]);
     total[n] = V::zero();
+  }
+  if (any_far(maximum, kColumns * V::kLanes)) {  // rounded products differ from the rounded maximum as they should
+    for (int64_t j = 0; j < keys; ++j)
+      for (int n = 0; n < kColumns; ++n)
+        V::store(scores + j * kTile + n * V::kLanes, V::mul(V::load(scores + j * kTile + n * V::kLanes), scale));
+    scale = V::set(1);
   }
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8

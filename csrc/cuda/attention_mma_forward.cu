@@ -129,10 +129,18 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
 #pragma unroll
         for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
         largest = quad_max(largest);
-        const float origin = largest == -INFINITY ? 0 : largest * (kExact ? 1 : factor);
-        rescale[m][r] = weight(maximum[m][r], origin);
+        const float finite = largest == -INFINITY ? 0 : largest;
+        float origin = kExact ? finite : finite * factor;
+        rescale[m][r] = exp2_approximately((maximum[m][r] - finite) * factor);
         rescales |= largest != maximum[m][r];
         maximum[m][r] = largest;
+        if (!kExact && fabsf(origin) > kFarFromZero) {
+#pragma unroll
+          for (int n = 0; n < kN; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) scores[m][n][2 * r + c] -= finite;
+          origin = 0;
+        }
         float part = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n)

@@ -40,6 +40,22 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+__device__ inline bool is_far(float reference, float factor) {
+  return fabsf(reference) * factor > kFarFromZero && reference != -INFINITY;
+}
+
+// Makes scores of rows whose reference is far from 0 relative to it: the reference of what is left is 0.
+template <int kScores>
+__device__ void subtract_far(float (&scores)[kScores], float (&reference)[2], float factor) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (!is_far(reference[r], factor)) continue;
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) scores[i / 2 * 4 + i % 2 + 2 * r] -= reference[r];
+    reference[r] = 0;
+  }
+}
+
 // A thread's scores of its two rows to exponentials relative to the rows' references, in units of 1 / factor; their
 // sums.
 template <int kScores>

@@ -73,6 +73,12 @@ __device__ void store_tile(const float (&tile)[HS / 2], float factor, const CUte
   }
 }
 
+// A warpgroup passes over blocks that only the other one needs, while the buffers of the block at hand and of the one
+// before are not free yet. Between that one and the next it passes over so many at most: then it computes a block that
+// is hidden for it, or it would wait for a buffer of its own.
+template <int kStages>
+constexpr int kMostPassed = kStages - 3;
+
 // D = A B with A (64 x 64) in registers and B's rows the columns of D.
 template <typename T>
 __device__ void multiply(float (&d)[32], const uint32_t (&a)[16], uint64_t b) {
@@ -272,15 +278,17 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     }
     // kMasked: on to the next block that the warpgroup's queries see.
     OwnBlock<1> own;
+    int passed = 0;
     const auto find_own = [&] {
-      for (; block >= first; --block) {
+      const int passed_before = passed;
+      for (passed = 0; block >= first; --block, ++passed) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);
         const MaskedBlock found = masked[ring.slot];
         own = OwnBlock<1>::of(found, half, [&](int, int r) {
           return p.mask.blocks.query_bits(found.mask_head, tile.row / kMaskBlock + half, found.first / kMaskBlock,
                                           warp * 16 + lane / 4 + 8 * r, lane % 4);
         });
-        if (!own.hidden()) return;
+        if (!own.hidden() || passed_before + passed == kMostPassed<kStages>) return;
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }
@@ -523,16 +531,18 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
     // kMasked: on to the next block whose queries see a key of the warpgroup's; `left` with it are not done.
     OwnBlock<1> own;
     int left = kMasked ? tile.blocks : 0;
+    int passed = 0;
     const int first_head = tile.head * p.problem.group;
     const auto find_own = [&] {
-      for (; left > 0; --left) {
+      const int passed_before = passed;
+      for (passed = 0; left > 0; --left, ++passed) {
         barrier_wait(barriers.block_full(ring.slot), ring.phase);
         const MaskedBlock found = masked[ring.slot];
         own = OwnBlock<1>::of(found, half, [&](int, int r) {
           return p.mask.blocks.bits_of_key(found.mask_head, found.first / kMaskBlock, tile.row / kMaskBlock + half,
                                            warp * 16 + lane / 4 + 8 * r, lane % 4);
         });
-        if (!own.hidden()) return;
+        if (!own.hidden() || passed_before + passed == kMostPassed<kStages>) return;
         barrier_arrive_if(lane == 0, barriers.block_empty(ring.slot));
         ring.advance();
       }

@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   float scores_a[kScores], scores_b[kScores], out[kOut];
   uint32_t weights[kScores / 2];
   float reference[2] = {}, sum[2] = {};
-  bool needs_reference = true;  // a row of the warp has none yet
+  bool needs_reference = true;  // a row of the warp has none yet, or one that is far from 0
 
   RingPosition<kStages> key, value;  // of the q k^T and p v under way
   RingPosition<2> query;
@@ -269,9 +269,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     }
   };
 
-  // Raises the references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old.
-  const auto raise_references = [&](const float (&scores)[kScores], float (&rescale)[2]) {
-    float largest[2];
+  // Raises references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old. Only
+  // those of rows that have none yet, or are `too_low`: no row depends on another one of its warp.
+  const auto raise_references = [&](const float (&scores)[kScores], const bool (&too_low)[2], float (&rescale)[2]) {
+    bool needs = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float even = -INFINITY, odd = -INFINITY;
@@ -280,11 +281,22 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
         even = fmaxf(even, scores[4 * i + 2 * r]);
         odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
       }
-      largest[r] = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
-      rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest[r]) * factor);
-      reference[r] = largest[r];
+      const float largest = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
+      rescale[r] = 1;
+      if (reference[r] == -INFINITY || too_low[r]) {
+        rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest) * factor);
+        reference[r] = largest;
+      }
+      needs |= reference[r] == -INFINITY || is_far(reference[r], factor);
     }
-    needs_reference = __any_sync(~0u, largest[0] == -INFINITY || largest[1] == -INFINITY);
+    needs_reference = __any_sync(~0u, needs);
+  };
+
+  // What exponentials are relative to.
+  const auto find_base = [&](float (&scores)[kScores], float (&base)[2]) {
+    base[0] = reference[0];
+    base[1] = reference[1];
+    subtract_far(scores, base, factor);
   };
 
   // The logsumexp of a row of the tile before, whose scores may have been taken without its shift.
@@ -376,9 +388,13 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       needs_reference = true;
     }
     bool rescales = needs_reference;
-    if (needs_reference) raise_references(current, rescale);
+    float base[2] = {reference[0], reference[1]};
+    if (needs_reference) {
+      raise_references(current, {false, false}, rescale);
+      find_base(current, base);
+    }
     if (Shape::kTurnsAtExponentials) wait_for_turn();
-    exponentials(current, sums, reference, factor);
+    exponentials(current, sums, base, factor);
     complete(sums[0]);
     complete(sums[1]);
     if (Shape::kTurnsAtExponentials && (more || warpgroup == 0)) turn_to_other();
@@ -389,11 +405,13 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       const RingPosition<2> query_ahead = query;
       key = key_now;
       query = query_now;
+      const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
       compute_scores_again(current);
       mask(current);
       float raised[2];
-      raise_references(current, raised);
-      exponentials(current, sums, reference, factor);
+      raise_references(current, too_low, raised);
+      find_base(current, base);
+      exponentials(current, sums, base, factor);
       rescale[0] *= raised[0];
       rescale[1] *= raised[1];
       rescales = true;

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
   float scores[kScores], out[kOut];
   uint32_t weights[kScores / 2];
   float reference[2] = {}, sum[2] = {};
-  bool needs_reference = true;  // a row of the warp has none yet
+  bool needs_reference = true;  // a row of the warp has none yet, or one that is far from 0
 
   RingPosition<kStages> stage;  // of the scores
   RingPosition<2> query;
@@ -231,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
   // those of rows that have none yet, or are `too_low`: no row depends on another one of its warp. Of the 8 times 8
   // columns it takes every kEvery-th 8; a query that sees any of the block's keys sees the first.
   const auto raise_references = [&]<int kEvery>(const bool (&too_low)[2], float (&rescale)[2]) {
-    bool none = false;
+    bool needs = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float even = -INFINITY, odd = -INFINITY;
@@ -246,9 +246,16 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
         rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest) * factor);
         reference[r] = largest;
       }
-      none |= reference[r] == -INFINITY;
+      needs |= reference[r] == -INFINITY || is_far(reference[r], factor);
     }
-    needs_reference = __any_sync(~0u, none);
+    needs_reference = __any_sync(~0u, needs);
+  };
+
+  // What exponentials are relative to.
+  const auto find_base = [&](float (&base)[2]) {
+    base[0] = reference[0];
+    base[1] = reference[1];
+    subtract_far(scores, base, factor);
   };
 
   // The softmax of the scores at hand. Returns whether what was summed for these rows before is to be multiplied by
@@ -262,9 +269,12 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
       needs_reference = true;
     }
     bool rescales = needs_reference;
-    if (needs_reference) raise_references.template operator()<4>({false, false}, rescale);
-    float sums[2];
-    exponentials(scores, sums, reference, factor);
+    float base[2] = {reference[0], reference[1]}, sums[2];
+    if (needs_reference) {
+      raise_references.template operator()<4>({false, false}, rescale);
+      find_base(base);
+    }
+    exponentials(scores, sums, base, factor);
     // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
     constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
     if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) [[unlikely]] {
@@ -273,7 +283,8 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
       mask();
       float raised[2];
       raise_references.template operator()<1>(too_low, raised);
-      exponentials(scores, sums, reference, factor);
+      find_base(base);
+      exponentials(scores, sums, base, factor);
       rescale[0] *= raised[0];
       rescale[1] *= raised[1];
       rescales = true;

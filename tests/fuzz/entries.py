@@ -373,8 +373,8 @@ def backwards(a, b):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention in torch ops, rounded where FlashAttention-2 rounds: the yardstick of kernels that take powers
-    of 2 and save out and logsumexp in place of the probabilities."""
+    """Causal attention in torch ops, rounded where FlashAttention-2 and -3 round: the yardstick of kernels that take
+    powers of 2 and save out and logsumexp in place of the probabilities."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
@@ -386,11 +386,11 @@ class FlashAttention(torch.autograd.Function):
         if scale == 0:
             scores = scores.masked_fill(scores > -math.inf, 0.0)
             ctx.units = 1.0
-        largest = scores.amax(-1, keepdim=True) * ctx.units
-        p = multiply_subtract(scores, ctx.units, largest).exp2()
+        origin = power_of_two_origin(scores, q.dtype) * ctx.units
+        p = multiply_subtract(scores, ctx.units, origin).exp2()
         total = p.sum(-1, keepdim=True)
         out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
-        logsumexp = largest * math.log(2) + total.log()
+        logsumexp = origin * math.log(2) + total.log()
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
         return out
@@ -405,6 +405,19 @@ class FlashAttention(torch.autograd.Function):
         ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
         dv = p.to(dtype).to(wide).mT @ dout
         return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
+
+
+def power_of_two_origin(scores, dtype):
+    """What a row's probabilities are relative to when they are rounded to the dtype.
+
+    In 16 bits it need not be the row's largest score, as in a block of keys that comes before it: with the largest, the
+    largest probability is 1 and has no rounding. Here it is the largest of some columns, the first among them.
+    """
+    largest = scores.amax(-1, keepdim=True)
+    if dtype.itemsize > 2:
+        return largest
+    some = torch.arange(scores.shape[-1], device=scores.device) % 32 < 8
+    return torch.maximum(scores[..., some].amax(-1, keepdim=True), largest - 10)
 
 
 def multiply_subtract(a, b, c):

@@ -12,6 +12,9 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 
 constexpr float kLog2E = 1.4426950408889634f;
 
+// Beyond this, neighbouring floats are more than 1 apart: a rounded number is no origin for exponentials.
+constexpr float kFarFromZero = 0x1p24f;
+
 // 2^x in one instruction: relative error up to 2^-22; results below 2^-126 become 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
