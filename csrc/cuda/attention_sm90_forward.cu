@@ -1,5 +1,6 @@
-// Attention's forward for sm_90a, for more than 64 channels, dropout and padded sequences; attention_sm90_forward_64.cu
-// has the rest. A block has one warpgroup that loads and two that compute, each on 64 queries.
+// Attention's forward for sm_90a, for more than 64 channels, dropout, padded sequences, and few long tiles;
+// attention_sm90_forward_64.cu has the rest. A block has one warpgroup that loads and two that compute, each on 64
+// queries.
 //
 // A warpgroup works on key blocks one after the other, without a break between tiles. While it does the softmax of
 // block j, the tensor cores do p v of block j - 1 and q k^T of block j + 1:
@@ -526,6 +527,14 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
+// Whether attention_sm90_forward_64.cu, whose tiles have 256 queries, is faster. Where tiles are long and fewer than
+// multiprocessors, twice as many of half the size are done sooner (docs/attention.md has the figures).
+bool enough_tiles(const AttentionSizes& s, bool causal) {
+  constexpr int64_t kLong = 1024;
+  const int64_t tiles = ceil_div(s.queries, 256) * s.batches * s.heads;
+  return s.keys < kLong || (causal ? 1 : 2) * tiles > multiprocessors();
+}
+
 }  // namespace
 
 template <typename T>
@@ -556,7 +565,8 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
     if constexpr (HS == 64) {
       if (has_bounds(p.mask))
         return dropout ? launch<T, HS, kCausal, true, true>(p, stream) : launch<T, HS, kCausal, false, true>(p, stream);
-      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : attention_forward_sm90_64(p, stream);
+      if (!dropout && enough_tiles(p.sizes, kCausal)) return attention_forward_sm90_64(p, stream);
+      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
     } else {
       return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
     }
