@@ -97,7 +97,7 @@ LayernormGradients add_and_norm_backward(const Tensor& dout, const OptionalTenso
   std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
   if (!is_apart(dout, sum, dropout)) {
     mask[0] = need_dx || need_dresidual;
-    mask.resize(need_x_bias ? 4 : 3);
+    mask.resize(4);
   }
   return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask, dropout);
 }
@@ -124,11 +124,10 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
   if (tanh) {
     std::tie(dnorm, dfc_weight, dfc_bias, dproj_weight, none) =
         mlp_backward_op(dout, norm_2, fc_weight, proj_weight, pre_gelu, post_gelu,
-                        {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight], false});
+                        {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight]});
   } else {
     Tensor dpost;
-    std::tie(dpost, dproj_weight, none) =
-        linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight], false});
+    std::tie(dpost, dproj_weight, none) = linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight]});
     std::tie(dnorm, dfc_weight, dfc_bias) = linear_backward_op(gelu_backward_op(dpost, pre_gelu, approximate), norm_2,
                                                                fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
   }
@@ -138,18 +137,18 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
   const Tensor& dsum_1 = is_apart(dnorm, sum_2, out_dropout) ? second.dresidual : second.dx;
   Tensor dattended, dout_weight, dqkv, dqkv_weight, dqkv_bias;
   std::tie(dattended, dout_weight, none) =
-      linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight], false});
+      linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight]});
   dqkv = attention_backward_op(dattended, qkv, attended, logsumexp, num_heads, scale, attention_dropout_p,
                                attention_seed, attention_offset);
   dattended = none;
   std::tie(dnorm, dqkv_weight, dqkv_bias) =
       linear_backward_op(dqkv, norm_1, qkv_weight, {through_norm_1, mask[kQkvWeight], mask[kQkvBias]});
   dqkv = none;
-  LayernormGradients first = {absent(dout), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
-  if (through_norm_1)
-    first =
-        add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues], mask[kNorm1Weight],
-                              mask[kNorm1Bias], mask[kValuesBias], mask[kStream], values_dropout);
+  const LayernormGradients first =
+      through_norm_1 ? add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues],
+                                             mask[kNorm1Weight], mask[kNorm1Bias], mask[kValuesBias], mask[kStream],
+                                             values_dropout)
+                     : LayernormGradients{absent(dout), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
   const bool apart = is_apart(dnorm, sum_1, values_dropout);
   return {apart ? first.dresidual : first.dx,
           apart ? first.dx : absent(dout),

@@ -226,6 +226,10 @@ inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
 
+inline OptionalTensor workspace_if(int64_t bytes, const Tensor& like) {
+  return bytes > 0 ? OptionalTensor(workspace(bytes, like)) : std::nullopt;
+}
+
 inline Tensor dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -290,9 +294,12 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 // The tensor's device made current for the calls below, and the stream that torch queues its work on there.
 class Launcher {
  public:
-  Launcher(const char* op, const Tensor& t) : op_(op), guard_(t.get_device_index()) {
+  Launcher(const char* op, const Tensor& t) : op_(op) {
+    const auto device = t.get_device_index();
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess || current != device) guard_.emplace(device);
     void* stream;
-    check_shim(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    check_shim(aoti_torch_get_current_cuda_stream(device, &stream));
     stream_ = static_cast<Stream>(stream);
   }
   const char* op() const { return op_; }
@@ -303,7 +310,7 @@ class Launcher {
 
  private:
   const char* op_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only where another device is current
   Stream stream_;
 };
 
