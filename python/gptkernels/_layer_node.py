@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptkernels.ops import _forward, ops
-from gptkernels.ops._below import Below
+from gptkernels.ops._below import below
 from gptkernels.ops._register import differentiate
 from gptkernels.ops.dropout import drop
 
@@ -109,7 +109,7 @@ class _Layer(torch.autograd.Function):
         Returns:
             stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
-        with Below(stream.device.type):
+        with below():
             if matrices is None:
                 matrices = [parameters[i] for i in MATRICES]
                 if stream.dtype != plan.low:
@@ -140,7 +140,7 @@ class _Layer(torch.autograd.Function):
         qkv_w, out_w, fc_w, proj_w = weights
         total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = kept[:7]
         total_2, mean_2, rstd_2, normed_2, pre, post = kept[7:]
-        with Below(total_1.device.type):
+        with below():
             found: list[Tensor | None] = [None] * 11
             dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
             if plan.tanh:
@@ -242,7 +242,7 @@ def _call_backward(
     """The gradients of stream, values, bias and parameters."""
     plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
     qkv_w, out_w, fc_w, proj_w = weights
-    with Below(dout.device.type):
+    with below():
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
             dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
             plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs, *dropouts[0], *dropouts[1], *dropouts[2],
