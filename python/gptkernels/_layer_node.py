@@ -115,7 +115,7 @@ class _Layer(torch.autograd.Function):
                 if stream.dtype != plan.low:
                     traced = type(stream) is not Tensor  # Inductor then allocates
                     matrices = _cast(matrices, plan.low) if traced else cast_layers([parameters], plan.low)[0]
-            if _by_one_operator(plan, (stream if values is None else values).dtype):
+            if _by_one_operator(plan, None if values is None else values.dtype):
                 outputs, weights, kept = _call(plan, dropouts, stream, values, bias, parameters, matrices)
             else:
                 outputs, weights, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
@@ -133,8 +133,8 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiably(ctx, dropouts, parameters, kept[0], (dtotal, dout, dqkv_outside), dsum)
         apart = ctx.values_dtype is None and not plan.adds_past
-        plain = dout is not None and dqkv_outside is None and dsum is None and not apart
-        if plain and _by_one_operator(plan, ctx.values_dtype or kept[0].dtype):
+        plain = dout is not None and dqkv_outside is None and dsum is None
+        if plain and _by_one_operator(plan, ctx.values_dtype):
             return None, None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
         need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
         qkv_w, out_w, fc_w, proj_w = weights
@@ -198,9 +198,9 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
     return apply_layer(plan, dropouts, None, *tensors)[:3]  # type: ignore[no-any-return]
 
 
-def _by_one_operator(plan: Plan, addend: torch.dtype) -> bool:
-    """Whether ``ops.layer`` may compute the layer: nothing is cast, and nobody looks at its operators."""
-    return addend == plan.low and not (
+def _by_one_operator(plan: Plan, values: torch.dtype | None) -> bool:
+    """Whether ``ops.layer`` may compute the layer: the values are not cast, and nobody looks at its operators."""
+    return (values is None or values == plan.low) and not (
         (torch._C._len_torch_dispatch_stack() and not _only_traced()) or torch._C._autograd._profiler_enabled()
     )
 
@@ -241,13 +241,17 @@ def _call_backward(
 ) -> list[Tensor | None]:
     """The gradients of stream, values, bias and parameters."""
     plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
+    adds_past = plan.adds_past or ctx.values_dtype is not None
     qkv_w, out_w, fc_w, proj_w = weights
     with below():
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
             dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
             plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs, *dropouts[0], *dropouts[1], *dropouts[2],
+            ctx.values_dtype is not None, adds_past,
         )  # fmt: skip
         _cast_gradients(found, parameters, needs[3:], plan)
+        if not adds_past and needs[0]:
+            dstream = dvalues + dstream
     if ctx.values_dtype == dstream.dtype and not dropouts[0].p:
         dvalues = dstream
     return [g if need else None for g, need in zip((dstream, dvalues, dbias, *found), needs, strict=True)]
