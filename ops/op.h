@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <initializer_list>
 #include <optional>
@@ -154,7 +155,9 @@ inline void check_no_overlap(const char* op, const char* name, const Tensor& t) 
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& t, const Shape& wanted) {
-  if (shape_of(t) != wanted) fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
+  const auto sizes = t.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), wanted.begin(), wanted.end()))
+    fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
 }
 
 inline void check_shape(const char* op, const char* name, const OptionalTensor& t, const Shape& wanted) {

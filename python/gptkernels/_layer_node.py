@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,7 @@ _TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 # MLP's c_proj.
 MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
 WEIGHTS = (2, 4, 8, 10)  # of these, the weights
+_matrices = itemgetter(*MATRICES)
 
 
 class Dtypes(NamedTuple):
@@ -111,7 +113,7 @@ class _Layer(torch.autograd.Function):
         """
         with below():
             if matrices is None:
-                matrices = [parameters[i] for i in MATRICES]
+                matrices = _matrices(parameters)
                 if stream.dtype != plan.low:
                     traced = type(stream) is not Tensor  # Inductor then allocates
                     matrices = _cast(matrices, plan.low) if traced else cast_layers([parameters], plan.low)[0]
@@ -402,7 +404,7 @@ def cast_layers(layers: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[lis
 
     Those of a layer are one allocation, since they live equally long; a layer's are freed in its backward.
     """
-    matrices = [[parameters[i] for i in MATRICES] for parameters in layers]
+    matrices = [_matrices(parameters) for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
     made: list[Tensor] = []
     for some in given:
