@@ -14,6 +14,14 @@ bool is_tanh(const char* op, const std::string& approximate) {
   return approximate == "tanh";
 }
 
+// The tensor in another dtype.
+Tensor cast(const Tensor& t, ScalarType dtype) {
+  if (t.scalar_type() == dtype) return t;
+  Tensor made = allocate(shape_of(t), dtype, t);
+  torch::stable::copy_(made, t);
+  return made;
+}
+
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                            Tensor, Tensor, Tensor>;
 
@@ -32,9 +40,10 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
   if (!values && (values_bias || values_dropout_p != 0))
     fail(op, "values_bias and values_dropout_p are of values, which are not given");
 
-  const LayernormOutputs first = values ? run_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1,
-                                                        values_bias, {values_dropout_p, values_seed, values_offset})
-                                        : run_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1);
+  LayernormOutputs first = values ? run_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias,
+                                                  {values_dropout_p, values_seed, values_offset})
+                                  : run_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1);
+  if (!values) first.out = cast(first.out, qkv_weight.scalar_type());
   const Tensor qkv = linear_op(first.out, qkv_weight, qkv_bias);
   const auto [attended, logsumexp] =
       attention_op(qkv, num_heads, scale, attention_dropout_p, attention_seed, attention_offset);
@@ -97,7 +106,7 @@ LayernormGradients add_and_norm_backward(const Tensor& dout, const OptionalTenso
   std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
   if (!is_apart(dout, sum, dropout)) {
     mask[0] = need_dx || need_dresidual;
-    mask.resize(need_x_bias ? 4 : 3);
+    mask.resize(4);
   }
   return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask, dropout);
 }
@@ -112,9 +121,11 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
                            const std::vector<bool>& mask, double values_dropout_p, const OptionalTensor& values_seed,
                            const OptionalTensor& values_offset, double attention_dropout_p,
                            const OptionalTensor& attention_seed, const OptionalTensor& attention_offset,
-                           double out_dropout_p, const OptionalTensor& out_seed, const OptionalTensor& out_offset) {
+                           double out_dropout_p, const OptionalTensor& out_seed, const OptionalTensor& out_offset,
+                           bool has_values, bool adds_past) {
   constexpr const char* op = "layer_backward";
   const bool tanh = is_tanh(op, approximate);
+  if (has_values && !adds_past) fail(op, "adds_past must be true where there are values");
   const LayernormDropout values_dropout = {values_dropout_p, values_seed, values_offset};
   const LayernormDropout out_dropout = {out_dropout_p, out_seed, out_offset};
   const bool inputs = mask[kStream] || mask[kValues] || mask[kValuesBias];
@@ -124,11 +135,10 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
   if (tanh) {
     std::tie(dnorm, dfc_weight, dfc_bias, dproj_weight, none) =
         mlp_backward_op(dout, norm_2, fc_weight, proj_weight, pre_gelu, post_gelu,
-                        {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight], false});
+                        {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight]});
   } else {
     Tensor dpost;
-    std::tie(dpost, dproj_weight, none) =
-        linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight], false});
+    std::tie(dpost, dproj_weight, none) = linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight]});
     std::tie(dnorm, dfc_weight, dfc_bias) = linear_backward_op(gelu_backward_op(dpost, pre_gelu, approximate), norm_2,
                                                                fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
   }
@@ -138,33 +148,25 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
   const Tensor& dsum_1 = is_apart(dnorm, sum_2, out_dropout) ? second.dresidual : second.dx;
   Tensor dattended, dout_weight, dqkv, dqkv_weight, dqkv_bias;
   std::tie(dattended, dout_weight, none) =
-      linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight], false});
+      linear_backward_op(second.dx, attended, out_weight, {true, mask[kOutWeight]});
   dqkv = attention_backward_op(dattended, qkv, attended, logsumexp, num_heads, scale, attention_dropout_p,
                                attention_seed, attention_offset);
   dattended = none;
   std::tie(dnorm, dqkv_weight, dqkv_bias) =
       linear_backward_op(dqkv, norm_1, qkv_weight, {through_norm_1, mask[kQkvWeight], mask[kQkvBias]});
   dqkv = none;
-  LayernormGradients first = {absent(dout), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
-  if (through_norm_1)
-    first =
-        add_and_norm_backward(dnorm, dsum_1, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues], mask[kNorm1Weight],
-                              mask[kNorm1Bias], mask[kValuesBias], mask[kStream], values_dropout);
+  if (!has_values) dnorm = cast(dnorm, sum_1.scalar_type());
+  const OptionalTensor past = adds_past ? OptionalTensor(dsum_1) : std::nullopt;
+  const LayernormGradients first =
+      through_norm_1
+          ? add_and_norm_backward(dnorm, past, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues], mask[kNorm1Weight],
+                                  mask[kNorm1Bias], mask[kValuesBias], mask[kStream], values_dropout)
+          : LayernormGradients{absent(dnorm), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
   const bool apart = is_apart(dnorm, sum_1, values_dropout);
-  return {apart ? first.dresidual : first.dx,
-          apart ? first.dx : absent(dout),
-          first.dx_bias,
-          first.dweight,
-          first.dbias,
-          dqkv_weight,
-          dqkv_bias,
-          dout_weight,
-          second.dx_bias,
-          second.dweight,
-          second.dbias,
-          dfc_weight,
-          dfc_bias,
-          dproj_weight};
+  const Tensor& dstream = adds_past ? apart ? first.dresidual : first.dx : dsum_1;
+  const Tensor dvalues = apart || !adds_past ? first.dx : absent(dout);
+  return {dstream,     dvalues,        first.dx_bias,  first.dweight, first.dbias, dqkv_weight, dqkv_bias,
+          dout_weight, second.dx_bias, second.dweight, second.dbias,  dfc_weight,  dfc_bias,    dproj_weight};
 }
 
 }  // namespace

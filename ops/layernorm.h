@@ -105,7 +105,8 @@ struct LayernormGradients {
 
 // `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
 // norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual: dx is then
-// dresidual with the dropout applied, in dout's dtype, which may be a narrower one.
+// dresidual with the dropout applied, in dout's dtype, which may be a narrower one. Without a fourth or fifth entry
+// dx_bias or dresidual is undefined.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
@@ -145,13 +146,13 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
   const Tensor rstd_dense = dense(rstd);
   const bool dx_made = output_mask[0] || x_bias_wanted || (with_residual && output_mask[4]);
   Tensor dx = allocate_if(dx_made, shape_of(x), dout);
-  Tensor dresidual = allocate_if(dx_made && with_residual, shape_of(x), x);
+  Tensor dresidual = with_residual ? allocate_if(dx_made, shape_of(x), x) : Tensor();
   Tensor dweight = allocate_if(output_mask[1], {width_of(x)}, x);
   Tensor dbias = allocate_if(output_mask[2], {width_of(x)}, x);
-  Tensor dx_bias = allocate_if(x_bias_wanted, {width_of(x)}, x);
+  Tensor dx_bias = output_mask.size() > 3 ? allocate_if(x_bias_wanted, {width_of(x)}, x) : Tensor();
   dispatch_layernorm(x, dout, [&]<typename T, typename X>() {
     const int64_t scratch = sums_wanted ? layernorm_backward_workspace<T>(rows_of(x), width_of(x)) : 0;
-    const Tensor partials = workspace(scratch, x);
+    const OptionalTensor partials = workspace_if(scratch, x);
     const LayernormBackward<T, X> p{.dx = pointer<X>(dx),
                                     .dweight = pointer<T>(dweight),
                                     .dbias = pointer<T>(dbias),

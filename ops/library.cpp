@@ -167,7 +167,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   // Values and products may have 16 bits where the stream and the norms are float32. approximate is GELU's. The
   // backward's mask and outputs: stream, values (no elements where they are stream's), values_bias, and the weights and
   // biases in their order. dsum is the gradient of sum_2. The dropouts are of values with their bias, of attention's
-  // probabilities, and of attention's output with its bias.
+  // probabilities, and of attention's output with its bias. Without values the norm is of the stream alone, rounded to
+  // the products' dtype, and adds_past may be false: the gradient that goes past the norm is then the first output, and
+  // the norm's own the second.
   m.def(
       "layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, Tensor? norm_2_weight, "
@@ -185,8 +187,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? norm_2_weight, Tensor fc_weight, Tensor proj_weight, int num_heads, float? scale, str approximate, "
       "bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, Tensor? values_offset=None, "
       "float attention_dropout_p=0.0, Tensor? attention_seed=None, Tensor? attention_offset=None, "
-      "float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) -> (Tensor, Tensor, Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, bool has_values=True, "
+      "bool adds_past=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)");
 
   // The logits that follow each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values go to
   // keys_values (L, 2, B, NH, capacity, HS), which has those of the tokens before; B is at most 8. layers has, for each

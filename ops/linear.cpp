@@ -32,7 +32,8 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
   return out;
 }
 
-// dx = dout @ weight, dweight = dout^T @ x, dbias = sums over dout's rows.
+// dx = dout @ weight, dweight = dout^T @ x, dbias = sums over dout's rows. With a mask of two entries dbias is
+// undefined.
 std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const Tensor& x, const Tensor& weight,
                                                       const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_backward";
@@ -41,16 +42,17 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   check_shape(op, "dout", dout, out_shape(x, weight));
 
   const Launcher launcher(op, x);
+  const bool bias_wanted = output_mask.size() > 2 && output_mask[2];
   Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
   Tensor dweight = allocate_gradient_if(output_mask[1], weight);
-  Tensor dbias = allocate_if(output_mask[2], {weight.size(0)}, x);
+  Tensor dbias = output_mask.size() > 2 ? allocate_if(bias_wanted, {weight.size(0)}, x) : Tensor();
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));
   if (output_mask[1]) {
     Epilogue epilogue;
-    if (output_mask[2]) epilogue.a_sums = dbias;
+    if (bias_wanted) epilogue.a_sums = dbias;
     matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x), epilogue);
-  } else if (output_mask[2]) {
+  } else if (bias_wanted) {
     column_sums(launcher, dbias, dout_rows);
   }
   return {dx, dweight, dbias};

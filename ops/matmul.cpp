@@ -1,5 +1,7 @@
 #include "matmul.h"
 
+#include <array>
+
 #include "../csrc/column_sum.h"
 #include "../csrc/gelu.h"
 
@@ -18,10 +20,22 @@ namespace {
 
 // torch's handle for the current device and stream. It has a workspace, and the math mode set by
 // torch.backends.cuda.matmul: whether float32 products may use TF32. The stable ABI has no other way to read that flag.
+// torch sets all of this at each call, which takes the host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
+}
+
+// The same handle for cuBLASLt, which is given stream and workspace at each product and reads no math mode. torch has
+// one for each thread and device, and keeps them for ever.
+cublasHandle_t cublas_lt(const Tensor& like) {
+  constexpr size_t kMaxDevices = 64;
+  thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
+  const auto device = static_cast<size_t>(like.get_device_index());
+  if (device >= kMaxDevices) return cublas();
+  if (!known[device]) known[device] = cublas();
+  return known[device];
 }
 
 // Where the matrix starts, null when it is empty.
@@ -142,7 +156,6 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
     if (epilogue.a_sums) return matmul_and_sums(launcher, out, a, b, epilogue);
     return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
   }
-  const cublasHandle_t handle = cublas();
   const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
   dispatch_floating(a.tensor, [&]<typename T>() {
     const Matmul<T> p = {.out = wide ? nullptr : start<T>(out),
@@ -168,9 +181,12 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums),
                          .a_sums = pointer<T>(epilogue.a_sums)};
+    constexpr bool k16Bits = sizeof(T) == 2;  // their products do not depend on the math mode
+    cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     MatmulPlan plan = matmul_plan(p, handle);
     if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
-    const Tensor scratch = workspace(plan.workspace, out.tensor);
+    if (k16Bits && plan.needs_cublas()) handle = cublas();
+    const OptionalTensor scratch = workspace_if(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
     launcher.check(status.cuda);
     if (status.cublas != CUBLAS_STATUS_SUCCESS)
@@ -211,7 +227,7 @@ void own_matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, co
   p.dgelu_at = pointer<float>(epilogue.dgelu_at);
   p.column_sums = pointer<float>(epilogue.column_sums);
   const int64_t bytes = matmul_workspace(p);
-  const OptionalTensor scratch = bytes ? OptionalTensor(workspace(bytes, out.tensor)) : std::nullopt;
+  const OptionalTensor scratch = workspace_if(bytes, out.tensor);
   p.workspace = pointer<void>(scratch);
   launcher.check(matmul(p, launcher.stream()));
 }

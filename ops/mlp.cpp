@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
 }
 
 // With u = pre_gelu: du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, and the two weights' gradients. The
-// bias gradients are the sums over the rows of du and dout.
+// bias gradients are the sums over the rows of du and dout. With a mask of four entries dproj_bias is undefined.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,
@@ -74,10 +74,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   Tensor dfc_weight = allocate_gradient_if(output_mask[1], fc_weight);
   Tensor dfc_bias = allocate_if(output_mask[2], {hidden_of(fc_weight)}, x);
   Tensor dproj_weight = allocate_gradient_if(output_mask[3], proj_weight);
-  Tensor dproj_bias = allocate_if(output_mask[4], {proj_weight.size(0)}, x);
+  const bool proj_bias_wanted = output_mask.size() > 4 && output_mask[4];
+  Tensor dproj_bias = output_mask.size() > 4 ? allocate_if(proj_bias_wanted, {proj_weight.size(0)}, x) : Tensor();
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[3]) matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(post_gelu));
-  if (output_mask[4]) column_sums(launcher, dproj_bias, dout_rows);
+  if (proj_bias_wanted) column_sums(launcher, dproj_bias, dout_rows);
   if (output_mask[0] || output_mask[1] || output_mask[2]) {
     const Matrix weight = matrix(proj_weight), du = allocate_intermediate(dout_rows, weight);
     Epilogue epilogue = {.dgelu_at = dense(pre_gelu)};

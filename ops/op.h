@@ -12,6 +12,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <initializer_list>
 #include <optional>
@@ -154,7 +155,9 @@ inline void check_no_overlap(const char* op, const char* name, const Tensor& t) 
 }
 
 inline void check_shape(const char* op, const char* name, const Tensor& t, const Shape& wanted) {
-  if (shape_of(t) != wanted) fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
+  const auto sizes = t.sizes();
+  if (!std::equal(sizes.begin(), sizes.end(), wanted.begin(), wanted.end()))
+    fail(op, name, " must have shape ", describe(wanted), ", got ", describe(shape_of(t)));
 }
 
 inline void check_shape(const char* op, const char* name, const OptionalTensor& t, const Shape& wanted) {
@@ -226,6 +229,10 @@ inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
 
+inline OptionalTensor workspace_if(int64_t bytes, const Tensor& like) {
+  return bytes > 0 ? OptionalTensor(workspace(bytes, like)) : std::nullopt;
+}
+
 inline Tensor dense(const Tensor& t) {
   return t.is_contiguous() ? t : torch::stable::contiguous(t);
 }
@@ -290,9 +297,12 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 // The tensor's device made current for the calls below, and the stream that torch queues its work on there.
 class Launcher {
  public:
-  Launcher(const char* op, const Tensor& t) : op_(op), guard_(t.get_device_index()) {
+  Launcher(const char* op, const Tensor& t) : op_(op) {
+    const auto device = t.get_device_index();
+    int current = -1;
+    if (cudaGetDevice(&current) != cudaSuccess || current != device) guard_.emplace(device);
     void* stream;
-    check_shim(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    check_shim(aoti_torch_get_current_cuda_stream(device, &stream));
     stream_ = static_cast<Stream>(stream);
   }
   const char* op() const { return op_; }
@@ -303,7 +313,7 @@ class Launcher {
 
  private:
   const char* op_;
-  torch::stable::accelerator::DeviceGuard guard_;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only where another device is current
   Stream stream_;
 };
 

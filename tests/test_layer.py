@@ -62,7 +62,7 @@ def by_operators(
     first, second, third = (dropped or NONE)[:3], (dropped or NONE)[3:6], (dropped or NONE)[6:]
     if values is None:
         normed_1, mean_1, rstd_1 = ops.layernorm(stream, n1w, n1b, eps_1)
-        sum_1 = stream
+        normed_1, sum_1 = normed_1.to(qkv_w.dtype), stream
     else:
         normed_1, sum_1, mean_1, rstd_1 = ops.residual_layernorm(values, stream, n1w, n1b, eps_1, values_bias, *first)
     qkv = ops.linear(normed_1, qkv_w, qkv_b)
@@ -88,7 +88,7 @@ def add_and_norm_backward(dout, dsum, sum, weight, mean, rstd, dropout):
     return dx, *rest, dx
 
 
-def by_operators_backward(dout, dsum, args, kept, approximate, *dropped):
+def by_operators_backward(dout, dsum, args, kept, approximate, *dropped, adds_past=True):
     """All gradients."""
     first, second, third = (dropped or NONE)[:3], (dropped or NONE)[3:6], (dropped or NONE)[6:]
     n1w, qkv_w, out_w, n2w, fc_w, proj_w = (args[i] for i in (3, 5, 7, 9, 11, 13))
@@ -104,9 +104,12 @@ def by_operators_backward(dout, dsum, args, kept, approximate, *dropped):
     dattended, dout_w, _ = ops.linear_backward(dadded, attended, out_w, [True, True, False])
     dqkv = ops.attention_backward(dattended, qkv, attended, logsumexp, HEADS, None, *second)
     dnormed, dqkv_w, dqkv_b = ops.linear_backward(dqkv, normed_1, qkv_w, [True] * 3)
-    inputs = dnormed, dstream, sum_1, n1w, mean_1, rstd_1, first
-    dvalues, dn1w, dn1b, dvalues_b, dstream = add_and_norm_backward(*inputs)
-    apart = dvalues.new_empty(0) if dvalues is dstream else dvalues
+    if args[1] is None:
+        dnormed = dnormed.to(sum_1.dtype)
+    inputs = dnormed, dstream if adds_past else None, sum_1, n1w, mean_1, rstd_1, first
+    dvalues, dn1w, dn1b, dvalues_b, dsum_1 = add_and_norm_backward(*inputs)
+    apart = dout.new_empty(0) if dvalues is dsum_1 and adds_past else dvalues
+    dstream = dsum_1 if adds_past else dstream
     return (
         *(dstream, apart, dvalues_b, dn1w, dn1b, dqkv_w, dqkv_b, dout_w, dout_b, dn2w, dn2b),
         *(dfc_w, dfc_b, dproj_w),
@@ -160,14 +163,16 @@ def test_dropout(wide, low, probabilities, device):
 
 
 @pytest.mark.parametrize("approximate", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_first_layer(dtype, approximate, device):
+@pytest.mark.parametrize("adds_past", [True, False])
+@pytest.mark.parametrize(("wide", "low"), PAIRS, ids=str)
+def test_the_first_layer(wide, low, adds_past, approximate, device):
     """Without values; and without biases."""
-    args = arguments(dtype, dtype, device, values=False, biases=False)
+    args = arguments(wide, low, device, values=False, biases=False)
     outputs = ops.layer(*args, *options(approximate))
     assert_equal(outputs, by_operators(*args, *options(approximate)))
     given = backward_arguments(args, outputs, approximate, [True] * 14)
-    assert_equal(ops.layer_backward(*given), by_operators_backward(*given[:2], args, given[2:15], approximate))
+    expected = by_operators_backward(*given[:2], args, given[2:15], approximate, adds_past=adds_past)
+    assert_equal(ops.layer_backward(*given, has_values=False, adds_past=adds_past), expected)
 
 
 @pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
@@ -221,17 +226,24 @@ def test_refuses(device):
         ops.layer(args[0].requires_grad_(), *args[1:], *options("tanh"))
     with pytest.raises(RuntimeError, match="must have shape"):
         ops.layer(args[0].detach()[:1], *args[1:], *options("tanh"))
+    args = [t if t is None else t.detach() for t in args]
+    given = backward_arguments(args, ops.layer(*args, *options("tanh")), "tanh", [True] * 14)
+    with pytest.raises(RuntimeError, match="layer_backward: adds_past must be true where there are values"):
+        ops.layer_backward(*given, adds_past=False)
 
 
 @pytest.mark.parametrize("approximate", FORMS)
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
 def test_opcheck(wide, low, values, approximate, device):
-    args = arguments(wide, low if values else wide, device, values)
+    args = arguments(wide, low, device, values)
     torch.library.opcheck(ops.layer, (*args, *options(approximate)))
     outputs = ops.layer(*args, *options(approximate))
-    for mask in ([True] * 14, [False, True] * 7, [False] * 14):
-        torch.library.opcheck(ops.layer_backward, backward_arguments(args, outputs, approximate, mask))
+    for adds_past in (True, values):
+        for mask in ([True] * 14, [False, True] * 7, [False] * 14):
+            given = backward_arguments(args, outputs, approximate, mask)
+            which = {"has_values": values, "adds_past": adds_past}
+            torch.library.opcheck(ops.layer_backward, given, which)
 
 
 @pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)

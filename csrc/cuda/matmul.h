@@ -57,6 +57,9 @@ struct MatmulPlan {
   bool sums;       // writes column_sums and a_sums; else the caller sums
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
+
+  // Whether cuBLAS computes it, by the state of its handle; cuBLASLt and our own kernels read none.
+  bool needs_cublas() const { return !fused && own == OwnProduct::kNone; }
 };
 
 constexpr int64_t kMatmulTimingWorkspace = 32 << 20;
@@ -79,7 +82,7 @@ template <typename T>
 MatmulPlan matmul_time(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace, cublasHandle_t handle,
                        Stream stream);
 
-// The handle's own stream must be `stream`.
+// The handle's own stream must be `stream` where the plan needs cuBLAS.
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream);
 

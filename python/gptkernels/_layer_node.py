@@ -13,6 +13,7 @@ Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptkernels.ops import _forward, ops
-from gptkernels.ops._below import Below
+from gptkernels.ops._below import below
 from gptkernels.ops._register import differentiate
 from gptkernels.ops.dropout import drop
 
@@ -57,6 +58,7 @@ _TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
 # MLP's c_proj.
 MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
 WEIGHTS = (2, 4, 8, 10)  # of these, the weights
+_matrices = itemgetter(*MATRICES)
 
 
 class Dtypes(NamedTuple):
@@ -109,13 +111,13 @@ class _Layer(torch.autograd.Function):
         Returns:
             stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
         """
-        with Below(stream.device.type):
+        with below():
             if matrices is None:
-                matrices = [parameters[i] for i in MATRICES]
+                matrices = _matrices(parameters)
                 if stream.dtype != plan.low:
                     traced = type(stream) is not Tensor  # Inductor then allocates
                     matrices = _cast(matrices, plan.low) if traced else cast_layers([parameters], plan.low)[0]
-            if _by_one_operator(plan, (stream if values is None else values).dtype):
+            if _by_one_operator(plan, None if values is None else values.dtype):
                 outputs, weights, kept = _call(plan, dropouts, stream, values, bias, parameters, matrices)
             else:
                 outputs, weights, kept = _compute(plan, dropouts, stream, values, bias, parameters, matrices)
@@ -133,14 +135,14 @@ class _Layer(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiably(ctx, dropouts, parameters, kept[0], (dtotal, dout, dqkv_outside), dsum)
         apart = ctx.values_dtype is None and not plan.adds_past
-        plain = dout is not None and dqkv_outside is None and dsum is None and not apart
-        if plain and _by_one_operator(plan, ctx.values_dtype or kept[0].dtype):
+        plain = dout is not None and dqkv_outside is None and dsum is None
+        if plain and _by_one_operator(plan, ctx.values_dtype):
             return None, None, None, *_call_backward(ctx, dtotal, dout, parameters, kept, weights)
         need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
         qkv_w, out_w, fc_w, proj_w = weights
         total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp = kept[:7]
         total_2, mean_2, rstd_2, normed_2, pre, post = kept[7:]
-        with Below(total_1.device.type):
+        with below():
             found: list[Tensor | None] = [None] * 11
             dout = torch.zeros_like(total_2, dtype=plan.low) if dout is None else dout
             if plan.tanh:
@@ -198,9 +200,9 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
     return apply_layer(plan, dropouts, None, *tensors)[:3]  # type: ignore[no-any-return]
 
 
-def _by_one_operator(plan: Plan, addend: torch.dtype) -> bool:
-    """Whether ``ops.layer`` may compute the layer: nothing is cast, and nobody looks at its operators."""
-    return addend == plan.low and not (
+def _by_one_operator(plan: Plan, values: torch.dtype | None) -> bool:
+    """Whether ``ops.layer`` may compute the layer: the values are not cast, and nobody looks at its operators."""
+    return (values is None or values == plan.low) and not (
         (torch._C._len_torch_dispatch_stack() and not _only_traced()) or torch._C._autograd._profiler_enabled()
     )
 
@@ -241,13 +243,17 @@ def _call_backward(
 ) -> list[Tensor | None]:
     """The gradients of stream, values, bias and parameters."""
     plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
+    adds_past = plan.adds_past or ctx.values_dtype is not None
     qkv_w, out_w, fc_w, proj_w = weights
-    with Below(dout.device.type):
+    with below():
         dstream, dvalues, dbias, *found = ops.layer_backward.default(
             dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
             plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs, *dropouts[0], *dropouts[1], *dropouts[2],
+            ctx.values_dtype is not None, adds_past,
         )  # fmt: skip
         _cast_gradients(found, parameters, needs[3:], plan)
+        if not adds_past and needs[0]:
+            dstream = dvalues + dstream
     if ctx.values_dtype == dstream.dtype and not dropouts[0].p:
         dvalues = dstream
     return [g if need else None for g, need in zip((dstream, dvalues, dbias, *found), needs, strict=True)]
@@ -398,7 +404,7 @@ def cast_layers(layers: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[lis
 
     Those of a layer are one allocation, since they live equally long; a layer's are freed in its backward.
     """
-    matrices = [[parameters[i] for i in MATRICES] for parameters in layers]
+    matrices = [_matrices(parameters) for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
     made: list[Tensor] = []
     for some in given:

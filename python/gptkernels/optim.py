@@ -274,14 +274,17 @@ _PLAIN = {*_shards.PLAIN}
 
 def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     """The parameters that have gradients, by device, dtype and place."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    parameters = list(parameters)
     grads: list[Any] = [parameter.grad for parameter in parameters]
+    if type(None) in set(map(type, grads)):
+        parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
+        grads = [grad for grad in grads if grad is not None]
     # Nearly always all are alike, which takes less time to find out than to sort them.
     if (
-        {type(parameter) for parameter in parameters} <= _PLAIN
+        set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}
-        and len({parameter.device for parameter in parameters}) == 1
         and len({parameter.dtype for parameter in parameters}) == 1
+        and len({parameter.device for parameter in parameters}) == 1
     ):
         return [_Alike(parameters, grads, None)]
     return _sorted(parameters)

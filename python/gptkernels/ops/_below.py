@@ -6,24 +6,20 @@ import torch
 
 from gptkernels.ops._autocast import KEYS
 
-_AUTOCAST = {
-    device_type: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)) for device_type, key in KEYS.items()
-}
+
+def _excluded() -> torch._C.DispatchKeySet:
+    """What ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast of all devices."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._AutoDispatchBelowAutograd():
+        keys = torch._C._dispatch_tls_local_exclude_set() - before
+    for key in KEYS.values():
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return keys
 
 
-class Below:
-    """Below autograd and autocast."""
+_KEYS, _guard = _excluded(), torch._C._ExcludeDispatchKeyGuard
 
-    __slots__ = ("autocast", "autograd")
 
-    def __init__(self, device_type: str) -> None:
-        self.autograd = torch._C._AutoDispatchBelowAutograd()
-        self.autocast = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST[device_type])
-
-    def __enter__(self) -> None:
-        self.autograd.__enter__()
-        self.autocast.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.autocast.__exit__(*error)
-        self.autograd.__exit__(*error)
+def below() -> Any:
+    """A context manager: below autograd and autocast."""
+    return _guard(_KEYS)

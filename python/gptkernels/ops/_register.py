@@ -331,13 +331,16 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
     """A function that increments the versions of the arguments that the op writes into."""
     written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
+    def increment(tensors: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.graph.increment_version(tensors)
+        except RuntimeError:  # inference tensors have no versions; asking each of them takes longer
+            torch.autograd.graph.increment_version([*filterfalse(Tensor.is_inference, tensors)])
+
     def count_versions(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         for i, argument in written:
             value = args[i] if i < len(args) else kwargs.get(argument)
-            tensors = [value] if isinstance(value, Tensor) else value or []
-            if any(map(Tensor.is_inference, tensors)):
-                tensors = [*filterfalse(Tensor.is_inference, tensors)]
-            torch.autograd.graph.increment_version(tensors)
+            increment([value] if isinstance(value, Tensor) else value or [])
 
     return count_versions
 

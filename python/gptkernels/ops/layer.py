@@ -12,7 +12,7 @@ def _fake(
     stream, values, values_bias, norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, out_weight, out_bias, norm_2_weight,
     norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate, *dropouts,
 ):  # fmt: skip
-    low, rows = stream if values is None else values, stream.shape[:-1]
+    low, rows = qkv_weight, stream.shape[:-1]
 
     def hidden(width):
         return low.new_empty((*rows, width))
@@ -32,12 +32,14 @@ def _fake(
 def _fake_backward(
     dout, dsum, sum_1, mean_1, rstd_1, norm_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, norm_2, pre_gelu,
     post_gelu, norm_1_weight, qkv_weight, out_weight, norm_2_weight, fc_weight, proj_weight, num_heads, scale,
-    approximate, output_mask, values_dropout_p=0.0, *dropouts,
+    approximate, output_mask, values_dropout_p=0.0, values_seed=None, values_offset=None, attention_dropout_p=0.0,
+    attention_seed=None, attention_offset=None, out_dropout_p=0.0, out_seed=None, out_offset=None, has_values=True,
+    adds_past=True,
 ):  # fmt: skip
     def sums(like, t):
         return like.new_empty(t.shape[-1])
 
-    apart = dout.dtype != sum_1.dtype or values_dropout_p > 0
+    apart = has_values and (dout.dtype != sum_1.dtype or values_dropout_p > 0)
     need_stream, need_values, *needs = output_mask
     matrices = [fake_weight_gradient(weight) for weight in (qkv_weight, out_weight, fc_weight, proj_weight)]
     gradients = (
@@ -47,7 +49,9 @@ def _fake_backward(
         *(matrices[2], sums(dout, pre_gelu), matrices[3]),
     )
     wanted = (g if need else g.new_empty(0) for g, need in zip(gradients, needs, strict=True))
-    dstream = sum_1.new_empty(sum_1.shape if need_stream or (need_values and not apart) else (0,))
+    dstream = sum_1.new_empty(sum_1.shape if need_stream or not adds_past or (need_values and not apart) else (0,))
+    if not adds_past:
+        return dstream, sum_1.new_empty(sum_1.shape if need_stream or need_values else (0,)), *wanted
     return dstream, dout.new_empty(sum_1.shape if need_values and apart else (0,)), *wanted
 
 

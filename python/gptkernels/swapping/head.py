@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops import _forward, ops
-from gptkernels.ops._below import Below
+from gptkernels.ops._below import below
 from gptkernels.ops._register import differentiate
 from gptkernels.ops.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
@@ -130,7 +130,7 @@ class _HeadAndLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
         """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
-        with Below(hidden.device.type):
+        with below():
             x = hidden if hidden.dtype == low else hidden.to(low)
             logits, loss, dx, dweight = ops.linear_cross_entropy_with_logits.default(
                 x, _padded(weight, low), targets, None if divisor is None else _scale(divisor, x),
@@ -149,7 +149,7 @@ class _HeadAndLoss(torch.autograd.Function):
             return _differentiably(ctx, hidden, weight, targets, (dlogits, dloss))
         needs = ctx.needs_input_grad[:2]
         dhidden = dvocabulary = None
-        with Below(hidden.device.type):
+        with below():
             if dloss is not None:
                 dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
                 dhidden = _scaled(dx, dloss, hidden.dtype) if needs[0] else None
@@ -182,7 +182,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
         """As of ``_HeadAndLoss``."""
-        with Below(hidden.device.type):
+        with below():
             x, padded = hidden.to(low), _padded(weight, low)
             logits = ops.linear.default(x, padded, None)
             losses, dlogits = ops.fused_classifier.default(
@@ -205,7 +205,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits_outside, dloss))
         needs = ctx.needs_input_grad[:2]
-        with Below(hidden.device.type):
+        with below():
             if dlogits_outside is not None:
                 own = 0 if dloss is None else dlogits * dloss.view(1)
                 dlogits, dloss = (dlogits_outside + own).to(x.dtype), None

@@ -45,7 +45,8 @@ class Parts:
             if children != found:  # modules are equal where they are the same
                 return False
         for module, kind, attributes in self.classes:
-            if type(module) is not kind or not _is_bare(module, attributes):
+            # `bare` takes longer, and allows hooks that only look on
+            if type(module) is not kind or not (is_bare(attributes) or bare(module)):
                 return False
         return True
 
@@ -66,18 +67,13 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
         return _find(block, kinds)
     parts = _known.get(block)
     if parts is not None and parts.are_as_found():
-        return parts if _is_bare(block, block.__dict__) else None
+        return parts if is_bare(block.__dict__) or bare(block) else None
     parts = _find(block, kinds)
     if parts is None:
         _known.pop(block, None)
     else:
         _known[block] = parts
     return parts
-
-
-def _is_bare(module: torch.nn.Module, attributes: dict[str, Any]) -> bool:
-    """``checks.bare``, which takes longer and allows hooks that only look on, where it is not obvious."""
-    return is_bare(attributes) or bare(module)
 
 
 def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
