@@ -105,6 +105,13 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fp8_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, "
       "bool fast_accumulation=False) -> Tensor");
 
+  // layernorm, or with a residual residual_layernorm, with fp8_quantize of its output in e4m3. sum has no elements
+  // without a residual.
+  m.def(
+      "fp8_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? history, "
+      "bool transposed=False, float eps=1e-5, Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, "
+      "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
+
   // A layer's histories are those of its input and of its output's gradient; the second is for the backward. save says
   // which gradients will be wanted (of x and weight; of x, fc_weight, proj_weight, and any but proj's own): what they
   // need is returned, transposed.

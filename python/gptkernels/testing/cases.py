@@ -455,6 +455,27 @@ def fp8_quantize(draw: Draw) -> Call:
     return Call(read_back, formula, formula, (x,), [call(ops.fp8_quantize, x, history, FP8, True)])
 
 
+@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+def fp8_layernorm(draw: Draw) -> Call:
+    """Torch's is rounded to eight bits, the formula is not."""
+    n, c = draw.of((2, 4), (19, 33), (96, 256))
+    x, residual, weight, bias = draw.normal(n, c), draw.normal(n, c), draw.normal(c), draw.normal(c)
+    history = torch.zeros(18, dtype=torch.int32, device=draw.device)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        q, _, scale, *_ = ops.fp8_layernorm(x, residual, weight, bias, None)
+        return (q.to(torch.float32) * scale).to(x.dtype)
+
+    def torchs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return read_back(F.layer_norm(x + residual, (c,), weight, bias, EPS))
+
+    def exact(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return normed(x + residual, weight, bias)
+
+    calls = [call(ops.fp8_layernorm, x, residual, weight, bias, history, True)]
+    return Call(ours, torchs, exact, (x, residual, weight, bias), calls)
+
+
 @case(differentiable=False, dtypes=(torch.bfloat16,))
 def fp8_matmul(draw: Draw) -> Call:
     n, inner, width = draw.of((2, 16, 16), (19, 48, 32), (96, 128, 256))
