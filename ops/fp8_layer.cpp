@@ -79,19 +79,23 @@ Forward fp8_layer_op(const Tensor& stream, const OptionalTensor& values, const O
   check_histories(op, "dout_histories", dout_histories, x_name, x);  // the backward's
 
   const Launcher launcher(op, x);
-  const Fp8Layernorm first =
-      values ? run_fp8_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias,
-                                 {values_dropout_p, values_seed, values_offset}, histories[kOfQkv], true)
-             : run_fp8_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1, std::nullopt, {},
-                                 histories[kOfQkv], true);
+  const Tensor none;  // takes the place of what no later kernel reads, whose memory is then used again
+  Fp8Layernorm first = values
+                           ? run_fp8_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias,
+                                               {values_dropout_p, values_seed, values_offset}, histories[kOfQkv], true)
+                           : run_fp8_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1,
+                                               std::nullopt, {}, histories[kOfQkv], true);
   const Fp8Product qkv = fp8_forward(launcher, first.out, qkv_weight, qkv_bias, true);
+  first.out.values = none;
   const auto [attended, logsumexp] =
       attention_op(qkv.out, num_heads, scale, attention_dropout_p, attention_seed, attention_offset);
-  const Quantized attended_8 = quantize(launcher, attended, histories[kOfOut], kForward, {.transposed = true});
-  const Fp8Product out = fp8_forward(launcher, attended_8, out_weight, std::nullopt, true);
+  Quantized attended_8 = quantize(launcher, attended, histories[kOfOut], kForward, {.transposed = true});
+  Fp8Product out = fp8_forward(launcher, attended_8, out_weight, std::nullopt, true);
+  attended_8.values = none;
   const Fp8Layernorm second =
       run_fp8_layernorm(op, out.out, first.sum ? *first.sum : stream, norm_2_weight, norm_2_bias, eps_2, out_bias,
                         {out_dropout_p, out_seed, out_offset}, histories[kOfFc], true);
+  out.out = none;
   const Fp8Mlp mlp =
       fp8_mlp_forward(launcher, second.out, fc_weight, fc_bias, proj_weight, std::nullopt, histories[kOfProj]);
   return {mlp.out,
