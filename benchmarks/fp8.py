@@ -48,6 +48,29 @@ def cases(device, dtype, rows, inner, outer):
         look=lambda out: (read(out[0], scale),),
     )
 
+    residual, norm_weight, norm_bias = torch.randn_like(x), *torch.randn(2, inner, device=device, dtype=dtype)
+    norm_history = new_history(device)
+
+    def norm():
+        return ops.fp8_layernorm(x, residual, norm_weight, norm_bias, norm_history, True)
+
+    def parts():
+        """The two kernels that it stands for, whose bits it has."""
+        out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
+        return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
+
+    norm_scale = norm()[2]
+    yield Case(
+        "fp8_layernorm, and transposed",
+        f"{rows}x{inner}",
+        norm,
+        lambda: [(0, slice(None), parts())],
+        bytes=nbytes(x, residual, residual, q, q_t),
+        flops=x.numel(),
+        peers={},
+        look=lambda out: (read(out[0], norm_scale),),
+    )
+
     def product(name, a, b, scale_a, scale_b, fast):
         def formula(a, b):
             return a @ b.T

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #ifdef __CUDACC__
-#define GPTKERNELS_HOST_DEVICE __host__ __device__
+#define GPTKERNELS_SCALE_DEVICE __host__ __device__
 #else
-#define GPTKERNELS_HOST_DEVICE
+#define GPTKERNELS_SCALE_DEVICE
 #endif
 
 namespace gptkernels {
@@ -20,7 +20,7 @@ struct Fp8Scale {
 
 // The largest power of two by which `amax`, the bits of a finite float32 that is not negative, can be multiplied
 // without exceeding 1.75 * 2^largest_exponent: 448 for 8, 57344 for 15. 1 for amax 0.
-GPTKERNELS_HOST_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
+GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
   constexpr int kMost = 126;                      // both powers are normal numbers

@@ -15,47 +15,11 @@ bool is_fp8(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn || dtype == ScalarType::Float8_e5m2;
 }
 
-Fp8Format format_of(ScalarType dtype) {
-  return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
-}
-
-// fn with the kernels' type for a tensor's dtype, which has been checked.
-template <typename Fn>
-void dispatch_fp8(const Tensor& t, const Fn& fn) {
-  switch (t.scalar_type()) {
-    case ScalarType::Float: return fn.template operator()<float>();
-    case ScalarType::BFloat16: return fn.template operator()<bfloat16>();
-    default: return fn.template operator()<float16>();
-  }
-}
-
-template <typename T>
-Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTensor& history,
-                       const QuantizeOptions& options, Fp8Source source) {
-  return {.out = pointer<uint8_t>(out.values),
-          .out_transposed = pointer<uint8_t>(out.transposed),
-          .scale = pointer<float>(out.scale),
-          .column_sums = pointer<T>(options.column_sums),
-          .x = pointer<T>(x),
-          .u = pointer<T>(options.dgelu_at),
-          .history = pointer<int32_t>(history),
-          .workspace = nullptr,
-          .rows = rows_of(x),
-          .width = width_of(x),
-          .format = format_of(out.values.scalar_type()),
-          .source = source};
-}
-
 template <typename T>
 void launch_quantize(const Launcher& launcher, Fp8Quantize<T> pass, const Tensor& x) {
   const Tensor scratch = workspace(fp8_quantize_workspace<T>(pass.rows, pass.width), x);
   pass.workspace = pointer<void>(scratch);
   launcher.check(fp8_quantize<T>(pass, launcher.stream()));
-}
-
-Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed) {
-  const Shape shape = transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
-  return {allocate(shape_of(x), dtype, x), allocate(shape, dtype, x), allocate({}, ScalarType::Float, x)};
 }
 
 #ifdef GPTKERNELS_CUDA
@@ -224,6 +188,11 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 void check_features(const char* op, const char* name, int64_t features) {
   if (features % kFp8Alignment != 0)
     fail(op, name, " must be a multiple of ", kFp8Alignment, " for float8 products, got ", features);
+}
+
+Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed) {
+  const Shape shape = transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
+  return {allocate(shape_of(x), dtype, x), allocate(shape, dtype, x), allocate({}, ScalarType::Float, x)};
 }
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,

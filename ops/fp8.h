@@ -29,8 +29,43 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 // Features that a layer multiplies by on the tensor cores: a multiple of 16.
 void check_features(const char* op, const char* name, int64_t features);
 
+// The tensors without data, for a tensor like x.
+Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed);
+
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
                    const QuantizeOptions& options = {});
+
+inline Fp8Format format_of(ScalarType dtype) {
+  return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
+}
+
+// fn with the kernels' type for a tensor's dtype, which has been checked.
+template <typename Fn>
+void dispatch_fp8(const Tensor& t, const Fn& fn) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return fn.template operator()<float>();
+    case ScalarType::BFloat16: return fn.template operator()<bfloat16>();
+    default: return fn.template operator()<float16>();
+  }
+}
+
+// The kernel's arguments, without a workspace.
+template <typename T>
+Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTensor& history,
+                       const QuantizeOptions& options = {}, Fp8Source source = Fp8Source::kValues) {
+  return {.out = pointer<uint8_t>(out.values),
+          .out_transposed = pointer<uint8_t>(out.transposed),
+          .scale = pointer<float>(out.scale),
+          .column_sums = pointer<T>(options.column_sums),
+          .x = pointer<T>(x),
+          .u = pointer<T>(options.dgelu_at),
+          .history = pointer<int32_t>(history),
+          .workspace = nullptr,
+          .rows = rows_of(x),
+          .width = width_of(x),
+          .format = format_of(out.values.scalar_type()),
+          .source = source};
+}
 
 struct Fp8Operand {
   Tensor values;  // (rows, inner), dense, or with more leading dimensions

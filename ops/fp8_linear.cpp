@@ -1,4 +1,4 @@
-#include "fp8.h"
+#include "fp8_linear.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -10,19 +10,6 @@ Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
   shape.back() = width;
   return shape;
-}
-
-void check_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
-                 const Tensor& weight, const char* bias_name, const OptionalTensor& bias) {
-  check_like(op, name, weight, x_name, x);
-  if (weight.dim() != 2 || weight.size(1) != inner)
-    fail(op, name, " must have shape (out_features, ", inner, "), got ", describe(shape_of(weight)));
-  const std::string in_features = std::string("the in_features of ") + name;
-  const std::string out_features = std::string("the out_features of ") + name;
-  check_features(op, in_features.c_str(), inner);
-  check_features(op, out_features.c_str(), weight.size(0));
-  check_like(op, bias_name, bias, x_name, x);
-  check_shape(op, bias_name, bias, {weight.size(0)});
 }
 
 void check_input(const char* op, const Tensor& x) {
@@ -69,16 +56,73 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
   check_input(op, x);
-  check_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
+  check_fp8_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
   check_history(op, "history", history, "x", x);
   check_history(op, "dout_history", dout_history, "x", x);  // the backward's; on CUDA it alone would choose this kernel
 
   const Launcher launcher(op, x);
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
-  const Quantized w = quantize_weight(launcher, weight, save[0]);
-  const Tensor out = allocate(with_width(x, weight.size(0)), x);
-  fp8_product(launcher, out, {rows.values, rows.scale}, {w.values, w.scale}, dense(bias), true);
-  return {out, rows.transposed, w.transposed, rows.scale, w.scale};
+  const Fp8Product product = fp8_forward(launcher, rows, weight, bias, save[0]);
+  return {product.out, rows.transposed, product.weight.transposed, rows.scale, product.weight.scale};
+}
+
+using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// save: whether dx, dfc_weight, dproj_weight, and anything at all, will be wanted.
+MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
+                      const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
+                      const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,
+                      const OptionalTensor& dout_history, const std::vector<bool>& save) {
+  constexpr const char* op = "fp8_mlp";
+  check_input(op, x);
+  check_fp8_layer(op, "x", x, width_of(x), "fc_weight", fc_weight, "fc_bias", fc_bias);
+  check_fp8_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
+  check_history(op, "history", history, "x", x);
+  check_history(op, "hidden_history", hidden_history, "x", x);
+  check_history(op, "dhidden_history", dhidden_history, "x", x);  // the backward's
+  check_history(op, "dout_history", dout_history, "x", x);
+
+  const Launcher launcher(op, x);
+  const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
+  const Fp8Mlp mlp = fp8_mlp_forward(launcher, rows, fc_weight, fc_bias, proj_weight, proj_bias, hidden_history,
+                                     {.fc_weight = save[0], .hidden = save[2], .proj_weight = save[3]});
+  return {mlp.out,    mlp.pre_gelu, rows.transposed,  mlp.fc.transposed, mlp.hidden.transposed, mlp.proj.transposed,
+          rows.scale, mlp.fc.scale, mlp.hidden.scale, mlp.proj.scale};
+}
+
+}  // namespace
+
+void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
+                     const Tensor& weight, const char* bias_name, const OptionalTensor& bias) {
+  check_like(op, name, weight, x_name, x);
+  if (weight.dim() != 2 || weight.size(1) != inner)
+    fail(op, name, " must have shape (out_features, ", inner, "), got ", describe(shape_of(weight)));
+  const std::string in_features = std::string("the in_features of ") + name;
+  const std::string out_features = std::string("the out_features of ") + name;
+  check_features(op, in_features.c_str(), inner);
+  check_features(op, out_features.c_str(), weight.size(0));
+  check_like(op, bias_name, bias, x_name, x);
+  check_shape(op, bias_name, bias, {weight.size(0)});
+}
+
+Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tensor& weight, const OptionalTensor& bias,
+                       bool transposed) {
+  const Quantized w = quantize_weight(launcher, weight, transposed);
+  const Tensor out = allocate(with_width(x.values, weight.size(0)), weight);
+  fp8_product(launcher, out, {x.values, x.scale}, {w.values, w.scale}, dense(bias), true);
+  return {out, w};
+}
+
+Fp8Mlp fp8_mlp_forward(const Launcher& launcher, const Quantized& x, const Tensor& fc_weight,
+                       const OptionalTensor& fc_bias, const Tensor& proj_weight, const OptionalTensor& proj_bias,
+                       const OptionalTensor& hidden_history, const Fp8MlpTransposed& transposed) {
+  const Quantized fc = quantize_weight(launcher, fc_weight, transposed.fc_weight);
+  const Tensor pre_gelu = allocate(with_width(x.values, fc_weight.size(0)), fc_weight);
+  const Quantized hidden =
+      quantize_product(launcher, pre_gelu, {x.values, x.scale}, {fc.values, fc.scale}, dense(fc_bias), true,
+                       hidden_history, kForward, {.transposed = transposed.hidden, .gelu = true});
+  const Fp8Product proj = fp8_forward(launcher, hidden, proj_weight, proj_bias, transposed.proj_weight);
+  return {proj.out, pre_gelu, fc, hidden, proj.weight};
 }
 
 std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward_op(const Tensor& dout, const Tensor& x_t, const Tensor& weight_t,
@@ -103,36 +147,6 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_backward_op(const Tensor& dout, co
   const Quantized gradient = quantize(launcher, dense(dout), history, kGradient, options);
   return {output_mask[0] ? input_gradient(launcher, dout, gradient, {dense(weight_t), weight_scale}) : absent(dout),
           output_mask[1] ? weight_gradient(launcher, dout, gradient, {dense(x_t), x_scale}) : absent(dout), dbias};
-}
-
-using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// save: whether dx, dfc_weight, dproj_weight, and anything at all, will be wanted.
-MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
-                      const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
-                      const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,
-                      const OptionalTensor& dout_history, const std::vector<bool>& save) {
-  constexpr const char* op = "fp8_mlp";
-  check_input(op, x);
-  check_layer(op, "x", x, width_of(x), "fc_weight", fc_weight, "fc_bias", fc_bias);
-  check_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
-  check_history(op, "history", history, "x", x);
-  check_history(op, "hidden_history", hidden_history, "x", x);
-  check_history(op, "dhidden_history", dhidden_history, "x", x);  // the backward's
-  check_history(op, "dout_history", dout_history, "x", x);
-
-  const Launcher launcher(op, x);
-  const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
-  const Quantized fc = quantize_weight(launcher, fc_weight, save[0]);
-  const Tensor pre_gelu = allocate(with_width(x, fc_weight.size(0)), x);
-  const Quantized hidden =
-      quantize_product(launcher, pre_gelu, {rows.values, rows.scale}, {fc.values, fc.scale}, dense(fc_bias), true,
-                       hidden_history, kForward, {.transposed = save[2], .gelu = true});
-  const Quantized proj = quantize_weight(launcher, proj_weight, save[3]);
-  const Tensor out = allocate(with_width(x, proj_weight.size(0)), x);
-  fp8_product(launcher, out, {hidden.values, hidden.scale}, {proj.values, proj.scale}, dense(proj_bias), true);
-  return {out,        pre_gelu, rows.transposed, fc.transposed, hidden.transposed, proj.transposed,
-          rows.scale, fc.scale, hidden.scale,    proj.scale};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
@@ -182,8 +196,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
   }
   return {dx, dfc, dfc_bias, dproj, dproj_bias};
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear_op));

@@ -2,7 +2,8 @@
 // costs the host is paid once, not for each of them; no kernel is another.
 //
 // The sum of the MLP and the stream is left to the next layer's first norm.
-#include "layernorm.h"
+#include "layer.h"
+
 #include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
@@ -69,47 +70,8 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// What the mask's entries, and the outputs, are.
-enum Gradient {
-  kStream,
-  kValues,
-  kValuesBias,
-  kNorm1Weight,
-  kNorm1Bias,
-  kQkvWeight,
-  kQkvBias,
-  kOutWeight,
-  kOutBias,
-  kNorm2Weight,
-  kNorm2Bias,
-  kFcWeight,
-  kFcBias,
-  kProjWeight,
-  kGradients
-};
-
 using Backward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                             Tensor, Tensor, Tensor>;
-
-// Whether the addend's gradient is another than the stream's: where it has another dtype, or elements were dropped.
-bool is_apart(const Tensor& dout, const Tensor& sum, const LayernormDropout& dropout) {
-  return is_mixed(dout, sum) || dropout.p > 0;
-}
-
-// The backward of an addition to the stream and the norm that follows it. Where the addend's gradient is the stream's,
-// .dresidual has no elements.
-LayernormGradients add_and_norm_backward(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum,
-                                         const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd,
-                                         bool need_dx, bool need_weight, bool need_bias, bool need_x_bias,
-                                         bool need_dresidual, const LayernormDropout& dropout) {
-  constexpr const char* op = "layer_backward";
-  std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
-  if (!is_apart(dout, sum, dropout)) {
-    mask[0] = need_dx || need_dresidual;
-    mask.resize(4);
-  }
-  return run_layernorm_backward(op, dout, dsum, "sum", sum, weight, mean, rstd, mask, dropout);
-}
 
 Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum_1, const Tensor& mean_1,
                            const Tensor& rstd_1, const Tensor& norm_1, const Tensor& qkv, const Tensor& attended,
@@ -143,7 +105,7 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
                                                                fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
   }
   const LayernormGradients second =
-      add_and_norm_backward(dnorm, dsum, sum_2, norm_2_weight, mean_2, rstd_2, true, mask[kNorm2Weight],
+      add_and_norm_backward(op, dnorm, dsum, sum_2, norm_2_weight, mean_2, rstd_2, true, mask[kNorm2Weight],
                             mask[kNorm2Bias], mask[kOutBias], true, out_dropout);
   const Tensor& dsum_1 = is_apart(dnorm, sum_2, out_dropout) ? second.dresidual : second.dx;
   Tensor dattended, dout_weight, dqkv, dqkv_weight, dqkv_bias;
@@ -158,10 +120,10 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
   if (!has_values) dnorm = cast(dnorm, sum_1.scalar_type());
   const OptionalTensor past = adds_past ? OptionalTensor(dsum_1) : std::nullopt;
   const LayernormGradients first =
-      through_norm_1
-          ? add_and_norm_backward(dnorm, past, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues], mask[kNorm1Weight],
-                                  mask[kNorm1Bias], mask[kValuesBias], mask[kStream], values_dropout)
-          : LayernormGradients{absent(dnorm), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
+      through_norm_1 ? add_and_norm_backward(op, dnorm, past, sum_1, norm_1_weight, mean_1, rstd_1, mask[kValues],
+                                             mask[kNorm1Weight], mask[kNorm1Bias], mask[kValuesBias], mask[kStream],
+                                             values_dropout)
+                     : LayernormGradients{absent(dnorm), absent(sum_1), absent(sum_1), absent(sum_1), absent(sum_1)};
   const bool apart = is_apart(dnorm, sum_1, values_dropout);
   const Tensor& dstream = adds_past ? apart ? first.dresidual : first.dx : dsum_1;
   const Tensor dvalues = apart || !adds_past ? first.dx : absent(dout);

@@ -39,11 +39,22 @@ void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   fn.template operator()<float, float16>();
 }
 
-// Layernorm of x, or of dropout(x + x_bias) + residual.
-inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
-                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-                                      const OptionalTensor& x_bias = std::nullopt,
-                                      const LayernormDropout& dropout = {}) {
+// What a norm is computed from, each dense; residual, weight, bias and x_bias may be absent.
+struct LayernormInputs {
+  Tensor x;
+  OptionalTensor residual;
+  OptionalTensor weight;
+  OptionalTensor bias;
+  OptionalTensor x_bias;
+  double eps;
+
+  // The dtype of the stream and of the parameters is this one's.
+  const Tensor& stream() const { return residual ? *residual : x; }
+};
+
+inline LayernormInputs check_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
+                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                       const OptionalTensor& x_bias, const LayernormDropout& dropout) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
   const bool mixed = residual && is_mixed(x, *residual);
@@ -61,30 +72,40 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
   check_shape(op, "bias", bias, {width_of(x)});
   check_shape(op, "x_bias", x_bias, {width_of(x)});
   dropout.check(op, "x", x);
+  return {dense(x), dense(residual), dense(weight), dense(bias), dense(x_bias), eps};
+}
 
-  const Launcher launcher(op, x);
-  const Tensor x_dense = dense(x);
-  const OptionalTensor residual_dense = dense(residual);
-  const OptionalTensor x_bias_dense = dense(x_bias);
-  const OptionalTensor weight_dense = dense(weight);
-  const OptionalTensor bias_dense = dense(bias);
-  LayernormOutputs outputs = {.out = allocate(shape_of(x), x),
-                              .sum = residual ? OptionalTensor(allocate(shape_of(x), stream)) : std::nullopt,
-                              .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
-                              .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
-  dispatch_layernorm(stream, x, [&]<typename T, typename X>() {
-    const LayernormForward<T, X> p{.out = pointer<X>(outputs.out),
-                                   .mean = pointer<accumulate_t<T>>(outputs.mean),
-                                   .rstd = pointer<accumulate_t<T>>(outputs.rstd),
-                                   .sum = pointer<T>(outputs.sum),
-                                   .x = pointer<X>(x_dense),
-                                   .residual = pointer<T>(residual_dense),
-                                   .x_bias = pointer<T>(x_bias_dense),
-                                   .weight = pointer<T>(weight_dense),
-                                   .bias = pointer<T>(bias_dense),
-                                   .rows = rows_of(x),
-                                   .width = width_of(x),
-                                   .eps = eps};
+// With `out` of no elements where it is not written.
+inline LayernormOutputs allocate_layernorm(const LayernormInputs& inputs, bool out_wanted) {
+  const Tensor& x = inputs.x;
+  return {.out = allocate_if(out_wanted, shape_of(x), x),
+          .sum = inputs.residual ? OptionalTensor(allocate(shape_of(x), inputs.stream())) : std::nullopt,
+          .mean = allocate(leading_shape(x), accumulate_dtype(x), x),
+          .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
+}
+
+// The kernel's arguments.
+template <typename T, typename X>
+LayernormForward<T, X> layernorm_pass(const LayernormInputs& inputs, const LayernormOutputs& outputs) {
+  return {.out = pointer<X>(outputs.out),
+          .mean = pointer<accumulate_t<T>>(outputs.mean),
+          .rstd = pointer<accumulate_t<T>>(outputs.rstd),
+          .sum = pointer<T>(outputs.sum),
+          .x = pointer<X>(inputs.x),
+          .residual = pointer<T>(inputs.residual),
+          .x_bias = pointer<T>(inputs.x_bias),
+          .weight = pointer<T>(inputs.weight),
+          .bias = pointer<T>(inputs.bias),
+          .rows = rows_of(inputs.x),
+          .width = width_of(inputs.x),
+          .eps = inputs.eps};
+}
+
+inline LayernormOutputs run_layernorm(const Launcher& launcher, const LayernormInputs& inputs,
+                                      const LayernormDropout& dropout) {
+  const LayernormOutputs outputs = allocate_layernorm(inputs, true);
+  dispatch_layernorm(inputs.stream(), inputs.x, [&]<typename T, typename X>() {
+    const LayernormForward<T, X> p = layernorm_pass<T, X>(inputs, outputs);
     if constexpr (!std::is_same_v<T, X>)
       launcher.check(layernorm_forward_mixed(p, dropout.arguments(), launcher.stream()));
     else if (dropout.p > 0)
@@ -93,6 +114,15 @@ inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const Opt
       launcher.check(layernorm_forward(p, launcher.stream()));
   });
   return outputs;
+}
+
+// Layernorm of x, or of dropout(x + x_bias) + residual.
+inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
+                                      const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                                      const OptionalTensor& x_bias = std::nullopt,
+                                      const LayernormDropout& dropout = {}) {
+  const LayernormInputs inputs = check_layernorm(op, x, residual, weight, bias, eps, x_bias, dropout);
+  return run_layernorm(Launcher(op, x), inputs, dropout);
 }
 
 struct LayernormGradients {

@@ -105,6 +105,13 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fp8_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, "
       "bool fast_accumulation=False) -> Tensor");
 
+  // layernorm, or with a residual residual_layernorm, with fp8_quantize of its output in e4m3. sum has no elements
+  // without a residual.
+  m.def(
+      "fp8_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? history, "
+      "bool transposed=False, float eps=1e-5, Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, "
+      "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
+
   // A layer's histories are those of its input and of its output's gradient; the second is for the backward. save says
   // which gradients will be wanted (of x and weight; of x, fc_weight, proj_weight, and any but proj's own): what they
   // need is returned, transposed.
@@ -190,6 +197,32 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, bool has_values=True, "
       "bool adds_past=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
       "Tensor, Tensor, Tensor, Tensor)");
+
+  // The same with float8 products and GELU's tanh form. Histories are four: of the inputs of the layers of qkv_weight,
+  // out_weight, fc_weight and proj_weight, and of their outputs' gradients, which are for the backward. saved is what
+  // the backward takes besides sum_1 (the stream, without values) and sum_2. Where not adds_past, the gradient of sum_2
+  // is not added to the stream's, and takes the place of the values'.
+  m.def(
+      "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
+      "Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, Tensor? norm_2_weight, "
+      "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor(a!)[] histories, "
+      "Tensor[] dout_histories, int num_heads, float? scale, float eps_1, float eps_2, float values_dropout_p=0.0, "
+      "Tensor? values_seed=None, Tensor? values_offset=None, float attention_dropout_p=0.0, "
+      "Tensor? attention_seed=None, Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, "
+      "Tensor? out_offset=None) -> (Tensor out, Tensor sum_1, Tensor sum_2, Tensor mean_1, Tensor rstd_1, "
+      "Tensor norm_1_t, Tensor norm_1_scale, Tensor qkv_weight_t, Tensor qkv_weight_scale, Tensor qkv, "
+      "Tensor attended, Tensor logsumexp, Tensor attended_t, Tensor attended_scale, Tensor out_weight_t, "
+      "Tensor out_weight_scale, Tensor mean_2, Tensor rstd_2, Tensor norm_2_t, Tensor norm_2_scale, "
+      "Tensor fc_weight_t, Tensor fc_weight_scale, Tensor pre_gelu, Tensor hidden_t, Tensor hidden_scale, "
+      "Tensor proj_weight_t, Tensor proj_weight_scale)");
+  m.def(
+      "fp8_layer_backward(Tensor dout, Tensor? dsum, Tensor sum_1, Tensor sum_2, Tensor[] saved, "
+      "Tensor? norm_1_weight, Tensor? norm_2_weight, Tensor(a!)[] histories, int num_heads, float? scale, "
+      "bool adds_past, bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, "
+      "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
+      "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) "
+      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
 
   // The logits that follow each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values go to
   // keys_values (L, 2, B, NH, capacity, HS), which has those of the tokens before; B is at most 8. layers has, for each

@@ -306,10 +306,31 @@ def test_float8_products_have_half_the_floor():
         Launch("fp8_mlp", 3, mlp, "nvjet_a", 1e-6),
         *(Launch("fp8_mlp_backward", 4, mlp_backward, "nvjet_a", 1e-6) for _ in range(4)),
     ]
-    got = {(p.op, p.what): p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10)}
+    rates = Rates(bytes=1, flops=1)
+    got = {(p.op, p.what): p.floor for p in pieces(found, rates, itemsize=2, parameters=10)}
     assert got.pop(("fp8_linear", "quantisation")) == 0
     assert len(got) == 1 + 2 + 2 + 4
     assert set(got.values()) == {rows * inner * hidden}
+
+    x, width = (2, 32, inner), (inner,)
+    layer = (x, x, width, width, width, (48, inner), (48,), (inner, inner), width, width, width)
+    layer = *layer, (64, inner), (64,), (inner, 64)
+    kernels = ["fp8_layernorm_kernel", "nvjet_a", "attention_a", "nvjet_a", "fp8_layernorm_kernel", "fp8_gelu", "nvjet"]
+    found = [Launch("fp8_layer", 1, layer, kernel, 1e-6) for kernel in kernels]
+    kernels = [*["nvjet_a"] * 4, "layernorm_backward_kernel", *["nvjet_a"] * 2, "attention_a", *["nvjet_a"] * 2]
+    found += [Launch("fp8_layer_backward", 2, (x,), kernel, 1e-6) for kernel in kernels]
+    got = [(p.op, p.what, p.floor) for p in pieces(found, rates, itemsize=2, parameters=10)]
+    terms, norms, of_attention = rows * inner, 2 * 4 * 2 * rows * inner, 2 * 32 * 32 * inner
+    assert {(what, floor) for op, what, floor in got if op == "fp8_layer"} == {
+        *(("qkv", 48 * terms), ("attention's out", inner * terms), ("fc and GELU", 64 * terms), ("proj", 64 * terms)),
+        *(("norms", norms), ("attention", 2 * of_attention)),
+    }
+    wide = {"dattended": inner, "dout_weight": inner, "qkv's dx": 48, "dqkv_weight": 48}
+    wide |= dict.fromkeys(("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"), 64)
+    assert {(what, floor) for op, what, floor in got if op == "fp8_layer_backward"} == {
+        *((what, width * terms) for what, width in wide.items()),
+        *(("norms", norms), ("attention", 5 * of_attention)),
+    }
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------

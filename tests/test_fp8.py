@@ -175,6 +175,95 @@ def test_quantisation_is_deterministic(fp8, device):
     assert_same_bits(lambda: tuple(map(bits, ops.fp8_quantize(x, None, fp8, True)[:2])))
 
 
+# ---- the norm's output -----------------------------------------------------------------------------------------------
+
+
+def norm_inputs(shape, dtype, device, residual):
+    """x, residual, weight, bias and x_bias."""
+    vectors = [randn(shape[-1], dtype=dtype, device=device) for _ in range(3)]
+    x, stream = (randn(*shape, dtype=dtype, device=device) for _ in range(2))
+    return (x, stream, *vectors) if residual else (x, None, *vectors[:2], None)
+
+
+def composed_norm(x, residual, weight, bias, history, x_bias):
+    """The operators that the fused one stands for."""
+    if residual is None:
+        out, *statistics = ops.layernorm(x, weight, bias, 1e-5)
+        sum = x.new_empty(0)
+    else:
+        out, sum, *statistics = ops.residual_layernorm(x, residual, weight, bias, 1e-5, x_bias)
+    return *ops.fp8_quantize(out, history, E4M3, True), sum, *statistics
+
+
+def assert_same_outputs(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        eight = ours.dtype in (E4M3, E5M2)
+        assert torch.equal(bits(ours), bits(theirs)) if eight else torch.equal(ours, theirs)
+
+
+NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280), (33, 1600), (20, 2048), (9000, 768)]
+
+
+@all_dtypes
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+def test_norm_is_its_parts(shape, residual, dtype, device):
+    """Bit for bit, and so are the histories: the first call has none, and in the last values saturate."""
+    if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
+        pytest.skip("takes seconds")
+    ours, theirs = new_history(device), new_history(device)
+    for size in (0.1, 1.0, 1.0, 30.0):
+        x, stream, weight, bias, x_bias = norm_inputs(shape, dtype, device, residual)
+        bias = size * bias
+        found = ops.fp8_layernorm(x, stream, weight, bias, ours, True, 1e-5, x_bias)
+        assert_same_outputs(found, composed_norm(x, stream, weight, bias, theirs, x_bias))
+        assert torch.equal(ours, theirs)
+    x, stream, weight, bias, x_bias = norm_inputs(shape, dtype, device, residual)
+    for some in ((weight, None, None), (None, bias, x_bias), (None, None, None)):
+        found = ops.fp8_layernorm(x, stream, *some[:2], None, True, 1e-5, some[2])
+        assert_same_outputs(found, composed_norm(x, stream, *some[:2], None, some[2]))
+
+
+def test_norm_without_the_transposed_copy(device):
+    x, stream, weight, bias, x_bias = norm_inputs((40, 64), torch.bfloat16, device, True)
+    for history in (None, new_history(device)):
+        q, q_t, *rest = ops.fp8_layernorm(x, stream, weight, bias, history, False, 1e-5, x_bias)
+        expected = ops.fp8_layernorm(x, stream, weight, bias, None, True, 1e-5, x_bias)
+        assert q_t.numel() == 0
+        assert_same_outputs((q, *rest), (expected[0], *expected[2:]))
+
+
+def test_norm_with_nan(device):
+    """A diverged row shows, and does not count in the scale; a norm of zeros has scale 1."""
+    x, stream, weight, bias, x_bias = norm_inputs((40, 64), torch.bfloat16, device, True)
+    x[3, 5] = math.nan
+    ours, theirs = new_history(device), new_history(device)
+    for _ in range(2):
+        found = ops.fp8_layernorm(x, stream, weight, bias, ours, True, 1e-5, x_bias)
+        expected = composed_norm(x, stream, weight, bias, theirs, x_bias)
+        assert found[0].float()[3].isnan().all()
+        for a, b in zip(found[:2], expected[:2], strict=True):
+            assert same_but_for_nan(bits(a), bits(b))
+        assert torch.equal(found[2], expected[2])
+        assert torch.equal(ours, theirs)
+    zero = torch.zeros_like(weight)
+    q, q_t, scale, *_ = ops.fp8_layernorm(x[:3], stream[:3], zero, zero, None, True)
+    assert not q.float().any()
+    assert not q_t.float().any()
+    assert scale.item() == 1
+
+
+@all_dtypes
+def test_norm_with_dropout(dtype, device):
+    x, stream, weight, bias, x_bias = norm_inputs((40, 64), dtype, device, True)
+    numbers = [torch.tensor(i, device=device) for i in (5, 7)]
+    found = ops.fp8_layernorm(x, stream, weight, bias, None, True, 1e-5, x_bias, 0.2, *numbers)
+    out, sum, *statistics = ops.residual_layernorm(x, stream, weight, bias, 1e-5, x_bias, 0.2, *numbers)
+    assert_same_outputs(found, (*ops.fp8_quantize(out, None, E4M3, True), sum, *statistics))
+
+
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
@@ -399,6 +488,8 @@ def test_opcheck(dtype, device):
     histories = [new_history(device) for _ in range(4)]
     check(ops.fp8_quantize, (x, None, E4M3, True))
     check(ops.fp8_quantize, (x, histories[0], E5M2))
+    check(ops.fp8_layernorm, (x, x, x[0], x[0], histories[0], True), test_utils=WITHOUT_PRODUCTS)
+    check(ops.fp8_layernorm, (x, None, None, None, None), test_utils=WITHOUT_PRODUCTS)
     (a, scale_a), (b, scale_b) = operand(20, 32, E5M2, device), operand(16, 32, E4M3, device)
     check(ops.fp8_matmul, (a, b, scale_a, scale_b, None, dtype), test_utils=WITHOUT_PRODUCTS)
     for args in (x, weight, bias, None, None, [True, True]), (x, weight, None, *histories[:2], [False, False]):
@@ -428,6 +519,10 @@ def test_bad_input(device):
         (lambda: ops.fp8_quantize(x, None, torch.float16), "dtype must be float8_e4m3fn or float8_e5m2, got float16"),
         (lambda: ops.fp8_quantize(x, bias, E4M3), "history must be int32"),
         (lambda: ops.fp8_quantize(x, new_history(device)[:4], E4M3), r"history must have shape \(18\)"),
+        (lambda: ops.fp8_layernorm(x.double(), None, None, None, None), "x must be float32, bfloat16 or float16"),
+        (lambda: ops.fp8_layernorm(x, None, bias, None, None), r"weight must have shape \(32\)"),
+        (lambda: ops.fp8_layernorm(x, x, None, None, few), r"history must have shape \(18\)"),
+        (lambda: ops.fp8_layernorm(x, None, None, None, None, x_bias=x[0]), "x_bias and dropout_p are of an addition"),
         (lambda: ops.fp8_matmul(x, w, one, one, None, torch.float32), "a must be float8"),
         (lambda: ops.fp8_matmul(q, w[:40], one, one, None, torch.float32), "multiple of 16 .*got 40"),
         (lambda: ops.fp8_matmul(q[:, :8], w[:, :8], one, one, None, torch.float32), "multiple of 16 .*got 8"),

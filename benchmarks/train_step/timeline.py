@@ -25,6 +25,11 @@ PRODUCTS = {
     "linear_cross_entropy": ["logits", "dx", "dweight"],
 }
 PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "linear_backward", "mlp", "mlp_backward")}
+PRODUCTS["fp8_layer"] = ["qkv", "attention's out", "fc and GELU", "proj"]
+PRODUCTS["fp8_layer_backward"] = [
+    *("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"),
+    *("dattended", "dout_weight", "qkv's dx", "dqkv_weight"),
+]
 
 
 class Launch(NamedTuple):
@@ -143,6 +148,8 @@ def _what(launch: Launch, products: collections.Counter) -> str:
         return ""
     parts = {"column_sum": "column sums", "partial_sums": "column sums", "fused_classifier": "classifier"}
     parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude"}
+    if launch.op.startswith("fp8_layer"):
+        parts |= {"layernorm": "norms", "attention": "attention"}
     return next((what for part, what in parts.items() if part in launch.kernel), "other")
 
 
@@ -154,6 +161,11 @@ class Sizes(NamedTuple):
     updates: int
 
 
+def attention(op, b, t, c) -> int:
+    """Half of the products, by the causal mask."""
+    return (5 if op.endswith("backward") else 2) * b * t * t * c
+
+
 def least(op, what, shapes, sizes) -> tuple[int, int]:
     """Bytes that one call must move, and flops; 0 for what could be part of another pass."""
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
@@ -163,7 +175,11 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
         return 0, flops // 2 if op.startswith("fp8") else flops  # the rate is of 16 bits
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
-        return 0, (2 if op == "attention" else 5) * b * t * t * (c3 // 3)  # half of the products, by the causal mask
+        return 0, attention(op, b, t, c3 // 3)
+    if op.startswith("fp8_layer") and what == "attention":
+        return 0, attention(op, *shapes[0])
+    if op.startswith("fp8_layer") and what == "norms":  # two; float8 numbers twice in place of 16 bits once
+        return 2 * 4 * n * itemsize, 0
     passes = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3, "encoder": 2}
     if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
         return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0
@@ -186,6 +202,13 @@ def _x_and_weight(op, what, shapes):
         return shapes[0], (shapes[1][0], shapes[0][-1])
     if op == "fp8_mlp_backward":  # dout, what GELU is of
         return shapes[0], (shapes[1][-1], shapes[0][-1])
+    if op == "fp8_layer":
+        x, weights = shapes[0], dict(zip(PRODUCTS[op], (shapes[i] for i in (5, 7, 11, 13)), strict=True))
+        return (*x[:-1], weights[what][1]), weights[what]
+    if op == "fp8_layer_backward":  # which has lists of tensors, whose shapes are not known: those of a GPT-2
+        dout, c = shapes[0], shapes[0][-1]
+        wide = {"dattended": c, "dout_weight": c, "qkv's dx": 3 * c, "dqkv_weight": 3 * c}
+        return dout, (wide.get(what, 4 * c), c)
     if op in ("mlp", "fp8_mlp"):
         x, fc, _, proj = shapes[:4]
         return (x, fc) if what.startswith("fc") else ((*x[:-1], fc[0]), proj)

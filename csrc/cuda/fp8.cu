@@ -1,11 +1,10 @@
-#include <cuda_fp8.h>
-
 #include "../fp8.h"
 #include "../fp8_scale.h"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
 #include "common/partial_sums.cuh"
 #include "common/reduce.cuh"
+#include "fp8_bytes.cuh"
 #include "fp8_history.cuh"
 #include "gelu.cuh"
 
@@ -92,18 +91,6 @@ struct Part {
   }
 };
 
-// The largest over the block, in thread 0.
-__device__ float block_largest(float magnitude) {
-  __shared__ float warps[kWarps];
-  magnitude = warp_reduce<FiniteMax>(magnitude);
-  __syncthreads();
-  if (threadIdx.x % kWarp == 0) warps[threadIdx.x / kWarp] = magnitude;
-  __syncthreads();
-  if (threadIdx.x == 0)
-    for (int i = 1; i < kWarps; ++i) magnitude = fmaxf(magnitude, warps[i]);
-  return magnitude;
-}
-
 template <typename T>
 __device__ bool is_made(const Fp8Quantize<T>& p) {
   return p.made.done && *p.made.done;
@@ -134,35 +121,12 @@ __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize
     for (int k = 0; k < kSide; ++k)
       amax = fmaxf(amax, fabsf(finite_or_nan(Source::template of<T>(values[k], others[k]))));
   }
-  amax = block_largest(amax);
+  amax = block_largest<kWarps>(amax);
   if (threadIdx.x == 0) largest[blockIdx.x] = amax;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
 // The pass.
-
-// Eight numbers as float8, the first in the lowest byte. (NaN is not changed by the conversion, and infinities have
-// been made NaN.)
-__device__ uint2 to_fp8(const float (&values)[kSide], __nv_fp8_interpretation_t format) {
-  uint32_t halves[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t low = __nv_cvt_float2_to_fp8x2({values[4 * i], values[4 * i + 1]}, __NV_SATFINITE, format);
-    const uint32_t high = __nv_cvt_float2_to_fp8x2({values[4 * i + 2], values[4 * i + 3]}, __NV_SATFINITE, format);
-    halves[i] = low | high << 16;
-  }
-  return {halves[0], halves[1]};
-}
-
-// Word i holds row i; afterwards it holds column i.
-__device__ void transpose_bytes(uint32_t (&words)[4]) {
-  const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
-  const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);
-  words[0] = __byte_perm(low01, low23, 0x5410);
-  words[1] = __byte_perm(low01, low23, 0x7632);
-  words[2] = __byte_perm(high01, high23, 0x5410);
-  words[3] = __byte_perm(high01, high23, 0x7632);
-}
 
 // A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 4 (column / 8),
 // so that the lanes of a store, which have four bands and all values of column / 8, write to different banks.
@@ -225,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   if (bits == 0) {
     float amax = 0;
     for (int i = threadIdx.x; i < count; i += kThreads) amax = fmaxf(amax, largest[i]);
-    bits = __float_as_int(block_largest(amax));
+    bits = __float_as_int(block_largest<kWarps>(amax));
   }
   if (threadIdx.x == 0) shared_bits = bits;
   __syncthreads();
@@ -272,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   }
 
   if (p.history) {
-    amax = block_largest(amax);
+    amax = block_largest<kWarps>(amax);
     if (threadIdx.x == 0) note_largest(p.history, __float_as_int(amax));
   }
   if (p.column_sums == nullptr) return;

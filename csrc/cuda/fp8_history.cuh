@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../fp8.h"
+#include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
 
@@ -17,6 +18,20 @@ __device__ inline int32_t history_largest(const int32_t* history) {
 #pragma unroll
     for (int i = 0; i < kFp8Calls; ++i) bits = max(bits, history[i]);
   return bits;
+}
+
+// The largest over a block of kWarps warps, which may have two dimensions; in its first thread.
+template <int kWarps>
+__device__ float block_largest(float magnitude) {
+  __shared__ float warps[kWarps];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  magnitude = warp_reduce<FiniteMax>(magnitude);
+  __syncthreads();
+  if (thread % kWarp == 0) warps[thread / kWarp] = magnitude;
+  __syncthreads();
+  if (thread == 0)
+    for (int i = 1; i < kWarps; ++i) magnitude = fmaxf(magnitude, warps[i]);
+  return magnitude;
 }
 
 // The last block to come here moves the history on.

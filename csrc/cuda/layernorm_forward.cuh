@@ -110,6 +110,38 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
+// The row of dropout(x + x_bias) + residual, rounded to T, which it also stores.
+template <typename R, typename X, typename Draw>
+__device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
+                             const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
+  constexpr int kVec = R::kVec;
+  const int width = static_cast<int>(p.width);
+  auto* sum = p.sum + row * p.width;
+  x_packs.each(width, [&](int i, float (&x)[kVec]) {
+    if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + R::column(i)));
+    draw.apply(x, row * width + R::column(i));
+    add_pack(x, residual.packs[i]);
+    packs.packs[i] = narrow<typename R::T>(x);
+    store<kVec>(sum + R::column(i), packs.packs[i]);
+  });
+}
+
+// What follows is written with explicit roundings, so that every kernel has the same bits: the compiler would choose in
+// each what to contract.
+
+template <typename T, typename X>
+__device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, const Moments<float>& m) {
+  store_statistic(p.mean + row, __fadd_rn(m.mean, m.rest));
+  store_statistic(p.rstd + row, m.rstd);
+}
+
+// `offset` is -rest * rstd.
+template <int kVec>
+__device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offset, const float (&weight)[kVec],
+                          const float (&bias)[kVec]) {
+  for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
+}
+
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
 // evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache; kept in
 // registers they would leave room for fewer rows per SM.
@@ -127,29 +159,19 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
   x_packs.load(p.x + row * width, width);
   if constexpr (kResidual) {
     residual.load(p.residual + row * width, width);
-    auto* sum = p.sum + row * p.width;
-    x_packs.each(width, [&](int i, float (&x)[kVec]) {
-      if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + R::column(i)));
-      draw.apply(x, row * width + R::column(i));
-      add_pack(x, residual.packs[i]);
-      packs.packs[i] = narrow<typename R::T>(x);
-      store<kVec>(sum + R::column(i), packs.packs[i]);
-    });
+    add_residual(packs, x_packs, residual, p, row, draw);
   } else {
     packs = x_packs;
   }
   const Moments<float> m = row_moments(packs, width, inverse, p.eps);
-  if (R::Team::thread() == 0) {
-    store_statistic(p.mean + row, m.mean + m.rest);
-    store_statistic(p.rstd + row, m.rstd);
-  }
+  if (R::Team::thread() == 0) store_statistics(p, row, m);
   const float offset = -m.rest * m.rstd;
   auto* out = p.out + row * width;
   const auto write = [&](auto both) {
     packs.each(width, [&](int i, float (&x)[kVec]) {
       float weight[kVec], bias[kVec];
       load_affine<both.value>(weight, bias, p, R::column(i));
-      for (int k = 0; k < kVec; ++k) x[k] = ((x[k] - m.mean) * m.rstd + offset) * weight[k] + bias[k];
+      normalize(x, m, offset, weight, bias);
       store_row_pack<kVec>(out + R::column(i), x);
     });
   };

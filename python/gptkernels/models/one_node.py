@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gptkernels import _fp8_layer_node as fp8
 from gptkernels import functional, nn
 from gptkernels._layer_node import NONE, Dropout, Plan, apply_layer, dtypes_of
 from gptkernels._modules import are_unmodified
@@ -46,8 +47,9 @@ def run(
     c_attn, attn_proj, c_fc, mlp_proj = of_attn["c_attn"], of_attn["c_proj"], of_mlp["c_fc"], of_mlp["c_proj"]
     if not are_unmodified((c_attn, nn.Linear), (attn_proj, nn.Linear), (c_fc, nn.Linear), (mlp_proj, nn.Linear)):
         return None
-    if any(linear.__dict__["_buffers"] for linear in (c_attn, attn_proj, c_fc, mlp_proj)):
-        return None  # more than a weight and a bias: another product than this
+    histories = _histories(c_attn, attn_proj, c_fc, mlp_proj)
+    if histories is None:
+        return None
     proj_weight, last_bias = _parameters(mlp_proj)
     parameters = (
         *(*_parameters(ln_1), *_parameters(c_attn), *_parameters(attn_proj)),
@@ -65,14 +67,39 @@ def run(
         and (values is None or (type(values) in PLAIN and values.shape == shape))
     ):
         return None
-    plan = Plan((ln_1.eps, ln_2.eps), heads, None, mlp.activation != "gelu", False, dtypes.low, False)
+    if histories and not (
+        fp8.serves(dtypes, parameters) and mlp.activation != "gelu" and (values is None or values.dtype == stream.dtype)
+    ):
+        return None
+    epsilons = ln_1.eps, ln_2.eps
     dropouts = (
         NONE if dropout is None else _draw(dropout.p, dropout, stream),
         _draw(attn.dropout, attn, stream),
         _draw(resid_dropout.p, resid_dropout, stream),
     )
+    if histories:
+        eight = fp8.Plan(epsilons, heads, histories[::2], histories[1::2])
+        stream, values = fp8.apply_fp8_layer(eight, dropouts, stream, values, bias, *parameters)
+        return stream, values, last_bias
+    plan = Plan(epsilons, heads, None, mlp.activation != "gelu", False, dtypes.low, False)
     stream, values, _, _ = apply_layer(plan, dropouts, None, stream, values, bias, *parameters)
     return stream, values, last_bias
+
+
+def _histories(*layers: nn.Linear) -> list[Tensor] | None:
+    """Both histories of each, if all multiply float8 numbers; none if no layer does.
+
+    None where a layer has other buffers, or some multiply float8 numbers: other products than a node's.
+    """
+    found: list[Tensor] = []
+    for layer in layers:
+        buffers = layer.__dict__["_buffers"]
+        if not buffers:
+            continue
+        if tuple(buffers) != nn.Linear.HISTORIES or not layer.multiplies_fp8():
+            return None
+        found += buffers.values()
+    return found if len(found) in (0, 2 * len(layers)) else None
 
 
 def _parameters(module: torch.nn.Module) -> tuple[Any, Any]:

@@ -455,6 +455,27 @@ def fp8_quantize(draw: Draw) -> Call:
     return Call(read_back, formula, formula, (x,), [call(ops.fp8_quantize, x, history, FP8, True)])
 
 
+@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+def fp8_layernorm(draw: Draw) -> Call:
+    """Torch's is rounded to eight bits, the formula is not."""
+    n, c = draw.of((2, 4), (19, 33), (96, 256))
+    x, residual, weight, bias = draw.normal(n, c), draw.normal(n, c), draw.normal(c), draw.normal(c)
+    history = torch.zeros(18, dtype=torch.int32, device=draw.device)
+
+    def ours(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        q, _, scale, *_ = ops.fp8_layernorm(x, residual, weight, bias, None)
+        return (q.to(torch.float32) * scale).to(x.dtype)
+
+    def torchs(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return read_back(F.layer_norm(x + residual, (c,), weight, bias, EPS))
+
+    def exact(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return normed(x + residual, weight, bias)
+
+    calls = [call(ops.fp8_layernorm, x, residual, weight, bias, history, True)]
+    return Call(ours, torchs, exact, (x, residual, weight, bias), calls)
+
+
 @case(differentiable=False, dtypes=(torch.bfloat16,))
 def fp8_matmul(draw: Draw) -> Call:
     n, inner, width = draw.of((2, 16, 16), (19, 48, 32), (96, 128, 256))
@@ -684,6 +705,47 @@ def layer(draw: Draw) -> Call:
         call(ops.layer_backward, out, stream, *kept, *weights_used, heads, None, "tanh", [True] * 14),
     ]
     return Call(ours, formula, formula, args, calls)
+
+
+@case(differentiable=False, dtypes=(torch.bfloat16,))
+def fp8_layer(draw: Draw) -> Call:
+    """As ``layer``; torch's has the operands of products rounded to eight bits, the formula has not."""
+    b, t, c, heads = draw.of((1, 2, 16, 2), (2, 7, 48, 3), (2, 64, 192, 3))
+    stream, values, values_bias = draw.normal(b, t, c), draw.normal(b, t, c), draw.normal(c)
+    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
+    *weights, proj_weight, _ = (
+        draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])
+    )
+    args = stream, values, values_bias, *weights, proj_weight
+    histories = [torch.zeros(18, dtype=torch.int32, device=draw.device) for _ in range(8)]
+
+    def options() -> tuple[Any, ...]:
+        copies = [t.clone() for t in histories]
+        return copies[:4], copies[4:], heads, None, EPS, EPS
+
+    def ours(*args: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = ops.fp8_layer(*args, *options())
+        return outputs[0], outputs[2]
+
+    def by_parts(linear: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, Tensor]:
+        stream, values, values_bias, w1, b1, qkv_w, qkv_b, out_w, out_b, w2, b2, fc_w, fc_b, proj_w = args
+        x = values + values_bias + stream
+        qkv = linear(normed(x, w1, b1), qkv_w, qkv_b)
+        query, key, value = qkv.view(b, t, 3, heads, -1).transpose(1, 3).unbind(2)
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = linear(attended.transpose(1, 2).reshape(b, t, c), out_w, out_b) + x
+        return linear(tanh_gelu(linear(normed(x, w2, b2), fc_w, fc_b)), proj_w, None), x
+
+    def torchs(*args: Tensor) -> tuple[Tensor, Tensor]:
+        return by_parts(lambda x, weight, bias: F.linear(read_back(x), read_back(weight), bias), *args)
+
+    out, sum_1, sum_2, *saved = ops.fp8_layer(*args, *options())
+    kept = sum_1, sum_2, saved, weights[0], weights[6], histories[4:]
+    calls = [
+        call(ops.fp8_layer, *args, *options()),
+        call(ops.fp8_layer_backward, out, stream, *kept, heads, None, True, [True] * 14),
+    ]
+    return Call(ours, torchs, partial(by_parts, F.linear), args, calls)
 
 
 @case(differentiable=False)

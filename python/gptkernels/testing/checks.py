@@ -123,7 +123,8 @@ def opcheck(case: Case, device: torch.device) -> None:
     """``torch.library.opcheck`` of the op and of those of its derivative: schema, fake, autograd, tracing."""
     for op, args, kwargs in case.draw(Draw(SMALL, torch.float32, device, 1)).calls:
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
-        eight_bits = any(isinstance(a, Tensor) and a.is_floating_point() and a.element_size() == 1 for a in args)
+        tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        eight_bits = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
         differentiable = not written and not eight_bits and op not in WITHOUT_DERIVATIVE
         tests = WITHOUT_PRODUCTS if eight_bits else ALL_TESTS
         torch.library.opcheck(op, tuple(_leaf(a, differentiable) for a in args), kwargs, test_utils=tests)

@@ -1,0 +1,22 @@
+// A norm whose output is float8, for a product that follows. See docs/fp8.md.
+#pragma once
+
+#include "fp8.h"
+#include "layernorm.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+
+struct Fp8Layernorm {
+  Quantized out;       // e4m3
+  OptionalTensor sum;  // only with a residual
+  Tensor mean;
+  Tensor rstd;
+};
+
+// run_layernorm, and quantize of its output rounded to x's dtype; in one kernel where there is one.
+Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
+                               const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                               const OptionalTensor& x_bias, const LayernormDropout& dropout,
+                               const OptionalTensor& history, bool transposed);
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE
