@@ -50,6 +50,17 @@ def test_against_the_formula(options, vocabulary, dtype, device):
     assert torch.equal(sample(logits, noise, *options), formula(logits, noise, *options))
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 47, 48, 49, 200, 256, 257, 3000])
+@pytest.mark.parametrize("vocabulary", [300, 8192, 50257, 70000])
+def test_every_way_to_find_the_top_k(vocabulary, top_k, device):
+    """Also where all of the largest are in one place, and where there are more of them than candidates."""
+    logits, noise = draws(3, vocabulary, torch.bfloat16, device)
+    logits[1] = torch.linspace(-5, 5, vocabulary).to(logits)
+    logits[2].clamp_(max=0.5)
+    for options in ((0.7, top_k), (1.0, top_k, 0.6)):
+        assert torch.equal(sample(logits, noise, *options), formula(logits, noise, *options))
+
+
 @all_dtypes
 def test_the_likeliest(dtype, device):
     logits, _ = draws(6, 5000, dtype, device)

@@ -2,7 +2,8 @@
 //
 // A small top_k: each warp has its largest x, and the k-th largest of these is not above the k-th largest of all x. So
 // the x not below it, few more than k, are candidates. The first block takes them, counts for each how many are larger,
-// and draws.
+// and draws. The blocks send each other what they find, and wait for it by barriers in shared memory that count bytes:
+// a barrier of all their threads takes longer.
 //
 // Otherwise, what top_k and top_p leave is found by a radix search for the smallest x that is left: of all x by their
 // first 8 bits, then of those with these bits by the next 8, and so on. What is counted are integers, so that the sums
@@ -23,7 +24,7 @@ constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kBlocks = 8;         // of a cluster
 constexpr int kKept = 8192;        // x of a block in shared memory: all of 65536 logits; further ones are read again
-constexpr int kCandidates = 1024;  // at most, or the radix search is made
+constexpr int kCandidates = 1024;  // at most, of each block an equal part, or the radix search is made
 constexpr int kDigits = 256;
 constexpr int kPasses = 4;
 using Count = unsigned long long;
@@ -38,13 +39,14 @@ __device__ int block_rank() {
 #endif
 }
 
-__device__ int block_count() {
+constexpr int block_count() {
 #if __CUDA_ARCH__ >= 900
-  return static_cast<int>(cluster_blocks());
+  return kBlocks;
 #else
   return 1;
 #endif
 }
+constexpr int kStep = block_count() * kThreads;  // from one x of a thread to its next
 
 // The two halves of a barrier of all blocks' threads.
 __device__ void all_blocks_arrive() {
@@ -86,59 +88,79 @@ __device__ V read_block(const V* shared, int rank) {
 #endif
 }
 
-// Writes 4 or 8 bytes to the variable of another block.
+// Writes 4 or 8 bytes to the variable of another block, whose `arrived` counts them.
 template <typename V>
-__device__ void write_block(V* shared, const V& value, int rank) {
+__device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64_t* arrived,
+                              [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
-  static_assert(sizeof(V) == 4 || sizeof(V) == 8);
-  if constexpr (sizeof(V) == 4)
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(in_block(shared, rank)),
-                 "r"(reinterpret_cast<const uint32_t&>(value))
-                 : "memory");
-  else
-    asm volatile("st.shared::cluster.b64 [%0], %1;" ::"r"(in_block(shared, rank)),
-                 "l"(reinterpret_cast<const uint64_t&>(value))
-                 : "memory");
+  store_in_block(shared, value, arrived, rank);
 #else
   *shared = value;
 #endif
 }
 
-// Adds one to the variable of another block, and returns what it was.
-__device__ unsigned count_block(unsigned* shared, int rank) {
+// Tells another block's `arrived` how many bytes this one sends.
+__device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] unsigned bytes,
+                                  [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
-  unsigned before;
-  asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "r"(in_block(shared, rank))
-               : "memory");
-  return before;
+  asm volatile(
+      "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(in_block(arrived, rank)),
+      "r"(bytes)
+      : "memory");
+#endif
+}
+
+// Waits until this block has all that was announced.
+__device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
+#if __CUDA_ARCH__ >= 900
+  mbarrier_wait(arrived, 0);
+  __syncwarp();
 #else
-  return atomicAdd(shared, 1u);
+  __syncthreads();
 #endif
 }
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
-// What may be the largest: of equal ones the lower index, of NaN and a number the NaN.
+// An unsigned number for each x that is larger for a larger x, and the largest for NaN.
+__device__ uint32_t key_of(float x) {
+  if (isnan(x)) return ~0u;
+  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ float value_of(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
+}
+
+__device__ float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+#else
+  return isnan(a) || a > b ? a : b;
+#endif
+}
+
+// What may be the largest: of equal ones the lower index.
 struct alignas(8) Best {
-  float value;
+  uint32_t key;
   int index;
 };
-constexpr Best kNone = {-INFINITY, 0x7FFFFFFF};
+constexpr Best kNone = {0, 0x7FFFFFFF};
 
 __device__ bool better(const Best& a, const Best& b) {
-  if (isnan(a.value) || isnan(b.value)) return isnan(a.value) && !isnan(b.value);
-  return a.value > b.value || (a.value == b.value && a.index < b.index);
+  return a.key > b.key || (a.key == b.key && a.index < b.index);
 }
 
 struct Candidates {
-  float x[kCandidates];
+  alignas(16) float x[kCandidates];
   int index[kCandidates];
 };
 
 struct Shared {
-  float kept[kKept];
+  alignas(16) float kept[kKept];
   Best warps[2][kBlocks * kWarps];  // of all blocks; two, so that none is overwritten while it is read
   union {                           // one or the other way to search
     Count histograms[kPasses][kDigits];
@@ -146,31 +168,53 @@ struct Shared {
   };
   union {
     Count totals[kDigits];  // of all blocks
-    uint32_t keys[kBlocks * kWarps];
+    alignas(16) uint32_t keys[kBlocks * kWarps];
   };
   int digit;
   Count wanted;
-  unsigned count;  // of candidates
+  unsigned count;  // of this block's candidates
   uint32_t least;  // of them
+  unsigned counts[kBlocks];
+  uint64_t warps_arrived[2], candidates_arrived;
 };
-static_assert(kDigits <= kThreads && kCandidates <= kThreads);
+static_assert(kDigits <= kThreads && kCandidates == kThreads);
+
+// To be called by one thread, before the block takes part in a barrier of all blocks.
+__device__ void begin(Shared& shared) {
+  shared.count = 0;
+  shared.least = ~0u;
+#if __CUDA_ARCH__ >= 900
+  for (uint64_t& arrived : shared.warps_arrived) mbarrier_init(&arrived);
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&shared.candidates_arrived)),
+               "r"(block_count())
+               : "memory");
+  mbarrier_init_fence();
+  for (uint64_t& arrived : shared.warps_arrived)
+    mbarrier_expect(&arrived, static_cast<unsigned>(block_count() * kWarps * sizeof(Best)));
+#endif
+}
 
 __device__ Best best_of_warp(Best best) {
+#if __CUDA_ARCH__ >= 800
+  const uint32_t key = __reduce_max_sync(~0u, best.key);
+  return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNone.index)};
+#else
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const Best other = {__shfl_xor_sync(~0u, best.value, offset), __shfl_xor_sync(~0u, best.index, offset)};
+    const Best other = {__shfl_xor_sync(~0u, best.key, offset), __shfl_xor_sync(~0u, best.index, offset)};
     if (better(other, best)) best = other;
   }
   return best;
+#endif
 }
 
 // The best over all blocks, returned to every thread; the best of each warp stays in shared.warps[turn]. The other
-// blocks must have started.
+// blocks must have begun.
 __device__ Best best_of(Best best, int turn, Shared& shared) {
   const int lane = threadIdx.x % kWarp, own = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   best = best_of_warp(best);
-  if (lane < block_count()) write_block(&shared.warps[turn][own], best, lane);
-  all_blocks_barrier();
+  if (lane < block_count()) send_to_block(&shared.warps[turn][own], best, &shared.warps_arrived[turn], lane);
+  await_blocks(&shared.warps_arrived[turn]);
   best = kNone;
   for (int i = lane; i < block_count() * kWarps; i += kWarp)
     if (better(shared.warps[turn][i], best)) best = shared.warps[turn][i];
@@ -178,12 +222,6 @@ __device__ Best best_of(Best best, int turn, Shared& shared) {
 }
 
 // ---- the search -----------------------------------------------------------------------------------------------------
-
-// An unsigned number for each x (not NaN) that is larger for a larger x.
-__device__ uint32_t key_of(float x) {
-  const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 // A search for the k-th largest weighs every x alike.
 struct One {};
@@ -213,14 +251,13 @@ __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, 
   if (static_cast<int>(threadIdx.x % kWarp) == __ffs(peers) - 1) atomicAdd(histogram + digit, sum);
 }
 
-// Calls each(i, slot) for this block's part of the row, all threads of a warp together; i may be beyond the row's end.
-// The slots of a part are numbered from 0, and each thread always has the same ones.
+// Calls each(i, slot) for a thread's part of the row, all threads of a warp together; i may be beyond the row's end.
+// The slots of a block are numbered from 0, and each thread always has the same ones.
 template <typename Each>
 __device__ void for_each_own(int64_t vocabulary, const Each& each) {
-  const int64_t step = static_cast<int64_t>(block_count()) * kThreads;
   int64_t slot = threadIdx.x;
 #pragma unroll 4
-  for (int64_t start = static_cast<int64_t>(block_rank()) * kThreads; start < vocabulary; start += step) {
+  for (int64_t start = block_rank() * kThreads; start < vocabulary; start += kStep) {
     each(start + threadIdx.x, slot);
     slot += kThreads;
   }
@@ -295,20 +332,48 @@ class Row {
         noise_(p.noise ? p.noise + row * p.vocabulary : nullptr),
         temperature_(p.noise ? static_cast<float>(p.temperature) : 1.0f) {}
 
-  // To be called for every slot before x.
-  __device__ float load(int64_t i, int64_t slot) const {
-    const float value = static_cast<float>(widen(logits_[i])) / temperature_;
-    if (slot < kKept) kept_[slot] = value;
-    return value;
+  // Keeps a thread's part of the row, and returns the largest of it. To be called before x().
+  __device__ Best load(int64_t vocabulary) const {
+    constexpr int kAtOnce = kKept / kThreads;  // on their way
+    float largest = -INFINITY;
+    int at = kNone.index;
+    int slot = static_cast<int>(threadIdx.x);
+    for (int64_t i = block_rank() * kThreads + slot; i < vocabulary; i += kAtOnce * kStep, slot += kAtOnce * kThreads) {
+      const T* const from = logits_ + i;
+      const int left = static_cast<int>(vocabulary - i);
+      T logits[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+        if (k * kStep < left) logits[k] = from[k * kStep];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (k * kStep >= left) break;
+        const float x = scale(logits[k]);
+        if (slot < kKept) kept_[slot + k * kThreads] = x;
+        if (x > largest || at == kNone.index) at = static_cast<int>(i) + k * kStep;
+        largest = max_or_nan(largest, x);
+      }
+    }
+    return {at == kNone.index ? kNone.key : key_of(largest), at};
   }
-  __device__ float x(int64_t i, int64_t slot) const {
-    return slot < kKept ? kept_[slot] : static_cast<float>(widen(logits_[i])) / temperature_;
-  }
+  __device__ float x(int64_t i, int64_t slot) const { return slot < kKept ? kept_[slot] : scale(logits_[i]); }
   __device__ uint32_t key(int64_t i, int64_t slot) const { return key_of(x(i, slot)); }
   __device__ float noise(int64_t i) const { return noise_[i]; }
   __device__ bool has_noise() const { return noise_ != nullptr; }
+  // Asks for the noise in the L2 cache: it may have been written long ago.
+  __device__ void prefetch_noise(int64_t vocabulary) const {
+    if (!noise_) return;
+    for_each_own(vocabulary, [&](int64_t i, int64_t) {
+      if (i < vocabulary) asm volatile("prefetch.global.L2 [%0];" ::"l"(noise_ + i));
+    });
+  }
 
  private:
+  __device__ float scale(T logit) const {
+    const float value = static_cast<float>(widen(logit));
+    return temperature_ == 1.0f ? value : value / temperature_;
+  }
+
   float* kept_;
   const T* logits_;
   const float* noise_;
@@ -335,57 +400,115 @@ __device__ Count block_sum_of(unsigned value, Shared& shared) {
   return shared.wanted;
 }
 
+// The k-th largest of kGroups maxima, each of an equal number of warps; NaN, which nothing is below, if some that had
+// none are among these k.
+template <int kGroups>
+__device__ float kth_largest(int64_t k, Shared& shared) {
+  const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
+  if (thread < kGroups) {
+    uint32_t largest = 0;
+    for (int i = 0; i < each; ++i) largest = max(largest, shared.warps[0][thread * each + i].key);
+    shared.keys[thread] = largest;
+  }
+  __syncthreads();
+  // Some threads for each: how many are larger?
+  constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
+  if (thread / kTeam < kGroups) {
+    const uint32_t own = shared.keys[thread / kTeam];
+    unsigned larger = 0;
+#pragma unroll
+    for (int i = thread % kTeam; i < kGroups; i += kTeam) larger += shared.keys[i] > own;
+#pragma unroll
+    for (int offset = 1; offset < kTeam; offset *= 2) larger += __shfl_xor_sync(~0u, larger, offset);
+    uint32_t least = larger < k ? own : ~0u;
+#if __CUDA_ARCH__ >= 800
+    least = __reduce_min_sync(~0u, least);
+    if (thread % kWarp == 0)
+#endif
+      atomicMin(&shared.least, least);
+  }
+  __syncthreads();
+  return value_of(shared.least);
+}
+
 // Whether top_k left few enough candidates; if so, the first block has them.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
-  const int warps = block_count() * kWarps;
-  if (p.top_k > warps) return false;
-  if (threadIdx.x < warps) shared.keys[threadIdx.x] = key_of(shared.warps[0][threadIdx.x].value);
-  if (threadIdx.x == 0) shared.least = ~0u;
-  __syncthreads();
-  // Four threads for each warp's largest x: how many are larger?
-  constexpr int kEach = 4;
-  const uint32_t own = shared.keys[min(static_cast<int>(threadIdx.x) / kEach, warps - 1)];
-  unsigned larger = 0;
-#pragma unroll 8
-  for (int i = threadIdx.x % kEach; i < warps; i += kEach) larger += shared.keys[i] > own;
-#pragma unroll
-  for (int offset = 1; offset < kEach; offset *= 2) larger += __shfl_xor_sync(~0u, larger, offset);
-  if (larger < p.top_k) atomicMin(&shared.least, own);
-  __syncthreads();
+  // Fewer groups are ranked sooner, but leave more candidates: with 64, 62 for the 40 largest in random places, not 44.
+  constexpr int kFew = 64, kMostOfFew = 48;
+  constexpr int blocks = block_count(), room = kCandidates / blocks;
+  const int rank = block_rank();
+  if (p.top_k > blocks * kWarps) return false;
+  const bool few = p.top_k <= kMostOfFew && p.vocabulary >= int64_t{blocks} * kThreads;
+  const float least = blocks < kBlocks ? kth_largest<kWarps>(p.top_k, shared)
+                      : few            ? kth_largest<kFew>(p.top_k, shared)
+                                       : kth_largest<kBlocks * kWarps>(p.top_k, shared);
   for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
-    if (i >= p.vocabulary || row.key(i, slot) < shared.least) return;
-    const unsigned at = count_block(&shared.count, 0);
-    if (at >= kCandidates) return;
-    write_block(&shared.candidates.x[at], row.x(i, slot), 0);
-    write_block(&shared.candidates.index[at], static_cast<int>(i), 0);
+    if (i >= p.vocabulary || row.x(i, slot) < least) return;
+    const int at = static_cast<int>(atomicAdd(&shared.count, 1u));
+    if (at >= room) return;
+    send_to_block(&shared.candidates.x[rank * room + at], row.x(i, slot), &shared.candidates_arrived, 0);
+    send_to_block(&shared.candidates.index[rank * room + at], static_cast<int>(i), &shared.candidates_arrived, 0);
   });
-  all_blocks_barrier();
-  return read_block(&shared.count, 0) <= kCandidates;
+  __syncthreads();
+  if (const int to = static_cast<int>(threadIdx.x); to < blocks) {
+    const unsigned sent = to == 0 ? min(shared.count, static_cast<unsigned>(room)) * 8 : 0;
+    send_to_block(&shared.counts[rank], shared.count, &shared.candidates_arrived, to);
+    announce_to_block(&shared.candidates_arrived, sent + sizeof(unsigned), to);
+  }
+  await_blocks(&shared.candidates_arrived);
+  bool fit = true;
+  for (int from = 0; from < blocks; ++from) fit = fit && shared.counts[from] <= static_cast<unsigned>(room);
+  return fit;
+}
+
+// Calls each(x) for the candidates, which are at the beginning of `kept`, and up to three times more for -infinity.
+template <typename Each>
+__device__ void for_each_candidate(const Shared& shared, int count, const Each& each) {
+#pragma unroll 4
+  for (int i = 0; i < count; i += 4) {
+    const float4 x = *reinterpret_cast<const float4*>(shared.kept + i);
+    each(x.x);
+    each(x.y);
+    each(x.z);
+    each(x.w);
+  }
 }
 
 // By the first block, of its candidates.
 template <typename T>
 __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
-  const int count = static_cast<int>(shared.count), own = static_cast<int>(threadIdx.x);
-  const Candidates& all = shared.candidates;
-  const float x = own < count ? all.x[own] : -INFINITY;
-  const float noise = own < count ? row.noise(all.index[own]) : 1.0f;
+  constexpr int kRoom = kCandidates / block_count();
+  const int thread = static_cast<int>(threadIdx.x), from = thread / kRoom;
+  const bool is_one = thread % kRoom < static_cast<int>(shared.counts[from]);
+  const float x = is_one ? shared.candidates.x[thread] : -INFINITY;
+  const int index = is_one ? shared.candidates.index[thread] : kNone.index;
+  const float noise = is_one ? row.noise(index) : 1.0f;
+  // One after another, without the gaps, in the place of what is kept of the row.
+  int count = 0, own = thread % kRoom;
+#pragma unroll
+  for (int k = 0; k < block_count(); ++k) {
+    own += k < from ? static_cast<int>(shared.counts[k]) : 0;
+    count += static_cast<int>(shared.counts[k]);
+  }
+  if (is_one) shared.kept[own] = x;
+  if (thread < 3) shared.kept[count + thread] = -INFINITY;
+  __syncthreads();
   int larger = 0;
-  if (own < count)
-    for (int i = 0; i < count; ++i) larger += all.x[i] > x;
-  bool left = own < count && larger < p.top_k;
+  if (is_one) for_each_candidate(shared, count, [&](float other) { larger += other > x; });
+  bool left = is_one && larger < p.top_k;
   if (p.top_p < 1) {
     const Count total = block_sum_of(left ? probability_units(x, largest) : 0u, shared);
     const Count wanted = wanted_units(p, total);
     Count before = 0;
     if (left)
-      for (int i = 0; i < count; ++i)
-        if (all.x[i] > x) before += probability_units(all.x[i], largest);
+      for_each_candidate(shared, count, [&](float other) {
+        if (other > x) before += probability_units(other, largest);
+      });
     left = left && before < wanted;
   }
   Best best = kNone;
-  if (left) best = {expf(x - largest) / noise, all.index[own]};
+  if (left) best = {key_of(expf(x - largest) / noise), index};
   best = best_of_warp(best);
   if (threadIdx.x % kWarp == 0) shared.warps[1][threadIdx.x / kWarp] = best;
   __syncthreads();
@@ -395,41 +518,32 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 // The token, or -1; to be used by the first block.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
-  Best own = kNone;
-  const auto take = [&](float value, int64_t i) {
-    const Best other = {value, static_cast<int>(i)};
-    if (better(other, own)) own = other;
-  };
-  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
-    if (i < p.vocabulary) take(row.load(i, slot), i);
-  });
-  all_blocks_wait();  // all have started
-  const Best largest = best_of(own, 0, shared);
-  if (!isfinite(largest.value)) return -1;
-  if (!row.has_noise()) return largest.index;
+  Best own = row.load(p.vocabulary);
+  all_blocks_wait();  // all have begun
+  const Best best = best_of(own, 0, shared);
+  const float largest = value_of(best.key);
+  if (!isfinite(largest)) return -1;
+  if (!row.has_noise()) return best.index;
   const auto key = [&](int64_t i, int64_t slot) { return row.key(i, slot); };
   uint32_t threshold = 0;
   if (p.top_k < p.vocabulary) {
-    if (find_candidates(p, row, shared)) {
-      all_blocks_arrive();  // this one has read the first block's count
-      const int token = block_rank() == 0 ? draw_candidate(p, row, largest.value, shared) : 0;
-      all_blocks_wait();
-      return token;
-    }
+    if (find_candidates(p, row, shared)) return block_rank() == 0 ? draw_candidate(p, row, largest, shared) : 0;
     threshold = search(
         p.vocabulary, key, [](int64_t, int64_t, bool) { return One{}; },
         [&](Count) { return static_cast<Count>(p.top_k); }, shared);
   }
   if (p.top_p < 1) {
     const auto units = [&](int64_t i, int64_t slot, bool active) {
-      return active && key(i, slot) >= threshold ? probability_units(row.x(i, slot), largest.value) : 0u;
+      return active && key(i, slot) >= threshold ? probability_units(row.x(i, slot), largest) : 0u;
     };
     threshold = search(p.vocabulary, key, units, [&](Count total) { return wanted_units(p, total); }, shared);
   }
   own = kNone;
   for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
     if (i >= p.vocabulary) return;
-    take(key(i, slot) >= threshold ? expf(row.x(i, slot) - largest.value) / row.noise(i) : -1.0f, i);
+    const float value = key(i, slot) >= threshold ? expf(row.x(i, slot) - largest) / row.noise(i) : -1.0f;
+    const Best other = {key_of(value), static_cast<int>(i)};
+    if (better(other, own)) own = other;
   });
   return best_of(own, 1, shared).index;
 }
@@ -437,23 +551,25 @@ __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant__ Sample<T> p) {
   __shared__ Shared shared;
-  if (threadIdx.x == 0) shared.count = 0;
+  if (threadIdx.x == 0) begin(shared);
+  __syncthreads();
   all_blocks_arrive();
-  wait_for_previous_kernel();
   const int64_t b = blockIdx.x / block_count();
+  const Row<T> row(p, b, shared.kept);
+  row.prefetch_noise(p.vocabulary);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
   const int64_t length = p.lengths[b];
+  const int token = draw(p, row, shared);
+  if (block_rank() != 0 || threadIdx.x != 0) return;
   if (length < 0 || length >= p.sequence_length) {
-    if (threadIdx.x == 0)
-      device_fail("sample_", "a sequence is full", "length %lld of sequence %lld is not from 0 to %lld\n",
-                  static_cast<long long>(length), static_cast<long long>(b),
-                  static_cast<long long>(p.sequence_length - 1));
+    device_fail("sample_", "a sequence is full", "length %lld of sequence %lld is not from 0 to %lld\n",
+                static_cast<long long>(length), static_cast<long long>(b),
+                static_cast<long long>(p.sequence_length - 1));
     return;
   }
-  const int token = draw(p, Row<T>(p, b, shared.kept), shared);  // all blocks have read the length when it returns
-  if (block_rank() == 0 && threadIdx.x == 0) {
-    p.sequences[b * p.sequence_length + length] = token;
-    p.lengths[b] = length + 1;
-  }
+  p.sequences[b * p.sequence_length + length] = token;
+  p.lengths[b] = length + 1;
 }
 
 }  // namespace
