@@ -1,5 +1,6 @@
 """A decoding step against the model's own full forward, and generation by it: graphed, eager and by modules."""
 
+import concurrent.futures
 import gc
 
 import pytest
@@ -303,6 +304,26 @@ def test_two_streams_of_a_model_at_once(captures, device):
     found = [torch.cat(pair) for pair in zip(*streams, strict=True)]
     for i, expected in enumerate(alone):
         assert torch.equal(torch.stack(found, 1)[i : i + 1], expected[:, 2:])
+
+
+def test_two_threads_each_on_a_stream_of_its_own(device):
+    """The kernels of 124M have blocks that wait for each other: two steps at once must not keep each other waiting."""
+    if device.type != "cuda":
+        pytest.skip("streams are of CUDA")
+    models = [make(torch.bfloat16, device, **SHAPES["124M"]) for _ in range(2)]
+    prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    alone = [generate(model, prompt, 39, seed)[0] for seed, model in enumerate(models)]
+
+    def run(seed):
+        with torch.cuda.stream(torch.cuda.Stream(device, priority=-seed)):
+            found = [generate(models[seed], prompt, 39, seed)[0] for _ in range(5)]
+            torch.cuda.current_stream().synchronize()
+        return found
+
+    torch.cuda.synchronize()
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        for found, expected in zip(pool.map(run, range(2)), alone, strict=True):
+            assert all(torch.equal(tokens, expected) for tokens in found)
 
 
 def test_what_is_kept_goes_with_the_model(captures, device):

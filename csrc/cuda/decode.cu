@@ -1,7 +1,7 @@
-// A step is two kernels a layer where these serve (decode_halves.cuh), otherwise five: qkv, attention, projection, the
-// MLP's two. They are launched early (programmatic dependent launch), except the first, which so runs after everything
-// before the step: what was written before the step (weights, lengths, earlier keys and values) may be read by any of
-// its kernels before it waits.
+// A step has one kernel for all layers where this serves (decode_halves.cuh), otherwise five for each: qkv, attention,
+// projection, the MLP's two. These are launched early (programmatic dependent launch), except the first, which so runs
+// after everything before the step: what was written before the step (weights, lengths, earlier keys and values) may be
+// read by any of its kernels before it waits.
 #include "decode_attention.cuh"
 #include "decode_halves.cuh"
 #include "decode_product.cuh"

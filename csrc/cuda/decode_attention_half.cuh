@@ -44,84 +44,122 @@ class AttentionHalf {
   static_assert(kHS == 64 && kHalfBlocks == 8 && kHalfWarps == 8 && kDims == kHalfWarps);
 
  public:
-  __device__ AttentionHalf(const DecodeHalf<T>& p, const Decode<T>& step, Shared& shared)
+  __device__ AttentionHalf(const DecodeLayers<T>& p, Shared& shared)
       : p_(p),
-        step_(step),
+        step_(p.step),
         shared_(shared),
         lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp),
         rank_(static_cast<int>(cluster_rank())),
         head_(blockIdx.x / kHalfBlocks),
-        dims_(lane_ % 8 * 8) {
+        dims_(lane_ % 8 * 8),
+        layer_size_(C * p.step.capacity) {
     // A wrong length has been reported; it must do no harm here.
-    const int64_t most = min(step.capacity, step.sequence_length);
-    position_ = static_cast<int>(min(max(step.lengths[0], int64_t{1}), most)) - 1;
+    const int64_t most = min(step_.capacity, step_.sequence_length);
+    position_ = static_cast<int>(min(max(step_.lengths[0], int64_t{1}), most)) - 1;
     const int each = position_ / kHalfBlocks + 1;
     first_key_ = min(rank_ * each, position_ + 1);
     const int end = min(first_key_ + each, position_ + 1);
     cached_ = max(min(end, position_) - first_key_, 0);
     has_newest_ = first_key_ <= position_ && position_ < end;
     keys_ = reinterpret_cast<T*>(&shared + 1);
-    values_ = keys_ + ceil_div(step.capacity, kHalfBlocks) * kHS;
+    values_ = keys_ + ceil_div(step_.capacity, kHalfBlocks) * kHS;
   }
 
-  __device__ void run() {
-    order();
-    const HalfResidual<T, C> residual(p_, step_, position_);
+  // By one thread.
+  __device__ void begin() {
+    for (uint64_t* barrier : {&shared_.qkv_arrived, &shared_.proj_arrived, &shared_.keys_arrived, &shared_.x_arrived,
+                              &shared_.newest_arrived, &shared_.blocks_arrived})
+      mbarrier_init(barrier);
+    mbarrier_init_fence();
+    expect();
+  }
+
+  // By the threads that work, as is run().
+  __device__ void order(int layer) {
+    order_qkv(layer);
+    order_keys(layer);
+    order_proj(layer);
+  }
+
+  // By the warp that waits.
+  __device__ void receive(int layer) {
+    HalfResidual<T, C>(p_, position_, 2 * layer).sum_and_send(shared_.x, &shared_.x_arrived);
+  }
+
+  __device__ void run(int layer) {
+    parity_ = layer % 2;
+    const DecodeLayer<T>& weights = p_.layers[layer];
     const int kind = lane_ / 8, dim = rank_ * kDims + warp_;  // the query's, the key's or the value's
-    const float bias = p_.first_bias && kind < 3 ? widen(p_.first_bias[kind * C + head_ * kHS + dim]) : 0.0f;
-    await(&shared_.qkv_arrived);
+    const float bias = bias_of(layer);
+    await(&shared_.qkv_arrived, parity_);
     NormalisedRows<T, C, 3> qkv;
-    qkv.load(shared_.qkv[0][warp_], kDims * C, p_.norm_weight, p_.norm_bias, bias);
-    cluster_wait();  // all blocks have initialised their barriers
-    if (!p_.input) {
-      // The kernel before makes the words absent that the next one polls.
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-    residual.sum_and_send(shared_.x, &shared_.x_arrived);
-    await(&shared_.x_arrived);
+    qkv.load(shared_.qkv[0][warp_], kDims * C, weights.norm1_weight, weights.norm1_bias, bias);
+    workers_barrier();
+    order_qkv(layer + 1);
+    await(&shared_.x_arrived, parity_);
     const float sum = qkv.multiply(shared_.x, static_cast<float>(step_.eps));
     // Eight lanes have it, for a block each.
     if (kind < 3) store_in_block(&shared_.newest[kind][dim], sum, &shared_.newest_arrived, lane_ % kHalfBlocks);
-    if (lane_ == 8 || lane_ == 16) {
-      T* const cache = lane_ == 8 ? p_.keys : p_.values;
-      cache[(head_ * step_.capacity + position_) * kHS + dim] = narrow<T>(sum);
-    }
+    if (lane_ == 8 || lane_ == 16)
+      keys_of(layer)[(lane_ == 8 ? 0 : layer_size_) + (head_ * step_.capacity + position_) * kHS + dim] =
+          narrow<T>(sum);
     attend();
+    order_keys(layer + 1);
     send_softmax();
-    project();
+    project(p_.words + 2 * layer * Shape::kWords);
+    let_receive();
+    workers_barrier();
+    order_proj(layer + 1);
+    // No block sends the next layer's before it has had this one's results from all others.
+    if (threadIdx.x == 0 && layer + 1 < step_.layer_count) expect();
   }
 
  private:
-  __device__ void order() {
-    const int thread = static_cast<int>(threadIdx.x);
-    const unsigned key_bytes = cached_ * kHS * sizeof(T);
-    if (thread == 0) {
-      for (uint64_t* barrier : {&shared_.qkv_arrived, &shared_.proj_arrived, &shared_.keys_arrived, &shared_.x_arrived,
-                                &shared_.newest_arrived, &shared_.blocks_arrived})
-        mbarrier_init(barrier);
-      mbarrier_init_fence();
-      mbarrier_expect(&shared_.qkv_arrived, sizeof(shared_.qkv));
-      mbarrier_expect(&shared_.proj_arrived, sizeof(shared_.proj));
-      mbarrier_expect(&shared_.keys_arrived, 2 * key_bytes);
-      mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
-      mbarrier_expect(&shared_.newest_arrived, sizeof(shared_.newest));
-      mbarrier_expect(&shared_.blocks_arrived, sizeof(shared_.blocks));
-    }
-    __syncthreads();
-    cluster_arrive();
-    if (thread < 3)
-      bulk_load(shared_.qkv[thread], p_.first_weight + (thread * int64_t{C} + head_ * kHS + rank_ * kDims) * C,
-                sizeof(shared_.qkv[0]), &shared_.qkv_arrived);
-    if (thread == 3 && cached_ > 0) {
-      const int64_t at = (head_ * step_.capacity + first_key_) * kHS;
-      bulk_load(keys_, p_.keys + at, key_bytes, &shared_.keys_arrived);
-      bulk_load(values_, p_.values + at, key_bytes, &shared_.keys_arrived);
-    }
-    if (thread < Shape::kColumns)
-      bulk_load(shared_.proj[thread], p_.second_weight + (rank_ * Shape::kColumns + int64_t{thread}) * C + head_ * kHS,
-                sizeof(shared_.proj[0]), &shared_.proj_arrived);
+  // Of this lane's query, key or value.
+  __device__ float bias_of(int layer) const {
+    const int kind = lane_ / 8, dim = rank_ * kDims + warp_;
+    if (layer >= step_.layer_count || kind >= 3 || !p_.layers[layer].qkv_bias) return 0;
+    return widen(p_.layers[layer].qkv_bias[kind * C + head_ * kHS + dim]);
+  }
+
+  // The layer's keys; its values are layer_size_ elements behind them.
+  __device__ T* keys_of(int layer) const { return step_.keys_values + 2 * layer * layer_size_; }
+
+  __device__ void expect() {
+    mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
+    mbarrier_expect(&shared_.newest_arrived, sizeof(shared_.newest));
+    mbarrier_expect(&shared_.blocks_arrived, sizeof(shared_.blocks));
+  }
+
+  // The orders are for a layer that there may not be. They are a later warp's, for the first one has more to do.
+  __device__ void order_qkv(int layer) {
+    const int thread = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
+    if (layer >= step_.layer_count || thread < 0 || thread >= 3) return;
+    if (thread == 0) mbarrier_expect(&shared_.qkv_arrived, sizeof(shared_.qkv));
+    bulk_load(shared_.qkv[thread],
+              p_.layers[layer].qkv_weight + (thread * int64_t{C} + head_ * kHS + rank_ * kDims) * C,
+              sizeof(shared_.qkv[0]), &shared_.qkv_arrived);
+  }
+
+  __device__ void order_keys(int layer) {
+    if (layer >= step_.layer_count || threadIdx.x != kHalfThreads - kWarp) return;
+    const unsigned bytes = cached_ * kHS * sizeof(T);
+    mbarrier_expect(&shared_.keys_arrived, 2 * bytes);
+    if (cached_ == 0) return;
+    const T* const from = keys_of(layer) + (head_ * step_.capacity + first_key_) * kHS;
+    bulk_load(keys_, from, bytes, &shared_.keys_arrived);
+    bulk_load(values_, from + layer_size_, bytes, &shared_.keys_arrived);
+  }
+
+  __device__ void order_proj(int layer) {
+    const int row = static_cast<int>(threadIdx.x) - kHalfThreads / 2;
+    static_assert(Shape::kColumns <= kHalfThreads / 2);
+    if (layer >= step_.layer_count || row < 0 || row >= Shape::kColumns) return;
+    if (row == 0) mbarrier_expect(&shared_.proj_arrived, sizeof(shared_.proj));
+    bulk_load(shared_.proj[row],
+              p_.layers[layer].proj_weight + (rank_ * Shape::kColumns + int64_t{row}) * C + head_ * kHS,
+              sizeof(shared_.proj[0]), &shared_.proj_arrived);
   }
 
   // As the cache has it.
@@ -133,8 +171,8 @@ class AttentionHalf {
 
   // The block's keys, a warp's part of them for each warp. Scores are in units of log 2.
   __device__ void attend() {
-    await(&shared_.keys_arrived);
-    await(&shared_.newest_arrived);
+    await(&shared_.keys_arrived, parity_);
+    await(&shared_.newest_arrived, parity_);
     const int team = warp_ * 4 + lane_ / 8;
     float query[8], scores[kRounds + 1], largest = -INFINITY;
     load_floats(query, shared_.newest[0] + dims_);
@@ -176,7 +214,7 @@ class AttentionHalf {
     }
     if (has_newest_) add_value(scores[kRounds], newest(2));
     put_warp(largest, sum, out);
-    __syncthreads();
+    workers_barrier();
   }
 
   // Adds up what the four teams of a warp have; each ends with 2 of the lane's 8 dimensions.
@@ -238,13 +276,13 @@ class AttentionHalf {
     }
   }
 
-  __device__ void project() {
+  __device__ void project(float* output) {
     constexpr int kRows = Shape::kColumns / kTeams;  // of a team
-    await(&shared_.proj_arrived);
+    await(&shared_.proj_arrived, parity_);
     Packed<T, 8> rows[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) rows[k] = load<8>(shared_.proj[(warp_ * kRows + k) * 4 + lane_ / 8] + dims_);
-    await(&shared_.blocks_arrived);
+    await(&shared_.blocks_arrived, parity_);
     const Joined joined(shared_.blocks);
     float (&attended)[kHS] = shared_.attended[warp_];
 #pragma unroll
@@ -257,31 +295,21 @@ class AttentionHalf {
     const int k = scatter_sums<8>(sums, sum);
     constexpr int kHolders = 8 / std::bit_ceil(unsigned{kRows});  // lanes that have the same sum
     if (k < kRows && lane_ % kHolders == 0)
-      send(p_.output + head_ * C + rank_ * Shape::kColumns + (warp_ * kRows + k) * 4 + lane_ / 8, sum);
+      send(output + head_ * C + rank_ * Shape::kColumns + (warp_ * kRows + k) * 4 + lane_ / 8, sum);
   }
 
-  const DecodeHalf<T>& p_;
+  const DecodeLayers<T>& p_;
   const Decode<T>& step_;
   Shared& shared_;
   const int lane_, warp_, rank_, head_, dims_;
+  const int64_t layer_size_;           // of a layer's keys
   int position_, first_key_, cached_;  // cached: of the block's keys, without the newest
   bool has_newest_;
+  unsigned parity_;
   T* keys_;
   T* values_;
 };
 
 #endif
-
-template <typename T, int C>
-DECODE_HALF_KERNEL decode_attention_half_kernel(const __grid_constant__ DecodeHalf<T> p,
-                                                const __grid_constant__ Decode<T> step) {
-#if GPTKERNELS_HOPPER
-  extern __shared__ __align__(128) uint8_t half_shared_bytes[];
-  if (p.input) let_next_kernel_start();
-  AttentionHalf<T, C>(p, step, *reinterpret_cast<AttentionHalfShared<T, C>*>(half_shared_bytes)).run();
-  // So that no kernel ends before the previous one.
-  if (threadIdx.x == 0) wait_for_previous_kernel();
-#endif
-}
 
 }  // namespace gptkernels::cuda

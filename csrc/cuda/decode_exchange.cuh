@@ -1,9 +1,8 @@
-// Vectors of float32 that kernels pass to the next ones while both run.
+// Vectors of float32 that blocks pass to the other blocks of a kernel, all of which are resident at once.
 //
-// The reader was launched early, and waiting for the writer's end would take longer than its work. So it polls the
-// words that it needs until they have been written. A word that has not is kAbsent, which a kernel before both has
-// stored. A word is stored and loaded whole, so one that is not absent is the value: nothing else needs to be ordered.
-// All blocks of the writer run by then, for only when they all have started is the reader launched early.
+// A reader polls the words that it needs until they have been written. A word that has not is kAbsent, which the kernel
+// before has stored. A word is stored and loaded whole, so one that is not absent is the value: nothing else needs to
+// be ordered.
 #pragma once
 
 #include <cstdint>

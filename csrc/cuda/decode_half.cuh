@@ -1,12 +1,13 @@
-// What the two halves of a layer, each a kernel, have in common; for one sequence in 16 bits.
+// What the two halves of a layer have in common, in the kernel that takes one sequence in 16 bits through all layers
+// (decode_halves.cuh).
 //
 // A half has two products, with one cluster of 8 blocks for each 64 channels. Of the first product a cluster has some
 // of the rows, and of the second the columns that these rows' results are multiplied with: so they stay in its shared
 // memory. A half leaves a vector (C) of partial sums from each cluster, and the residual that they are to be added to.
 // The next half adds them up.
 //
-// A half is launched while the previous one runs, and orders all its weights at once: the shared memory has room for
-// both.
+// A block has the weights of both its halves in shared memory. When it has used some, it orders the next layer's in
+// their place. Eight warps work; a ninth waits for the other clusters' sums.
 #pragma once
 
 #include <bit>
@@ -21,15 +22,8 @@
 namespace gptkernels::cuda {
 
 constexpr int kHalfBlocks = 8;  // of a cluster
-constexpr int kHalfThreads = 256;
-constexpr int kHalfWarps = kHalfThreads / kWarp;
-
-// Not where the compiler refuses it; the kernel is then empty and never launched.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-#define DECODE_HALF_KERNEL __global__ void __launch_bounds__(kHalfThreads, 2)
-#else
-#define DECODE_HALF_KERNEL __global__ void __cluster_dims__(kHalfBlocks, 1, 1) __launch_bounds__(kHalfThreads, 2)
-#endif
+constexpr int kHalfWarps = 8;   // that work
+constexpr int kHalfThreads = kHalfWarps * kWarp;
 
 template <int C>
 struct HalfShape {
@@ -37,22 +31,19 @@ struct HalfShape {
   static constexpr int kParts = C / kChannels;      // clusters
   static constexpr int kColumns = C / kHalfBlocks;  // of the residual, that a block adds up; and rows of its output
   static constexpr int kWords = (kParts + 1) * C;   // that a half leaves: partial sums, then the residual
-  static_assert(C % (kWarp * kHalfBlocks) == 0 && kColumns <= 4 * kHalfThreads);
+  static_assert(C % (kWarp * kHalfBlocks) == 0 && kColumns <= 4 * kWarp);
 };
 
+constexpr int kMostLayers = 40;  // what a kernel's 4 KB of arguments have room for
+
 template <typename T>
-struct DecodeHalf {
-  const float* input;      // HalfShape::kWords of the previous half, or null: the first begins with the embedding
-  float* output;           // HalfShape::kWords
-  const T* input_bias;     // (C) or null: of the product that the input is the partial sums of
-  const T* norm_weight;    // (C)
-  const T* norm_bias;      // (C) or null
-  const T* first_weight;   // (3C, C) or (4C, C)
-  const T* first_bias;     // (3C) or (4C), or null
-  const T* second_weight;  // (C, C) or (C, 4C)
-  T* keys;                 // (NH, capacity, HS): the layer's, of the attention half
-  T* values;
+struct DecodeLayers {
+  Decode<T> step;  // its layers are in the host's memory
+  DecodeLayer<T> layers[kMostLayers];
+  float* words;     // (2L, HalfShape::kWords): what the halves leave
+  float* residual;  // (C): after the last layer
 };
+static_assert(sizeof(DecodeLayers<float>) <= 4096);
 
 // ---- sums over lanes ------------------------------------------------------------------------------------------------
 
@@ -109,10 +100,23 @@ __device__ MeanAndSquares mean_and_squares(const float (&x)[kCount]) {
 
 #if GPTKERNELS_HOPPER
 
-// Waits for a barrier's first phase.
-__device__ inline void await(uint64_t* barrier) {
-  mbarrier_wait(barrier, 0);
+__device__ inline void await(uint64_t* barrier, unsigned parity) {
+  mbarrier_wait(barrier, parity);
   __syncwarp();
+}
+
+// A barrier of the warps that work.
+__device__ inline void workers_barrier() {
+  asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
+}
+
+// The warp that waits for the other clusters' sums begins when this block's have been sent: what it asks for before
+// that is in the way of what the blocks send.
+__device__ inline void let_receive() {
+  asm volatile("bar.arrive 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
+}
+__device__ inline void await_own_sums() {
+  asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
 }
 
 template <int N, typename T>
@@ -139,45 +143,59 @@ __device__ float dot(const float (&x)[8], const Packed<T, 8>& weights) {
 
 // ---- the beginning of a half ----------------------------------------------------------------------------------------
 
-// The residual before a half, added up by the blocks of a cluster, each its columns, and sent to all of them. Four
-// columns a thread.
+// The residual before a half, by a warp of each block of a cluster: the block's columns, four a lane.
 template <typename T, int C>
 class HalfResidual {
   using Shape = HalfShape<C>;
   using Vector = float[C];
 
  public:
-  // Loads what the previous kernels do not write.
-  __device__ HalfResidual(const DecodeHalf<T>& p, const Decode<T>& step, int position) : p_(p) {
-    column_ = static_cast<int>(cluster_rank()) * Shape::kColumns + static_cast<int>(threadIdx.x) * 4;
+  // Of what the half before, half - 1, has left. Loads what no half writes.
+  __device__ HalfResidual(const DecodeLayers<T>& p, int position, int half) : p_(p), half_(half) {
+    column_ = static_cast<int>(cluster_rank()) * Shape::kColumns + static_cast<int>(threadIdx.x) % kWarp * 4;
     if (!mine()) return;
-    if (!p.input) {
+    if (half == 0) {
+      const Decode<T>& step = p.step;
       const int64_t token = min(max(step.sequences[position], int64_t{0}), step.vocabulary - 1);
       known_ = wide(step.wte + token * C + column_) + wide(step.wpe + int64_t{position} * C + column_);
-    } else if (p.input_bias) {
-      known_ = wide(p.input_bias + column_);
+    } else if (const T* bias = half % 2 ? p.layers[half / 2].proj_bias : p.layers[half / 2 - 1].fcproj_bias) {
+      known_ = wide(bias + column_);
     }
   }
 
-  // x and the barrier are variables that all blocks of the cluster have.
+  // To `words` by the first cluster, and to all blocks of this one: x and the barrier are variables that they all have.
   __device__ void sum_and_send(Vector& x, uint64_t* barrier) const {
-    if (!mine()) return;
-    const float4 sum = p_.input ? known_ + receive_sum<Shape::kParts + 1>(p_.input + column_, C) : known_;
+    if (half_ > 0) await_own_sums();
+    if (mine()) {
+      const float4 sum = wait_for_sum();
 #pragma unroll
-    for (int rank = 0; rank < kHalfBlocks; ++rank)
-      store_in_block(reinterpret_cast<float4*>(x + column_), sum, barrier, rank);
-    if (blockIdx.x < kHalfBlocks) send(p_.output + Shape::kParts * C + column_, sum);
+      for (int rank = 0; rank < kHalfBlocks; ++rank)
+        store_in_block(reinterpret_cast<float4*>(x + column_), sum, barrier, rank);
+      if (blockIdx.x < kHalfBlocks) send(p_.words + half_ * Shape::kWords + Shape::kParts * C + column_, sum);
+    }
+    __syncwarp();
+  }
+
+  // By the first cluster.
+  __device__ void sum_and_store(float* to) const {
+    await_own_sums();
+    if (blockIdx.x < kHalfBlocks && mine()) *reinterpret_cast<float4*>(to + column_) = wait_for_sum();
   }
 
  private:
-  __device__ static bool mine() { return threadIdx.x < Shape::kColumns / 4; }
+  __device__ static bool mine() { return threadIdx.x % kWarp < Shape::kColumns / 4; }
+  __device__ float4 wait_for_sum() const {
+    if (half_ == 0) return known_;
+    return known_ + receive_sum<Shape::kParts + 1>(p_.words + (half_ - 1) * Shape::kWords + column_, C);
+  }
   __device__ static float4 wide(const T* from) {
     float to[4];
     load_wide<4>(to, from);
     return {to[0], to[1], to[2], to[3]};
   }
 
-  const DecodeHalf<T>& p_;
+  const DecodeLayers<T>& p_;
+  const int half_;
   int column_;
   float4 known_ = {};
 };

@@ -1,43 +1,89 @@
-// A step of one sequence in two kernels a layer (decode_half.cuh), one before and one after.
+// A step of one sequence with all layers in one kernel (decode_half.cuh); one kernel before, and the head's product
+// after.
 #pragma once
 
 #include "decode_attention_half.cuh"
+#include "decode_head.cuh"
 #include "decode_mlp_half.cuh"
-#include "decode_product.cuh"
 #include "decode_token.cuh"
 
 namespace gptkernels::cuda {
 
-// Checks the newest token, and makes all words absent. Not launched early: it runs after everything before the step.
+// Not where the compiler refuses it; the kernel is then empty and never launched.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#define DECODE_LAYERS_KERNEL __global__ void
+#else
+#define DECODE_LAYERS_KERNEL \
+  __global__ void __cluster_dims__(kHalfBlocks, 1, 1) __launch_bounds__(kHalfThreads + kWarp, 1)
+#endif
+
+template <typename T, int C>
+int64_t layers_shared_bytes(int64_t capacity) {
+  static_assert(sizeof(MlpHalfShared<T, C>) % alignof(AttentionHalfShared<T, C>) == 0);
+  return static_cast<int64_t>(sizeof(MlpHalfShared<T, C>)) + AttentionHalfShared<T, C>::bytes(capacity);
+}
+
+// Checks the newest token, and makes all words absent.
 template <typename T>
-__global__ void __launch_bounds__(kHalfThreads)
+__global__ void __launch_bounds__(kDecodeThreads)
     decode_start_kernel(const __grid_constant__ Decode<T> p, uint4* words, int64_t count) {
+  // Waits before it lets the next kernel start: so what was written before the step may be read by any kernel of the
+  // step before it waits.
+  wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) newest_token(p, 0);
-  for (int64_t i = blockIdx.x * int64_t{kHalfThreads} + threadIdx.x; i < count; i += int64_t{gridDim.x} * kHalfThreads)
+  for (int64_t i = blockIdx.x * int64_t{kDecodeThreads} + threadIdx.x; i < count;
+       i += int64_t{gridDim.x} * kDecodeThreads)
     words[i] = {kAbsent, kAbsent, kAbsent, kAbsent};
 }
 
-// The residual after the last layer.
 template <typename T, int C>
-__global__ void __launch_bounds__(C / 4) decode_end_kernel(const __grid_constant__ DecodeHalf<T> p) {
+DECODE_LAYERS_KERNEL decode_layers_kernel(const __grid_constant__ DecodeLayers<T> p) {
 #if GPTKERNELS_HOPPER
-  let_next_kernel_start();
-  const int column = static_cast<int>(threadIdx.x) * 4;
-  float bias[4] = {};
-  if (p.input_bias) load_wide<4>(bias, p.input_bias + column);
-  const float4 sum = receive_sum<HalfShape<C>::kParts + 1>(p.input + column, C);
-  *reinterpret_cast<float4*>(p.output + column) = float4{bias[0], bias[1], bias[2], bias[3]} + sum;
-  wait_for_previous_kernel();  // so that no kernel ends before the previous one
+  extern __shared__ __align__(128) uint8_t layers_shared[];
+  auto& mlp_shared = *reinterpret_cast<MlpHalfShared<T, C>*>(layers_shared);
+  auto& attention_shared = *reinterpret_cast<AttentionHalfShared<T, C>*>(&mlp_shared + 1);
+  AttentionHalf<T, C> attention(p, attention_shared);
+  MlpHalf<T, C> mlp(p, mlp_shared);
+  const int layers = static_cast<int>(p.step.layer_count);
+  if (threadIdx.x == 0) {
+    attention.begin();
+    mlp.begin();
+  }
+  __syncthreads();
+  cluster_arrive();
+  const bool works = threadIdx.x < kHalfThreads;
+  if (works) {
+    attention.order(0);
+    mlp.order(0);
+  }
+  cluster_wait();  // all blocks have initialised their barriers
+  wait_for_previous_kernel();
+  for (int layer = 0; layer < layers; ++layer) {
+    if (layer == layers - 1) let_next_kernel_start();
+    if (works) {
+      attention.run(layer);
+      mlp.run(layer);
+    } else {
+      attention.receive(layer);
+      mlp.receive(layer);
+    }
+  }
+  if (!works) HalfResidual<T, C>(p, 0, 2 * layers).sum_and_store(p.residual);
+  cluster_barrier();  // no block ends while another one sends to it
 #endif
 }
 
 template <typename T, int C>
+cudaLaunchConfig_t layers_config(int64_t shared_bytes, Stream stream, cudaLaunchAttribute* attribute) {
+  return launch_config(HalfShape<C>::kParts * kHalfBlocks, kHalfThreads + kWarp, shared_bytes, stream, attribute);
+}
+
+template <typename T, int C>
 bool can_decode_by_halves(const Decode<T>& p) {
-  constexpr auto kAttention = decode_attention_half_kernel<T, C>;
-  constexpr auto kMlp = decode_mlp_half_kernel<T, C>;
+  constexpr auto kKernel = decode_layers_kernel<T, C>;
   if (p.batch != 1 || p.width != C || p.heads != HalfShape<C>::kParts || p.layer_count < 1 ||
-      p.capacity > kHalfBlocks * kHalfKeys)
+      p.layer_count > kMostLayers || p.capacity > kHalfBlocks * kHalfKeys)
     return false;
   if (!all_aligned(p.wte, p.wpe, p.keys_values, p.norm_weight, p.norm_bias, p.head, p.workspace)) return false;
   for (int64_t l = 0; l < p.layer_count; ++l) {
@@ -46,53 +92,44 @@ bool can_decode_by_halves(const Decode<T>& p) {
                      w.norm2_bias, w.fc_weight, w.fcproj_weight, w.fcproj_bias))
       return false;
   }
-  return built_for_hopper<kAttention>() &&
-         max_dynamic_shared_memory<kAttention>() >= AttentionHalfShared<T, C>::bytes(p.capacity) &&
-         max_dynamic_shared_memory<kMlp>() >= static_cast<int64_t>(sizeof(MlpHalfShared<T, C>));
+  if (!built_for_hopper<kKernel>() || max_dynamic_shared_memory<kKernel>() < layers_shared_bytes<T, C>(p.capacity))
+    return false;
+  // Blocks wait for each other, so all must be resident at once.
+  return once_a_device([](int) {
+           cudaLaunchAttribute attribute = {};
+           cudaLaunchConfig_t config = layers_config<T, C>(max_dynamic_shared_memory<kKernel>(), nullptr, &attribute);
+           attribute = cluster_of(kHalfBlocks);
+           int clusters = 0;
+           const Status status = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &config);
+           if (status != cudaSuccess) cudaGetLastError();
+           return status == cudaSuccess ? 1 + clusters : 1;
+         }) > HalfShape<C>::kParts;
 }
 
 template <typename T, int C>
 Status decode_by_halves(const Decode<T>& p, Stream stream) {
   using Shape = HalfShape<C>;
-  const dim3 grid = Shape::kParts * kHalfBlocks;
-  const int64_t size = C * p.capacity, words = 2 * p.layer_count * Shape::kWords;
-  float* output = static_cast<float*>(p.workspace);
-  float* const residual = output + words;
-  decode_start_kernel<T>
-      <<<grid_size(multiprocessors()), kHalfThreads, 0, stream>>>(p, static_cast<uint4*>(p.workspace), words / 4);
-  const float* input = nullptr;
-  const T* input_bias = nullptr;
-  for (int64_t l = 0; l < p.layer_count; ++l) {
-    const DecodeLayer<T>& w = p.layers[l];
-    T* const keys = p.keys_values + 2 * l * size;
-    launch_early<decode_attention_half_kernel<T, C>>(
-        grid, kHalfThreads, AttentionHalfShared<T, C>::bytes(p.capacity), stream,
-        DecodeHalf<T>{input, output, input_bias, w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias, w.proj_weight,
-                      keys, keys + size},
-        p);
-    input = output;
-    output += Shape::kWords;
-    launch_early<decode_mlp_half_kernel<T, C>>(grid, kHalfThreads, sizeof(MlpHalfShared<T, C>), stream,
-                                               DecodeHalf<T>{input, output, w.proj_bias, w.norm2_weight, w.norm2_bias,
-                                                             w.fc_weight, w.fc_bias, w.fcproj_weight, nullptr, nullptr},
-                                               p);
-    input = output;
-    output += Shape::kWords;
-    input_bias = w.fcproj_bias;
-  }
-  launch_early<decode_end_kernel<T, C>>(1, C / 4, 0, stream,
-                                        DecodeHalf<T>{.input = input, .output = residual, .input_bias = input_bias});
-  const Status status = cudaGetLastError();
+  const int64_t words = 2 * p.layer_count * Shape::kWords;
+  DecodeLayers<T> layers = {.step = p, .layers = {}, .words = static_cast<float*>(p.workspace), .residual = nullptr};
+  std::copy_n(p.layers, p.layer_count, layers.layers);
+  layers.residual = layers.words + words;
+  launch_early<decode_start_kernel<T>>(grid_size(multiprocessors()), kDecodeThreads, 0, stream, p,
+                                       static_cast<uint4*>(p.workspace), words / 4);
+  cudaLaunchAttribute together = {};  // all blocks at once, or none: also where other streams' kernels take room
+  together.id = cudaLaunchAttributeCooperative;
+  together.val.cooperative = 1;
+  const cudaLaunchConfig_t config = layers_config<T, C>(layers_shared_bytes<T, C>(p.capacity), stream, &together);
+  const Status status = cudaLaunchKernelEx(&config, decode_layers_kernel<T, C>, layers);
   if (status != cudaSuccess) return status;
-  return decode_product<T>({.epilogue = {.kind = DecodeEpilogue<T>::kLogits, .narrow_out = p.logits},
-                            .x = residual,
+  return decode_head<T, C>({.epilogue = {.kind = DecodeEpilogue<T>::kLogits, .narrow_out = p.logits},
+                            .x = layers.residual,
                             .norm_weight = p.norm_weight,
                             .norm_bias = p.norm_bias,
                             .weight = p.head,
                             .bias = nullptr,
                             .sizes = {.batch = 1, .rows = p.head_rows, .inner = C},
                             .eps = p.eps},
-                           nullptr, stream);
+                           stream);
 }
 
 }  // namespace gptkernels::cuda

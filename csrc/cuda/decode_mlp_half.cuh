@@ -27,96 +27,113 @@ class MlpHalf {
   static constexpr int kRows = Shape::kColumns / kHalfWarps;  // of the output, of a warp
 
  public:
-  __device__ MlpHalf(const DecodeHalf<T>& p, const Decode<T>& step, Shared& shared)
+  __device__ MlpHalf(const DecodeLayers<T>& p, Shared& shared)
       : p_(p),
-        step_(step),
+        step_(p.step),
         shared_(shared),
         lane_(threadIdx.x % kWarp),
         warp_(threadIdx.x / kWarp),
         rank_(static_cast<int>(cluster_rank())),
         part_(blockIdx.x / kHalfBlocks) {}
 
-  __device__ void run() {
-    order();
-    const HalfResidual<T, C> residual(p_, step_, 0);
-    const int unit = warp_ * kUnits + lane_ / 8, of_all = part_ * Shared::kHidden + rank_ * Shared::kUnits + unit;
-    const float bias = p_.first_bias ? widen(p_.first_bias[of_all]) : 0.0f;
-    await(&shared_.fc_arrived);
-    NormalisedRows<T, C, kUnits> fc;
-    fc.load(shared_.fc[warp_ * kUnits], C, p_.norm_weight, p_.norm_bias, bias);
-    cluster_wait();  // all blocks have initialised their barriers
+  // By one thread.
+  __device__ void begin() {
+    for (uint64_t* barrier :
+         {&shared_.fc_arrived, &shared_.fcproj_arrived, &shared_.x_arrived, &shared_.hidden_arrived})
+      mbarrier_init(barrier);
+    mbarrier_init_fence();
+    expect();
+  }
 
-    residual.sum_and_send(shared_.x, &shared_.x_arrived);
-    await(&shared_.x_arrived);
+  // By the threads that work, as is run().
+  __device__ void order(int layer) {
+    order_fc(layer);
+    order_fcproj(layer);
+  }
+
+  // By the warp that waits.
+  __device__ void receive(int layer) {
+    HalfResidual<T, C>(p_, 0, 2 * layer + 1).sum_and_send(shared_.x, &shared_.x_arrived);
+  }
+
+  __device__ void run(int layer) {
+    parity_ = layer % 2;
+    const DecodeLayer<T>& weights = p_.layers[layer];
+    const int unit = warp_ * kUnits + lane_ / 8;
+    const float bias = bias_of(layer);
+    await(&shared_.fc_arrived, parity_);
+    NormalisedRows<T, C, kUnits> fc;
+    fc.load(shared_.fc[warp_ * kUnits], C, weights.norm2_weight, weights.norm2_bias, bias);
+    workers_barrier();
+    order_fc(layer + 1);
+    await(&shared_.x_arrived, parity_);
     const float sum = fc.multiply(shared_.x, static_cast<float>(step_.eps));
     const float value = step_.gelu == GeluForm::kTanh ? GeluTanh<T>::value(sum) : GeluErf<T>::value(sum);
     // Eight lanes have it, for a block each.
     store_in_block(&shared_.hidden[rank_ * Shared::kUnits + unit], value, &shared_.hidden_arrived, lane_ % kHalfBlocks);
-    output();
+    project(p_.words + (2 * layer + 1) * Shape::kWords);
+    let_receive();
+    workers_barrier();
+    order_fcproj(layer + 1);
+    if (threadIdx.x == 0 && layer + 1 < step_.layer_count) expect();
   }
 
  private:
-  __device__ void order() {
-    if (threadIdx.x == 0) {
-      for (uint64_t* barrier :
-           {&shared_.fc_arrived, &shared_.fcproj_arrived, &shared_.x_arrived, &shared_.hidden_arrived})
-        mbarrier_init(barrier);
-      mbarrier_init_fence();
-      mbarrier_expect(&shared_.fc_arrived, sizeof(shared_.fc));
-      mbarrier_expect(&shared_.fcproj_arrived, sizeof(shared_.fcproj));
-      mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
-      mbarrier_expect(&shared_.hidden_arrived, sizeof(shared_.hidden));
-    }
-    __syncthreads();
-    cluster_arrive();
-    const int thread = static_cast<int>(threadIdx.x);
-    if (thread < Shared::kUnits) {
-      const int unit = part_ * Shared::kHidden + rank_ * Shared::kUnits + thread;
-      bulk_load(shared_.fc[thread], p_.first_weight + int64_t{unit} * C, sizeof(shared_.fc[0]), &shared_.fc_arrived);
-    }
-    if (thread < Shape::kColumns) {
-      const int row = rank_ * Shape::kColumns + thread;
-      bulk_load(shared_.fcproj[thread], p_.second_weight + int64_t{row} * (4 * C) + part_ * Shared::kHidden,
-                sizeof(shared_.fcproj[0]), &shared_.fcproj_arrived);
-    }
+  // Of this lane's hidden unit.
+  __device__ float bias_of(int layer) const {
+    if (layer >= step_.layer_count || !p_.layers[layer].fc_bias) return 0;
+    const int unit = warp_ * kUnits + lane_ / 8;
+    return widen(p_.layers[layer].fc_bias[part_ * Shared::kHidden + rank_ * Shared::kUnits + unit]);
+  }
+
+  __device__ void expect() {
+    mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
+    mbarrier_expect(&shared_.hidden_arrived, sizeof(shared_.hidden));
+  }
+
+  __device__ void order_fc(int layer) {
+    const int row = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
+    static_assert(Shared::kUnits <= kWarp);
+    if (layer >= step_.layer_count || row < 0 || row >= Shared::kUnits) return;
+    if (row == 0) mbarrier_expect(&shared_.fc_arrived, sizeof(shared_.fc));
+    const int64_t unit = part_ * Shared::kHidden + rank_ * Shared::kUnits + row;
+    bulk_load(shared_.fc[row], p_.layers[layer].fc_weight + unit * C, sizeof(shared_.fc[0]), &shared_.fc_arrived);
+  }
+
+  __device__ void order_fcproj(int layer) {
+    const int row = static_cast<int>(threadIdx.x) - kHalfThreads / 2;
+    static_assert(Shape::kColumns <= kHalfThreads / 2);
+    if (layer >= step_.layer_count || row < 0 || row >= Shape::kColumns) return;
+    if (row == 0) mbarrier_expect(&shared_.fcproj_arrived, sizeof(shared_.fcproj));
+    const int64_t channel = rank_ * Shape::kColumns + row;
+    bulk_load(shared_.fcproj[row], p_.layers[layer].fcproj_weight + channel * (4 * C) + part_ * Shared::kHidden,
+              sizeof(shared_.fcproj[0]), &shared_.fcproj_arrived);
   }
 
   // Each lane has 8 of the cluster's hidden units.
-  __device__ void output() {
+  __device__ void project(float* output) {
     static_assert(Shared::kHidden == 8 * kWarp);
-    await(&shared_.fcproj_arrived);
+    await(&shared_.fcproj_arrived, parity_);
     Packed<T, 8> rows[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) rows[i] = load<8>(shared_.fcproj[warp_ * kRows + i] + lane_ * 8);
-    await(&shared_.hidden_arrived);
+    await(&shared_.hidden_arrived, parity_);
     float hidden[8], sums[kRows], sum;
     load_floats(hidden, shared_.hidden + lane_ * 8);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sums[i] = dot(hidden, rows[i]);
     const int i = scatter_sums<kWarp>(sums, sum);
     constexpr int kHolders = kWarp / std::bit_ceil(unsigned{kRows});  // lanes that have the same sum
-    if (i < kRows && lane_ % kHolders == 0)
-      send(p_.output + part_ * C + rank_ * Shape::kColumns + warp_ * kRows + i, sum);
+    if (i < kRows && lane_ % kHolders == 0) send(output + part_ * C + rank_ * Shape::kColumns + warp_ * kRows + i, sum);
   }
 
-  const DecodeHalf<T>& p_;
+  const DecodeLayers<T>& p_;
   const Decode<T>& step_;
   Shared& shared_;
   const int lane_, warp_, rank_, part_;
+  unsigned parity_;
 };
 
 #endif
-
-template <typename T, int C>
-DECODE_HALF_KERNEL decode_mlp_half_kernel(const __grid_constant__ DecodeHalf<T> p,
-                                          const __grid_constant__ Decode<T> step) {
-#if GPTKERNELS_HOPPER
-  extern __shared__ __align__(128) uint8_t half_shared_bytes[];
-  let_next_kernel_start();
-  MlpHalf<T, C>(p, step, *reinterpret_cast<MlpHalfShared<T, C>*>(half_shared_bytes)).run();
-  // So that no kernel ends before the previous one.
-  if (threadIdx.x == 0) wait_for_previous_kernel();
-#endif
-}
 
 }  // namespace gptkernels::cuda
