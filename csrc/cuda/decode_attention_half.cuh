@@ -14,6 +14,7 @@ struct AttentionHalfShared {
   static constexpr int kDims = kHS / kHalfBlocks;  // of the query, of the key and of the value, that a block computes
   alignas(128) T qkv[3][kDims][C];
   alignas(128) T proj[HalfShape<C>::kColumns][kHS];
+  NormShared<T, C> norm;
   alignas(16) float x[C];
   alignas(16) float newest[3][kHS];  // query, key and value
   // Of each warp, then of each block: the largest score, and the sums relative to it of exponentials and values.
@@ -80,6 +81,7 @@ class AttentionHalf {
     order_qkv(layer);
     order_keys(layer);
     order_proj(layer);
+    next_bias_ = bias_of(layer);
   }
 
   // By the warp that waits.
@@ -91,10 +93,11 @@ class AttentionHalf {
     parity_ = layer % 2;
     const DecodeLayer<T>& weights = p_.layers[layer];
     const int kind = lane_ / 8, dim = rank_ * kDims + warp_;  // the query's, the key's or the value's
-    const float bias = bias_of(layer);
+    const float bias = next_bias_;
     await(&shared_.qkv_arrived, parity_);
     NormalisedRows<T, C, 3> qkv;
-    qkv.load(shared_.qkv[0][warp_], kDims * C, weights.norm1_weight, weights.norm1_bias, bias);
+    qkv.load(shared_.qkv[0][warp_], kDims * C, shared_.norm, weights.norm1_bias, bias);
+    next_bias_ = bias_of(layer + 1);
     workers_barrier();
     order_qkv(layer + 1);
     await(&shared_.x_arrived, parity_);
@@ -136,7 +139,11 @@ class AttentionHalf {
   __device__ void order_qkv(int layer) {
     const int thread = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
     if (layer >= step_.layer_count || thread < 0 || thread >= 3) return;
-    if (thread == 0) mbarrier_expect(&shared_.qkv_arrived, sizeof(shared_.qkv));
+    if (thread == 0) {
+      const DecodeLayer<T>& weights = p_.layers[layer];
+      mbarrier_expect(&shared_.qkv_arrived, sizeof(shared_.qkv) + shared_.norm.bytes(weights.norm1_bias));
+      shared_.norm.order(weights.norm1_weight, weights.norm1_bias, &shared_.qkv_arrived);
+    }
     bulk_load(shared_.qkv[thread],
               p_.layers[layer].qkv_weight + (thread * int64_t{C} + head_ * kHS + rank_ * kDims) * C,
               sizeof(shared_.qkv[0]), &shared_.qkv_arrived);
@@ -306,6 +313,7 @@ class AttentionHalf {
   int position_, first_key_, cached_;  // cached: of the block's keys, without the newest
   bool has_newest_;
   unsigned parity_;
+  float next_bias_;
   T* keys_;
   T* values_;
 };

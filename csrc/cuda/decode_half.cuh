@@ -45,6 +45,23 @@ struct DecodeLayers {
 };
 static_assert(sizeof(DecodeLayers<float>) <= 4096);
 
+// A layer norm's weight and bias in shared memory.
+template <typename T, int C>
+struct NormShared {
+  alignas(128) T weight[C];
+  alignas(128) T bias[C];  // if there is one
+
+  __host__ __device__ static unsigned bytes(const T* bias) { return (bias ? 2 : 1) * C * sizeof(T); }
+
+#if GPTKERNELS_HOPPER
+  // By one thread; the barrier has been told of so many bytes.
+  __device__ void order(const T* from_weight, const T* from_bias, uint64_t* barrier) {
+    bulk_load(weight, from_weight, sizeof(weight), barrier);
+    if (from_bias) bulk_load(bias, from_bias, sizeof(bias), barrier);
+  }
+#endif
+};
+
 // ---- sums over lanes ------------------------------------------------------------------------------------------------
 
 // Sums kCount values over kLanes neighbouring lanes. At each step a lane gives away half of its values, and so ends
@@ -214,15 +231,15 @@ class NormalisedRows {
 
  public:
   // Rows are `stride` elements apart; the bias is that of row lane / 8.
-  __device__ void load(const T* rows, int stride, const T* norm_weight, const T* norm_bias, float bias) {
+  __device__ void load(const T* rows, int stride, const NormShared<T, C>& norm, bool has_bias, float bias) {
     float slopes[kRows] = {}, offsets[kRows] = {};
 #pragma unroll
     for (int k = 0; k < kPacks; ++k) {
       const int at = own(k);
-      gain_[k] = cuda::load<8>(norm_weight + at);
+      gain_[k] = cuda::load<8>(norm.weight + at);
       float g[8], b[8] = {};
       widen(g, gain_[k]);
-      if (norm_bias) load_floats(b, norm_bias + at);
+      if (has_bias) load_floats(b, norm.bias + at);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         rows_[i][k] = cuda::load<8>(rows + i * stride + at);

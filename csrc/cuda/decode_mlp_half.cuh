@@ -12,6 +12,7 @@ struct MlpHalfShared {
   static constexpr int kUnits = kHidden / kHalfBlocks;         // of a block
   alignas(128) T fc[kUnits][C];
   alignas(128) T fcproj[HalfShape<C>::kColumns][kHidden];
+  NormShared<T, C> norm;
   alignas(16) float x[C];
   alignas(16) float hidden[kHidden];
   uint64_t fc_arrived, fcproj_arrived, x_arrived, hidden_arrived;
@@ -49,6 +50,7 @@ class MlpHalf {
   __device__ void order(int layer) {
     order_fc(layer);
     order_fcproj(layer);
+    next_bias_ = bias_of(layer);
   }
 
   // By the warp that waits.
@@ -60,10 +62,11 @@ class MlpHalf {
     parity_ = layer % 2;
     const DecodeLayer<T>& weights = p_.layers[layer];
     const int unit = warp_ * kUnits + lane_ / 8;
-    const float bias = bias_of(layer);
+    const float bias = next_bias_;
     await(&shared_.fc_arrived, parity_);
     NormalisedRows<T, C, kUnits> fc;
-    fc.load(shared_.fc[warp_ * kUnits], C, weights.norm2_weight, weights.norm2_bias, bias);
+    fc.load(shared_.fc[warp_ * kUnits], C, shared_.norm, weights.norm2_bias, bias);
+    next_bias_ = bias_of(layer + 1);
     workers_barrier();
     order_fc(layer + 1);
     await(&shared_.x_arrived, parity_);
@@ -95,7 +98,11 @@ class MlpHalf {
     const int row = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
     static_assert(Shared::kUnits <= kWarp);
     if (layer >= step_.layer_count || row < 0 || row >= Shared::kUnits) return;
-    if (row == 0) mbarrier_expect(&shared_.fc_arrived, sizeof(shared_.fc));
+    if (row == 0) {
+      const DecodeLayer<T>& weights = p_.layers[layer];
+      mbarrier_expect(&shared_.fc_arrived, sizeof(shared_.fc) + shared_.norm.bytes(weights.norm2_bias));
+      shared_.norm.order(weights.norm2_weight, weights.norm2_bias, &shared_.fc_arrived);
+    }
     const int64_t unit = part_ * Shared::kHidden + rank_ * Shared::kUnits + row;
     bulk_load(shared_.fc[row], p_.layers[layer].fc_weight + unit * C, sizeof(shared_.fc[0]), &shared_.fc_arrived);
   }
@@ -132,6 +139,7 @@ class MlpHalf {
   Shared& shared_;
   const int lane_, warp_, rank_, part_;
   unsigned parity_;
+  float next_bias_;
 };
 
 #endif
