@@ -203,3 +203,19 @@ CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom, exceeded once in 10^4
 def chi_square(counts):
     expected = counts.sum() / counts.numel()
     return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def by_operators(monkeypatch):
+    """No block of ``GPT2`` is a node of autograd's graph any more."""
+    monkeypatch.setattr("gptkernels.models.one_node.run", lambda *args: None)
+
+
+def node_names(loss):
+    """Of the nodes of the loss's graph."""
+    found, todo = set(), [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node not in found:
+            found.add(node)
+            todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return [node.name() for node in found]

@@ -8,10 +8,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import gptkernels
-from gptkernels.models import GPT2, GPT2Config, one_node
+from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.gpt2 import Block
 from gptkernels.ops import ops
 from gptkernels.ops.fp8 import CALLS, new_history
+from helpers import by_operators, node_names
 
 B, T, C, HEADS, F, V = 2, 16, 32, 2, 128, 60
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -39,20 +40,9 @@ def loss_of(model, device):
     return model(*next(batches(1, device)), return_logits=False)[1]
 
 
-def by_operators(monkeypatch):
-    """No block is a node any more."""
-    monkeypatch.setattr(one_node, "run", lambda *args: None)
-
-
 def nodes(loss):
     """How many blocks are one node."""
-    found, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [parent for parent, _ in node.next_functions if parent is not None]
-    return [node.name() for node in found].count("_FP8LayerBackward")
+    return node_names(loss).count("_FP8LayerBackward")
 
 
 def train(model, device, steps=3, optimizer=None):

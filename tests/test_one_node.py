@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gptkernels.models import GPT2, GPT2Config, one_node
+from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.gpt2 import Block
+from helpers import by_operators, node_names
 
 V, T = 60, 16
 CONFIG = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": V, "block_size": T}
@@ -35,25 +36,9 @@ def batch(device):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def by_operators(monkeypatch):
-    """No block is a node any more."""
-    monkeypatch.setattr(one_node, "run", lambda *args: None)
-
-
-def names(loss):
-    """Of the nodes of the loss's graph."""
-    found, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found.add(node)
-            todo += [parent for parent, _ in node.next_functions if parent is not None]
-    return [node.name() for node in found]
-
-
 def nodes(loss):
     """How many blocks are one node."""
-    return names(loss).count("_LayerBackward")
+    return node_names(loss).count("_LayerBackward")
 
 
 def step(model, autocast=None):

@@ -668,7 +668,13 @@ def global_norm(draw: Draw) -> Call:
     )
 
 
-# ---- generation ------------------------------------------------------------------------------------------------------
+# ---- layers and generation -------------------------------------------------------------------------------------------
+
+
+def layer_parameters(draw: Draw, c: int) -> list[Tensor]:
+    """The weight and the bias of each of a layer's norms and matrices, in their order."""
+    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
+    return [draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])]
 
 
 @case(differentiable=False)
@@ -676,10 +682,7 @@ def layer(draw: Draw) -> Call:
     """What the layer adds to the stream, and the stream before it."""
     b, t, c, heads = draw.of((1, 2, 4, 2), (2, 7, 15, 3), (2, 64, 192, 3))
     stream, values, values_bias = draw.normal(b, t, c), draw.normal(b, t, c), draw.normal(c)
-    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
-    *weights, proj_weight, _ = (
-        draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])
-    )
+    *weights, proj_weight, _ = layer_parameters(draw, c)
     args = stream, values, values_bias, *weights, proj_weight
     options = heads, None, EPS, EPS, "tanh"
 
@@ -712,10 +715,7 @@ def fp8_layer(draw: Draw) -> Call:
     """As ``layer``; torch's has the operands of products rounded to eight bits, the formula has not."""
     b, t, c, heads = draw.of((1, 2, 16, 2), (2, 7, 48, 3), (2, 64, 192, 3))
     stream, values, values_bias = draw.normal(b, t, c), draw.normal(b, t, c), draw.normal(c)
-    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
-    *weights, proj_weight, _ = (
-        draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])
-    )
+    *weights, proj_weight, _ = layer_parameters(draw, c)
     args = stream, values, values_bias, *weights, proj_weight
     histories = [torch.zeros(18, dtype=torch.int32, device=draw.device) for _ in range(8)]
 
@@ -755,8 +755,7 @@ def decode(draw: Draw) -> Call:
     tokens, lengths = draw.below(v, b, 2), draw.below(1, b) + 2
     wte, wpe, head = draw.normal(v, c), draw.normal(2, c), draw.normal(v, c, scale=c**-0.5)
     first = draw.normal(2, b, heads, 1, c // heads)
-    shapes = [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)]
-    layer = [draw.normal(*sizes, scale=sizes[-1] ** -0.5) for shape in shapes for sizes in (shape, shape[:1])]
+    layer = layer_parameters(draw, c)
     norm = draw.normal(c), draw.normal(c)
 
     def cache() -> Tensor:
