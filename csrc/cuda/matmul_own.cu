@@ -22,13 +22,16 @@ bool tiles_are_faster(const Matmul<T>& p) {
 }
 
 // With fewer terms, too much of the time goes to what the clusters write for each other. Where there are more tiles
-// than clusters, cuBLASLt need not split the sums either; where there are very few, it is as fast.
+// than clusters, these do not read the same terms at the same time, and cuBLASLt need not split the sums either; where
+// a tenth of the tiles lies outside the matrix, its smaller tiles are faster. Without sums it is as fast where there
+// are very few.
 template <typename T>
 bool weight_is_faster(const Matmul<T>& p) {
   constexpr int64_t kManyTerms = 16384, kFewestTiles = 27;
-  if (p.inner < kManyTerms) return false;
+  constexpr double kFilled = 0.9;
   const int64_t tiles = matmul_sm90_weight_tiles(p);
-  return p.a_sums || (tiles >= kFewestTiles && tiles <= multiprocessors() / 2);
+  return p.inner >= kManyTerms && tiles <= multiprocessors() / 2 && matmul_sm90_weight_filled(p) >= kFilled &&
+         (p.a_sums || tiles >= kFewestTiles);
 }
 
 }  // namespace

@@ -356,6 +356,12 @@ int64_t matmul_sm90_weight_tiles(const Matmul<T>& p) {
 }
 
 template <typename T>
+double matmul_sm90_weight_filled(const Matmul<T>& p) {
+  constexpr double kTile = double{kCluster * kRows} * kColumns;
+  return static_cast<double>(p.rows) * static_cast<double>(p.columns) / (kTile * static_cast<double>(tiles(p)));
+}
+
+template <typename T>
 int64_t matmul_sm90_weight_workspace(const Matmul<T>& p) {
   const int64_t segments = shares_of(p).segments();
   return segments *
@@ -411,6 +417,7 @@ cudaError_t matmul_sm90_weight(const Matmul<T>& p, void* workspace, Stream strea
 #define GPTKERNELS_INSTANTIATE(T)                                     \
   template bool matmul_sm90_weight_takes<T>(const Matmul<T>&);        \
   template int64_t matmul_sm90_weight_tiles<T>(const Matmul<T>&);     \
+  template double matmul_sm90_weight_filled<T>(const Matmul<T>&);     \
   template int64_t matmul_sm90_weight_workspace<T>(const Matmul<T>&); \
   template cudaError_t matmul_sm90_weight<T>(const Matmul<T>&, void*, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)

@@ -14,6 +14,10 @@ bool matmul_sm90_weight_takes(const Matmul<T>& p);
 template <typename T>
 int64_t matmul_sm90_weight_tiles(const Matmul<T>& p);
 
+// How much of them lies within the matrix.
+template <typename T>
+double matmul_sm90_weight_filled(const Matmul<T>& p);
+
 // The size of the workspace in bytes: the sums of every segment.
 template <typename T>
 int64_t matmul_sm90_weight_workspace(const Matmul<T>& p);
