@@ -941,6 +941,47 @@ def with_copies(function, histories):
 
 
 @entry(weight=0.5)
+def fp8_layernorm(draw):
+    """Beside its parts, which have entries: a norm's last bit decides how a number is rounded to eight."""
+    dtype, rows = fp8_dtype(draw), draw.rows()
+    width = draw.width("width", rows)
+    added = draw.chance("has residual", 0.7)
+    args = {name: draw.tensor(name, (*rows, width), dtype, special="nan") for name in ("x", "residual")}
+    for name in ("weight", "bias", "x_bias"):
+        here = draw.chance(f"has {name}", 0.7)
+        args[name] = draw.tensor(name, (width,), dtype, special="nan") if here else None
+    if not added:
+        args["residual"] = args["x_bias"] = None
+    history = fp8_history(draw, "x")
+
+    def read(outputs, history):
+        q, q_t, scale, *others = outputs
+        return (
+            q.float() * scale,
+            q_t.float() * scale,
+            *others,
+            *(() if history is None else (history.view(torch.float32),)),
+        )
+
+    def ours(x, residual, weight, bias, x_bias, history):
+        return read(ops.fp8_layernorm(x, residual, weight, bias, history, True, 1e-5, x_bias), history)
+
+    def parts(*args):
+        *args, x_bias, history = (t if t is None or not t.is_floating_point() else t.to(dtype) for t in args)
+        return read(test_fp8.composed_norm(*args, history, x_bias), history)
+
+    return Call(
+        "fp8_layernorm(x, residual, weight, bias, history, True, 1e-5, x_bias)",
+        with_copies(ours, [history]),
+        with_copies(parts, [history]),
+        lambda *args: tuple(t.double() for t in with_copies(parts, [history])(*args)),
+        args,
+        fixed=tuple(args),
+        tied=tuple(args),
+    )
+
+
+@entry(weight=0.5)
 def fp8_linear(draw):
     dtype, rows = fp8_dtype(draw), draw.rows()
     inner, outer = fp8_size(draw, "inner"), fp8_size(draw, "outer")
