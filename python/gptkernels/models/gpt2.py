@@ -232,9 +232,9 @@ class GPT2(Files, NanoGPT):
         self._check(tokens, targets)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
             hidden, weight = self._hidden_and_head(tokens)
-            loss = functional.linear_cross_entropy(
-                hidden, weight, targets, ignore_index=ignore_index, vocab_size=self.config.vocab_size
-            )
+            fp8 = self.config.fp8_head and self.training and torch.is_grad_enabled()
+            loss_of = functional.fp8_linear_cross_entropy if fp8 else functional.linear_cross_entropy
+            loss = loss_of(hidden, weight, targets, ignore_index=ignore_index, vocab_size=self.config.vocab_size)
             return None, loss
         hidden = self.transformer(tokens)
         padded = self.lm_head(hidden)

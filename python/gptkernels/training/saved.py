@@ -33,6 +33,7 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     "activation": (str,),
     "dropout": (int, float),
     "fp8": (bool,),
+    "fp8_head": (bool,),
 }
 
 
