@@ -13,7 +13,11 @@ from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
 from gptkernels.training.schedule import Schedule
 
-VARIANTS = {"bf16": "bfloat16", "fp8": "float8 products in the layers", "fp8-head": "and in the head's gradients"}
+VARIANTS = {
+    "bf16": "bfloat16",
+    "fp8": "float8 products in the layers",
+    "fp8-head": "float8 products in the layers and the head's gradients",
+}
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
 
