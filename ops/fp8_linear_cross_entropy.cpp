@@ -73,11 +73,10 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   launch.template operator()<bfloat16>();
 }
 
-// Their dx = dlogits @ weight.
+// Their dx = dlogits @ weight. Fast accumulation would lose what many small terms add to a few large ones.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
-              {g.weight->transposed, g.weight->scale},
-              {.fast_accumulation = true, .alpha = 1 / Fp8Dlogit::kMultiplier});
+              {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
 // What they add to dweight = dlogits^T @ x.
