@@ -1,5 +1,6 @@
 // The transpose of a matrix of bytes: N * C bytes read, and as many written. A block has one tile of 128 rows and 128
-// columns; eight blocks are resident, some of which load while others store.
+// columns; eight blocks are resident, some of which load while others store. Neighbouring blocks have neighbouring
+// rows, so that they write neighbouring lines.
 
 #include "../fp8.h"
 #include "common/launch.cuh"
@@ -15,8 +16,8 @@ using Tile = TransposedTile<kSide>;
 __global__ void __launch_bounds__(Tile::kThreads, 8) fp8_transpose_kernel(const Fp8Transpose p) {
   __shared__ Tile tile;
   wait_for_previous_kernel();
-  const int64_t strips = ceil_div(p.width, Tile::kColumns);
-  const int64_t row = blockIdx.x / strips * Tile::kRows, column = blockIdx.x % strips * Tile::kColumns;
+  const int64_t bands = ceil_div(p.rows, Tile::kRows);
+  const int64_t row = blockIdx.x % bands * Tile::kRows, column = blockIdx.x / bands * Tile::kColumns;
   const int64_t first = row + Tile::band() * Tile::kDown, mine = column + Tile::group() * kSide;
   uint4 rows[Tile::kDown];
 #pragma unroll
