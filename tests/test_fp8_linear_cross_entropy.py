@@ -68,6 +68,17 @@ def round_dlogits(dlogits):
     return read(dlogits), (read(dlogits * (1 + most)) - read(dlogits * (1 - most))).abs()
 
 
+def sums_errors(a, b, device):
+    """The largest errors of the sums in a @ b^T.
+
+    A tensor core cuts each term off 13 bits below the largest that it adds at once. Where one term of a row is -1 and
+    all others are small, as here, what is lost of them has nothing to do with their own sizes.
+    """
+    if device.type == "cpu":
+        return a.shape[1] * 2.0**-24 * a.abs() @ b.abs().T
+    return a.shape[1] * 2.0**-13 * a.abs().amax(1)[:, None] * b.abs().amax(1)
+
+
 SHAPES = [  # N, C, Vp, V, chunk_size
     (1, 16, 16, 16, None),
     (5, 32, 64, 50, None),
@@ -100,10 +111,13 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
         (dx, (d, d_error), quantised(weight.T.contiguous(), E4M3), plain_dx),
         (dweight, (d.T, d_error.T), quantised(x.T.contiguous(), E4M3), plain_dweight),
     ):
-        exact, magnitude = factor * a[0] @ b.T, factor * a[0].abs() @ b.abs().T
-        allowed = factor * product_error(a, (b, torch.zeros_like(b)))
+        exact = factor * a[0] @ b.T
+        allowed = factor * product_error(a, (b, torch.zeros_like(b))) + factor * sums_errors(a[0], b, device)
+        allowed = allowed + torch.finfo(dtype).eps * (exact.abs() + allowed) + 2.0**-24
+        error = (found.double() - exact).abs()
         assert found.dtype == dtype
-        assert_within(found, exact, allowed, a[0].shape[1], dtype, magnitude, device, False)
+        assert (error <= allowed).all()
+        assert error.norm() <= (2.0**-10 + torch.finfo(dtype).eps) * exact.norm() + 2.0**-24
         assert (found - plain_found).abs().max() <= 0.2 * plain_found.abs().max()
 
 
