@@ -1,5 +1,6 @@
-// linear_cross_entropy, the products of whose gradients are float8 (docs/fp8.md). The logits and the loss are those of
-// linear_cross_entropy. No step depends on the values in a tensor, so a CUDA graph can replay it.
+// linear_cross_entropy, the products of whose gradients are float8, and if wanted that of the logits (docs/fp8.md);
+// otherwise logits and loss are those of linear_cross_entropy. No step depends on the values in a tensor, so a CUDA
+// graph can replay it.
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -28,37 +29,44 @@ Reduction checked_reduction(const char* op, const std::string& name) {
   return reduction;
 }
 
-Quantized transposed_operand(const Launcher& launcher, const Tensor& t) {
-  return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = true, .values = false});
+std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool transposed, bool values) {
+  if (!transposed && !values) return std::nullopt;
+  return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// The transposed operands, their gradients, and the memory of a chunk. What a gradient that is not wanted needs has no
-// elements.
+// The operands, their gradients, and the memory of a chunk. What a gradient that is not wanted needs has no elements.
 struct Gradients {
   bool want_x, want_weight;
+  bool logits;                      // are of the rounded operands
   OptionalTensor scale;             // of dlogits, without Fp8Dlogit's
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
   Tensor sum;                       // dweight, or in float32 where several chunks are added
-  std::optional<Quantized> weight;  // (C, Vp)
-  std::optional<Quantized> x;       // (C, N rounded up to 16)
+  std::optional<Quantized> weight;  // (Vp, C) for the logits, (C, Vp) for dx
+  std::optional<Quantized> x;       // (N, C) for the logits, (C, N rounded up to 16) for dweight
   Tensor dlogits;                   // (rows of a chunk, Vp)
   Tensor dlogits_t;                 // (Vp, rows of a chunk rounded up to 16)
 
   Gradients(const Launcher& launcher, const Tensor& x, const Tensor& weight, const OptionalTensor& scale, int64_t chunk,
-            bool want_x, bool want_weight)
+            bool logits, bool want_x, bool want_weight)
       : want_x(want_x),
         want_weight(want_weight),
+        logits(logits),
         scale(scale),
         dx(allocate_if(want_x, shape_of(x), x)),
         dweight(allocate_if(want_weight, shape_of(weight), weight)),
         sum(want_weight && rows_of(x) > chunk ? allocate(shape_of(weight), ScalarType::Float, weight) : dweight),
+        weight(operand(launcher, weight, want_x, logits)),
+        x(operand(launcher, x, want_weight, logits)),
         dlogits(allocate({chunk, weight.size(0)}, kGradient, x)),
-        dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {
-    if (want_x) this->weight = transposed_operand(launcher, weight);
-    if (want_weight) this->x = transposed_operand(launcher, x);
-  }
+        dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
+
+// logits = rows begin .. begin + count of x @ weight^T, of the rounded ones. Terms are few: fast accumulation serves.
+void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
+  fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
+              {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
+}
 
 // Rows begin .. begin + count: their losses and dlogits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
@@ -68,7 +76,10 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
     classifier.dlogits = pointer<Fp8Dlogit>(g.dlogits);
     launcher.check(fused_classifier_forward(classifier, launcher.stream()));
   };
-  chunk_logits(launcher, p, logits, begin, count);
+  if (g.logits)
+    rounded_logits(launcher, g, logits, begin, count);
+  else
+    chunk_logits(launcher, p, logits, begin, count);
   if (logits.tensor.scalar_type() == ScalarType::Float) return launch.template operator()<float>();
   launch.template operator()<bfloat16>();
 }
@@ -115,7 +126,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
 // ---- the operators --------------------------------------------------------------------------------------------------
 
 Tensor fp8_linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
-                                   int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size) {
+                                   int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size, bool) {
   constexpr const char* op = "fp8_linear_cross_entropy";
   const Reduction reduction = checked_reduction(op, reduction_name);
   return cross_entropy_loss(checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size), reduction);
@@ -123,7 +134,7 @@ Tensor fp8_linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const 
 
 std::tuple<Tensor, Tensor, Tensor> fp8_linear_cross_entropy_with_gradients_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
-    const std::string& reduction_name, int64_t chunk_size, const std::vector<bool>& output_mask) {
+    const std::string& reduction_name, int64_t chunk_size, bool fp8_logits, const std::vector<bool>& output_mask) {
   constexpr const char* op = "fp8_linear_cross_entropy_with_gradients";
   const Reduction reduction = checked_reduction(op, reduction_name);
   const CrossEntropy p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
@@ -134,7 +145,7 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_cross_entropy_with_gradients_op(
   const OptionalTensor scale = row_gradient(launcher, p, reduction, std::nullopt, finite);
   const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
   const int64_t chunk = std::min(fp8_padded(p.chunk), p.rows());
-  const Gradients gradients(launcher, x, weight, finite, chunk, output_mask[0], output_mask[1]);
+  const Gradients gradients(launcher, x, weight, finite, chunk, fp8_logits, output_mask[0], output_mask[1]);
   run(launcher, p, losses, gradients, chunk);
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }

@@ -1,4 +1,4 @@
-"""linear_cross_entropy with float8 products of the gradients: the loss bit for bit, the gradients against float64."""
+"""linear_cross_entropy with float8 products: the loss bit for bit, the gradients against float64."""
 
 import math
 
@@ -119,6 +119,24 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
         assert (error <= allowed).all()
         assert error.norm() <= (2.0**-10 + torch.finfo(dtype).eps) * exact.norm() + 2.0**-24
         assert (found - plain_found).abs().max() <= 0.2 * plain_found.abs().max()
+
+
+@both_dtypes
+@both_reductions
+@pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
+def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
+    """Loss and gradients are those of the rounded operands; without gradients the loss is linear_cross_entropy's."""
+    x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
+    weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
+    options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
+    function = functional.fp8_linear_cross_entropy
+    found = gradients(function, x, weight, targets, fp8_logits=True, **options)
+    near = [quantised(t, E4M3)[0].to(dtype) for t in (x, weight)]
+    assert not torch.equal(near[1], weight)
+    for ours, theirs in zip(found, gradients(function, *near, targets, **options), strict=True):
+        assert torch.equal(ours, theirs)
+    plain = functional.linear_cross_entropy(x, weight, targets, **options)
+    assert torch.equal(function(x, weight, targets, fp8_logits=True, **options), plain)
 
 
 @both_dtypes
@@ -246,7 +264,7 @@ def test_the_gradients_are_the_same_whether_they_may_be_scaled_in_place(dloss, d
 @both_dtypes
 def test_only_the_gradients_that_are_wanted(dtype, device):
     x, weight, targets = problem(40, 32, 64, 50, dtype, device)
-    options = 50, IGNORED, "mean", 16
+    options = 50, IGNORED, "mean", 16, False
     every = ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, [True, True])
     for mask in ([True, False], [False, True], [False, False]):
         loss, *found = ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, mask)
@@ -284,7 +302,7 @@ def test_no_second_and_no_forward_derivative(device):
     with pytest.raises(RuntimeError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: functional.fp8_linear_cross_entropy(x, weight, targets), (x.detach(),), (x.detach(),))
     with pytest.raises(RuntimeError, match="fp8_linear_cross_entropy_with_gradients has no derivative"):
-        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, [True, True])
+        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, False, [True, True])
 
 
 def test_autocast(device):
@@ -304,9 +322,12 @@ def test_opcheck(reduction, dtype, device):
     x, weight, targets = problem(6, 32, 48, 40, dtype, device)
     options = 40, IGNORED, reduction, 16
     for mask in ([True, True], [False, True], [True, False]):
-        torch.library.opcheck(ops.fp8_linear_cross_entropy_with_gradients, (x, weight, targets, *options, mask))
+        for logits in (False, True):
+            given = (x, weight, targets, *options, logits, mask)
+            torch.library.opcheck(ops.fp8_linear_cross_entropy_with_gradients, given)
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    torch.library.opcheck(ops.fp8_linear_cross_entropy, (x, weight, targets, *options))
+    for logits in (False, True):
+        torch.library.opcheck(ops.fp8_linear_cross_entropy, (x, weight, targets, *options, logits))
     torch.library.opcheck(ops.fp8_linear_cross_entropy, (x, weight, targets.clamp(0)))
 
 
@@ -347,13 +368,15 @@ def test_bad_input(device):
         with pytest.raises(error, match=message):
             call(**({"x": x, "weight": weight, "targets": targets} | change))
     with raises("fp8_linear_cross_entropy_with_gradients: reduction must be 'mean' or 'sum', got 'none'"):
-        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "none", -1, [True, True])
+        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "none", -1, False, [True, True])
     for sizes, message in (
         ({"n_embd": 24}, "n_embd must be a multiple of 16 for fp8_head, got 24"),
         ({"padded_vocab_size": 72}, "padded_vocab_size must be a multiple of 16 for fp8_head, got 72"),
     ):
         with pytest.raises(ValueError, match=message):
             GPT2Config(**SMALL | sizes, fp8_head=True)
+    with pytest.raises(ValueError, match="fp8_logits needs fp8_head"):
+        GPT2Config(**SMALL, fp8_logits=True)
 
 
 def test_targets_outside_the_vocabulary(device):
@@ -445,12 +468,22 @@ def test_tied_weights(device):
 
 
 def test_a_small_model_learns_as_in_bfloat16(device):
-    losses = [
-        train(small_model(device, torch.bfloat16, fp8=head, fp8_head=head), 100, device) for head in (False, True)
-    ]
-    plain, eight = (sum(of[-10:]) / 10 for of in losses)
+    options = {}, {"fp8": True, "fp8_head": True}, {"fp8": True, "fp8_head": True, "fp8_logits": True}
+    losses = [train(small_model(device, torch.bfloat16, **some), 100, device) for some in options]
+    plain, *others = (sum(of[-10:]) / 10 for of in losses)
     assert plain < 0.6 * losses[0][0]
-    assert abs(eight - plain) < 0.01 * plain
+    for eight in others:
+        assert abs(eight - plain) < 0.01 * plain
+
+
+def test_model_with_float8_logits(device):
+    """The loss of training is near, not the same; in evaluation it is."""
+    models = [small_model(device, fp8_head=True, fp8_logits=logits) for logits in (False, True)]
+    batch = next(batches(1, device))
+    plain, eight = (m(*batch, return_logits=False)[1] for m in models)
+    assert plain != eight
+    torch.testing.assert_close(plain, eight, rtol=0.01, atol=0)
+    assert torch.equal(*(m.eval()(*batch, return_logits=False)[1] for m in models))
 
 
 def test_files(device, tmp_path):

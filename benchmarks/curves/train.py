@@ -17,6 +17,7 @@ VARIANTS = {
     "bf16": "bfloat16",
     "fp8": "float8 products in the layers",
     "fp8-head": "float8 products in the layers and the head's gradients",
+    "fp8-logits": "float8 products in the layers, the head's gradients and its logits",
 }
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
@@ -82,7 +83,8 @@ def _model(variant, settings, device):
         n_head=max(1, width // 64),
         n_embd=width,
         fp8=variant.startswith("fp8"),
-        fp8_head=variant == "fp8-head",
+        fp8_head=variant in ("fp8-head", "fp8-logits"),
+        fp8_logits=variant == "fp8-logits",
     )
     return GPT2(config).to(device, torch.bfloat16)
 

@@ -163,6 +163,7 @@ def _profile_table(step):
     variant = step.get("variant", "")
     fp8 = ", float8 products in the layers" if "fp8" in variant else ""
     fp8 += " and in the head's gradients" if "fp8-head" in variant else ""
+    fp8 += " and the whole head" if "fp8-logits" in variant else ""
     head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}{fp8}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
 

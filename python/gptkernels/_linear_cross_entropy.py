@@ -61,11 +61,13 @@ def fp8_linear_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     chunk_size: int | None = None,
+    fp8_logits: bool = False,
 ) -> Tensor:
     """:func:`linear_cross_entropy` with the same loss; the products of its gradients are of float8 numbers.
 
     The gradients of the logits are rounded to e5m2, x and the weight to e4m3. The gradients are computed in the
-    forward. There is no second derivative and none in forward mode: both raise a RuntimeError.
+    forward. Where autograd records nothing this is :func:`linear_cross_entropy`, without float8 numbers. There is no
+    second derivative and none in forward mode: both raise a RuntimeError.
 
     Args:
         x: (..., C), the last hidden layer, float32 or bfloat16; C is a multiple of 16.
@@ -76,6 +78,8 @@ def fp8_linear_cross_entropy(
         reduction: "mean" (over the rows that are not ignored; nan if all are) or "sum".
         chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; when None as many as have 2^28
             logits.
+        fp8_logits: where gradients are computed, the logits and with them the loss are those of the rounded x and
+            weight, too.
 
     Returns:
         0-dim float32.
@@ -95,6 +99,7 @@ def fp8_linear_cross_entropy(
         ignore_index,
         reduction,
         -1 if chunk_size is None else chunk_size,
+        fp8_logits,
     )
 
 

@@ -37,6 +37,7 @@ class GPT2Config:
             is then a multiple of 16.
         fp8_head: train with float8 products in the head's gradients, where the model returns no logits
             (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size are then multiples of 16.
+        fp8_logits: with fp8_head, compute the logits of training by a float8 product, too.
 
     Raises:
         ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
@@ -54,6 +55,7 @@ class GPT2Config:
     activation: str = "gelu_tanh"
     fp8: bool = False
     fp8_head: bool = False
+    fp8_logits: bool = False
 
     def __post_init__(self) -> None:
         if self.padded_vocab_size is None:
@@ -74,6 +76,8 @@ class GPT2Config:
             raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
         self._check_fp8("fp8", "n_embd")
         self._check_fp8("fp8_head", "n_embd", "padded_vocab_size")
+        if self.fp8_logits and not self.fp8_head:
+            raise ValueError("GPT2Config: fp8_logits needs fp8_head")
 
     def _check_fp8(self, option: str, *names: str) -> None:
         for name in names:

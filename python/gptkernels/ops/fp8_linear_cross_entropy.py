@@ -1,4 +1,4 @@
-"""linear_cross_entropy with the same loss; the products of its gradients are of float8 numbers.
+"""linear_cross_entropy with float8 products in its gradients, and if wanted for the logits that they are computed from.
 
 The gradient of a logit, softmax - onehot, is rounded to e5m2 after a multiplication by 2^15, the weight and x to e4m3.
 """
@@ -42,11 +42,19 @@ class FP8LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):
         """Scale them."""
         refuse_second_derivatives()
-        return *scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2]), *(None,) * 5
+        return *scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2]), *(None,) * 6
 
 
-fake("fp8_linear_cross_entropy", fake_loss)
-fake("fp8_linear_cross_entropy_with_gradients", fake_with_gradients)
+def _fake(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1, fp8_logits=False):
+    return fake_loss(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size)
+
+
+def _fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, fp8_logits, output_mask):
+    return fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask)
+
+
+fake("fp8_linear_cross_entropy", _fake)
+fake("fp8_linear_cross_entropy_with_gradients", _fake_with_gradients)
 autograd("fp8_linear_cross_entropy", FP8LinearCrossEntropy, jvp=refuse_tangents)
 without_derivative("fp8_linear_cross_entropy_with_gradients")
 vmap("fp8_linear_cross_entropy", loop)

@@ -624,7 +624,7 @@ def fp8_linear_cross_entropy(draw: Draw) -> Call:
 
     calls = [
         call(ops.fp8_linear_cross_entropy, x, weight, targets, v),
-        call(ops.fp8_linear_cross_entropy_with_gradients, x, weight, targets, v, IGNORED, "mean", -1, [True] * 2),
+        call(ops.fp8_linear_cross_entropy_with_gradients, x, weight, targets, v, IGNORED, "mean", -1, True, [True] * 2),
     ]
     return Call(
         lambda x, weight: ops.fp8_linear_cross_entropy(x, weight, targets, v), formula, formula, (x, weight), calls

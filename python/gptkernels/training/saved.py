@@ -34,6 +34,7 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     "dropout": (int, float),
     "fp8": (bool,),
     "fp8_head": (bool,),
+    "fp8_logits": (bool,),
 }
 
 
