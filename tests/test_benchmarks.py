@@ -366,7 +366,8 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     command = [*SMALL_CURVES, *token_files]
     assert curves([*command, "--json", str(both)]) == 0
     assert "bf16: 25 steps, loss" in capsys.readouterr().out
-    parts = [tmp_path / f"{variant}.json" for variant in ("fp8-head", "fp8", "bf16")]
+    variants = ["bf16", "fp8", "fp8-head", "fp8-logits"]
+    parts = [tmp_path / f"{variant}.json" for variant in reversed(variants)]
     for part in parts:
         assert curves([*command, "--variants", part.stem, "--json", str(part)]) == 0
     capsys.readouterr()
@@ -377,7 +378,7 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
-    assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == ["bf16", "fp8", "fp8-head"]
+    assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == variants
     for one, other in zip(found, alone, strict=True):
         assert len(one["losses"]) == 60
         assert one["losses"][-1] < one["losses"][0]
