@@ -1046,20 +1046,30 @@ def fp8_linear_cross_entropy(draw):
     chunk_size = draw.choose("chunk_size", (-1, 1, 16, 40))
     if chunk_size != -1:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
+    fp8_logits = draw.chance("fp8_logits", 0.5)
     options = vocab_size, ignore_index, reduction, chunk_size
 
     def ours(x, weight, targets):
-        return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, [True, True])
+        return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, fp8_logits, [True, True])
+
+    def logits_of(x, weight, chunk):
+        """Of each chunk."""
+        if not fp8_logits:
+            return [ops.linear(some, weight) for some in x.split(chunk)]
+        (x, _, scale_x), (weight, _, scale) = (ops.fp8_quantize(t, None, test_fp8.E4M3, True) for t in (x, weight))
+        return [ops.fp8_matmul(some, weight, scale_x, scale, None, dtype, True) for some in x.split(chunk)]
 
     def parts(multiply, x, weight, targets):
         x, weight = x.to(dtype), weight.to(dtype)
-        loss = ops.linear_cross_entropy(x, weight, targets, *options)
         flat, classes = x.reshape(-1, inner), targets.reshape(-1)
         chunk = max(len(flat), 1) if chunk_size == -1 else math.ceil(chunk_size / 16) * 16
-        dlogits = [
-            ops.fused_classifier(ops.linear(some, weight).float(), of_some, vocab_size, ignore_index)[1]
-            for some, of_some in zip(flat.split(chunk), classes.split(chunk), strict=True)
-        ]
+        losses, dlogits = zip(
+            *(
+                ops.fused_classifier(logits.float(), of_some, vocab_size, ignore_index)
+                for logits, of_some in zip(logits_of(flat, weight, chunk), classes.split(chunk), strict=True)
+            ),
+            strict=True,
+        )
         d = (torch.cat(dlogits) * 2.0**15).to(test_fp8.E5M2)
         count = (classes != ignore_index).sum().item()
         factor = 2.0**-15 * (1.0 if reduction == "sum" else 1.0 / count if count else 0.0)
@@ -1067,10 +1077,14 @@ def fp8_linear_cross_entropy(draw):
         w_t, x_t = ((q, scale.item()) for q, scale in transposed)
         dx = multiply((d, factor), w_t, False).view(x.shape)
         dweight = multiply(fp8_transposed((d, factor)), x_t, False)
+        loss = ops.linear_cross_entropy(x, weight, targets, *options)
+        if fp8_logits:
+            total = torch.cat(losses).double().sum()
+            loss = (total if reduction == "sum" else total / count if count else total * math.nan).float()
         return loss, *((dx, dweight) if multiply is exact_fp8_product else (dx.to(dtype), dweight.to(dtype)))
 
     return Call(
-        f"fp8_linear_cross_entropy_with_gradients(x, weight, targets, {options}, [True, True])",
+        f"fp8_linear_cross_entropy_with_gradients(x, weight, targets, {options}, {fp8_logits}, [True, True])",
         ours,
         partial(parts, torchs_fp8_product),
         lambda *args: tuple(t.double() for t in parts(exact_fp8_product, *args)),
