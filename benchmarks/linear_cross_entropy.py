@@ -9,12 +9,16 @@ from benchmarks.harness.peers import compiled
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 768, 50304), (8192, 2048, 128256)], "float32": [(8192, 768, 50304)]}
 CPU_SIZES = [(256, 256, 4096)]
-TINY = (4, 8, 16)
+TINY = (4, 16, 16)
 EXACT_ROWS = 1024  # at a time: their logits in float64 fit into memory
 
 
 def ours(x, weight, targets):
     return ops.linear_cross_entropy.default(x, weight, targets, reduction="sum")
+
+
+def ours_fp8(x, weight, targets):
+    return ops.fp8_linear_cross_entropy.default(x, weight, targets, reduction="sum")
 
 
 def formula(x, weight, targets):
@@ -49,6 +53,12 @@ def exact_loss_and_gradients(x, weight, targets):
     yield 2, ..., dweight
 
 
+def exact_loss(x, weight, targets):
+    weight = weight.double()
+    parts = zip(x.split(EXACT_ROWS), targets.split(EXACT_ROWS), strict=True)
+    yield 0, ..., sum(formula(rows.double(), weight, some) for rows, some in parts)
+
+
 def cases(device, dtype, rows, channels, vocabulary):
     x = torch.randn(rows, channels, device=device, dtype=dtype)
     weight = torch.randn(vocabulary, channels, device=device, dtype=dtype) * channels**-0.5
@@ -65,4 +75,14 @@ def cases(device, dtype, rows, channels, vocabulary):
             "compile": partial(loss_and_gradients, compiled(formula), x, weight, targets),
             "liger": partial(loss_and_gradients, liger, x, weight, targets),
         },
+    )
+    yield Case(
+        "fp8_linear_cross_entropy",
+        f"{rows}x{channels}x{vocabulary}",
+        ours=partial(loss_and_gradients, ours_fp8, x, weight, targets),
+        exact=lambda: exact_loss(x, weight, targets),
+        bytes=2 * nbytes(x, weight) + nbytes(targets),
+        flops=6 * rows * channels * vocabulary,
+        peers={},
+        look=lambda out: out[:1],  # of the gradients the operands are rounded to eight bits
     )

@@ -42,7 +42,7 @@ struct Fp8Made {
 // history, or where that has none but zeros, it is that of x itself, for which x is read twice.
 template <typename T>
 struct Fp8Quantize {
-  uint8_t* out;             // (N, C)
+  uint8_t* out;             // (N, C), or null beside out_transposed
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
   float* scale;             // of one element: what the float8 numbers are to be multiplied by
   T* column_sums;           // (C): the sums over the rows of what is quantised, or null
@@ -63,6 +63,18 @@ int64_t fp8_quantize_workspace(int64_t rows, int64_t width);
 
 template <typename T>
 Status fp8_quantize(const Fp8Quantize<T>& p, Stream stream);
+
+// out (C, fp8_padded(N)) = x^T, of float8 numbers; beyond the last row of x there are zeros. C is a multiple of
+// kFp8Alignment, x and out begin at multiples of it.
+struct Fp8Transpose {
+  uint8_t* out;
+  const uint8_t* x;    // (N, C)
+  int64_t rows;        // N
+  int64_t width;       // C
+  int64_t out_stride;  // from row to row of out, a multiple of kFp8Alignment
+};
+
+Status fp8_transpose(const Fp8Transpose& p, Stream stream);
 
 // MACRO(T) for every dtype that is quantised.
 #define GPTKERNELS_FOR_FP8(MACRO) \

@@ -6,14 +6,24 @@
 // anything; on CUDA, where the host does not see the targets, a device-side assertion ends the kernel.
 #pragma once
 
+#include <cstdint>
+
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-template <typename T>
+// A gradient of a logit in float8, for a product on the tensor cores: 2^15 (p - onehot) in e5m2. That is from -2^15 to
+// 2^15, the largest power of two that e5m2 has, so the scale is known before any gradient is.
+struct Fp8Dlogit {
+  static constexpr float kMultiplier = 32768;
+  uint8_t bits;
+};
+
+// Out: T, or Fp8Dlogit, then without dlosses.
+template <typename T, typename Out = T>
 struct FusedClassifierForward {
   accumulate_t<T>* losses;  // (N)
-  T* dlogits;               // (N, Vp); may be `logits` itself
+  Out* dlogits;             // (N, Vp); may be `logits` itself
   const T* logits;          // (N, Vp)
   const void* targets;      // (N) int64 or int32
   bool targets_are_int64;
@@ -38,8 +48,8 @@ struct FusedClassifierBackward {
   int64_t width;  // Vp
 };
 
-template <typename T>
-Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream);
+template <typename T, typename Out = T>
+Status fused_classifier_forward(const FusedClassifierForward<T, Out>& p, Stream stream);
 
 template <typename T>
 Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream);

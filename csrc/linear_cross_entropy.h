@@ -12,6 +12,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 template <typename A>
 struct MeanScale {
   A* scale;             // 1
+  A* finite;            // 1, or null: takes the same, but 0 where no row takes part
   const A* dloss;       // 1, or null: 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;

@@ -37,21 +37,41 @@ OptionalTensor aligned(const OptionalTensor& bias) {
   return copy;
 }
 
+// Where the matrix starts, null when it is empty.
 template <typename T>
-Fp8Matmul<T> product_of(const Tensor& out, const Fp8Operand& a, const Fp8Operand& b, const OptionalTensor& bias,
-                        bool fast_accumulation) {
-  return {.out = pointer<T>(out),
-          .a = pointer<uint8_t>(a.values),
-          .b = pointer<uint8_t>(b.values),
+T* start(const Matrix& m) {
+  T* base = pointer<T>(m.tensor);
+  return base ? base + m.offset : nullptr;
+}
+
+template <typename T>
+Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand& b, const Fp8ProductOptions& options) {
+  return {.out = start<T>(out),
+          .a = start<uint8_t>(a.values),
+          .b = start<uint8_t>(b.values),
           .scale_a = pointer<float>(a.scale),
           .scale_b = pointer<float>(b.scale),
-          .bias = pointer<T>(bias),
-          .rows = rows_of(a.values),
-          .columns = b.values.size(0),
-          .inner = width_of(a.values),
-          .a_format = format_of(a.values.scalar_type()),
-          .b_format = format_of(b.values.scalar_type()),
-          .fast_accumulation = fast_accumulation};
+          .bias = pointer<T>(options.bias),
+          .rows = a.values.rows,
+          .columns = b.values.rows,
+          .inner = a.values.columns,
+          .a_ld = a.values.row_stride,
+          .b_ld = b.values.row_stride,
+          .a_format = format_of(a.values.tensor.scalar_type()),
+          .b_format = format_of(b.values.tensor.scalar_type()),
+          .fast_accumulation = options.fast_accumulation,
+          .accumulate = options.accumulate,
+          .alpha = options.alpha};
+}
+
+// The fastest plan for a product that has not been seen before. One that accumulates is timed on other memory.
+template <typename T>
+Fp8Plan timed_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
+                   cublasHandle_t handle) {
+  const Tensor scratch = workspace(kMatmulTimingWorkspace, like);
+  const OptionalTensor other = workspace_if(p.accumulate ? p.rows * p.columns * int64_t(sizeof(T)) : 0, like);
+  if (p.accumulate) p.out = pointer<T>(other);
+  return fp8_matmul_time(p, plan, pointer<void>(scratch), handle, launcher.stream());
 }
 
 template <typename T>
@@ -63,8 +83,7 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
   if (!plan.found)
     fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ",
          p.inner, ")^T on this GPU; it needs compute capability 8.9 or newer");
-  if (plan.untimed)
-    plan = fp8_matmul_time(p, plan, pointer<void>(workspace(kMatmulTimingWorkspace, out)), handle, launcher.stream());
+  if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
   const Tensor scratch = workspace(plan.workspace, out);
   const MatmulStatus status = fp8_matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
   launcher.check(status.cuda);
@@ -93,10 +112,10 @@ Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOption
   return out;
 }
 
-Tensor widened(const Launcher& launcher, const Tensor& x) {
-  const Tensor wide = allocate({rows_of(x), width_of(x)}, ScalarType::Float, x);
-  launcher.check(
-      fp8_widen(pointer<float>(wide), pointer<uint8_t>(x), x.numel(), format_of(x.scalar_type()), launcher.stream()));
+Tensor widened(const Launcher& launcher, const Matrix& x) {
+  const Tensor wide = allocate({x.rows, x.columns}, ScalarType::Float, x.tensor);
+  launcher.check(fp8_widen(pointer<float>(wide), pointer<uint8_t>(x.tensor) + x.offset, x.rows, x.columns, x.row_stride,
+                           format_of(x.tensor.scalar_type()), launcher.stream()));
   return wide;
 }
 
@@ -159,7 +178,8 @@ Tensor fp8_matmul_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, co
   const Tensor a_dense = dense(a), b_dense = dense(b);
   check_aligned(op, "a", a_dense);
   check_aligned(op, "b", b_dense);
-  fp8_product(launcher, out, {a_dense, scale_a}, {b_dense, scale_b}, dense(bias), fast_accumulation);
+  fp8_product(launcher, flat(out), {a_dense, scale_a}, {b_dense, scale_b},
+              {.bias = dense(bias), .fast_accumulation = fast_accumulation});
   return out;
 }
 
@@ -190,19 +210,21 @@ void check_features(const char* op, const char* name, int64_t features) {
     fail(op, name, " must be a multiple of ", kFp8Alignment, " for float8 products, got ", features);
 }
 
-Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed) {
+Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values) {
   const Shape shape = transposed ? Shape{width_of(x), fp8_padded(rows_of(x))} : Shape{0};
-  return {allocate(shape_of(x), dtype, x), allocate(shape, dtype, x), allocate({}, ScalarType::Float, x)};
+  return {allocate(values ? shape_of(x) : Shape{0}, dtype, x), allocate(shape, dtype, x),
+          allocate({}, ScalarType::Float, x)};
 }
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
                    const QuantizeOptions& options) {
-  const Quantized out = allocate_quantized(x, dtype, options.transposed);
 #ifdef GPTKERNELS_CUDA
+  const Quantized out = allocate_quantized(x, dtype, options.transposed, options.values);
   dispatch_fp8(x, [&]<typename T>() {
     launch_quantize<T>(launcher, pass_of<T>(out, x, history, options, source_of(options)), x);
   });
 #else
+  const Quantized out = allocate_quantized(x, dtype, options.transposed);
   const Tensor values = source_of(launcher, x, options);
   dispatch_fp8(x, [&]<typename T>() {
     launch_quantize<T>(launcher, pass_of<T>(out, values, history, {}, Fp8Source::kValues), x);
@@ -214,51 +236,55 @@ Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTens
   return out;
 }
 
-void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
-                 const OptionalTensor& bias, [[maybe_unused]] bool fast_accumulation) {
+void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
+                 const Fp8ProductOptions& options) {
 #ifdef GPTKERNELS_CUDA
-  const OptionalTensor added = aligned(bias);
-  dispatch_fp8(
-      out, [&]<typename T>() { launch_product<T>(launcher, out, product_of<T>(out, a, b, added, fast_accumulation)); });
+  Fp8ProductOptions added = options;
+  added.bias = aligned(options.bias);
+  dispatch_fp8(out.tensor,
+               [&]<typename T>() { launch_product<T>(launcher, out.tensor, product_of<T>(out, a, b, added)); });
 #else
-  const int64_t rows = rows_of(a.values), columns = b.values.size(0);
-  const Tensor product = allocate({rows, columns}, ScalarType::Float, out);
+  const int64_t rows = a.values.rows, columns = b.values.rows;
+  const Tensor product = allocate({rows, columns}, ScalarType::Float, out.tensor);
   matmul(launcher, matrix(product), matrix(widened(launcher, a.values)),
          matrix(widened(launcher, b.values)).transposed());
-  dispatch_fp8(out, [&]<typename T>() {
-    launcher.check(fp8_finish<T>({.out = pointer<T>(out),
+  dispatch_fp8(out.tensor, [&]<typename T>() {
+    launcher.check(fp8_finish<T>({.out = pointer<T>(out.tensor) + out.offset,
                                   .product = pointer<float>(product),
                                   .scale_a = pointer<float>(a.scale),
                                   .scale_b = pointer<float>(b.scale),
-                                  .bias = pointer<T>(bias),
+                                  .bias = pointer<T>(options.bias),
                                   .rows = rows,
-                                  .columns = columns},
+                                  .columns = columns,
+                                  .alpha = options.alpha,
+                                  .accumulate = options.accumulate},
                                  launcher.stream()));
   });
 #endif
 }
 
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
-                           const OptionalTensor& bias, bool fast_accumulation, const OptionalTensor& history,
-                           ScalarType dtype, const QuantizeOptions& options) {
+                           const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
+                           const QuantizeOptions& options) {
 #ifdef GPTKERNELS_CUDA
   const Quantized quantized = allocate_quantized(out, dtype, options.transposed);
-  const OptionalTensor added = aligned(bias);
+  Fp8ProductOptions added = product;
+  added.bias = aligned(product.bias);
   dispatch_fp8(out, [&]<typename T>() {
-    const Fp8Matmul<T> product = product_of<T>(out, a, b, added, fast_accumulation);
+    const Fp8Matmul<T> p = product_of<T>(flat(out), a, b, added);
     Fp8Quantize<T> pass = pass_of<T>(quantized, out, history, options, source_of(options));
-    if (!fp8_gelu_sm90_serves(product, pass)) {
-      launch_product(launcher, out, product);
+    if (!fp8_gelu_sm90_serves(p, pass)) {
+      launch_product(launcher, out, p);
       launch_quantize(launcher, pass, out);
       return;
     }
-    const Tensor scratch = workspace(fp8_gelu_sm90_workspace(product), out);
+    const Tensor scratch = workspace(fp8_gelu_sm90_workspace(p), out);
     pass.workspace = pointer<void>(scratch);
-    launcher.check(fp8_gelu_sm90(product, pass, launcher.stream()));
+    launcher.check(fp8_gelu_sm90(p, pass, launcher.stream()));
   });
   return quantized;
 #else
-  fp8_product(launcher, out, a, b, bias, fast_accumulation);
+  fp8_product(launcher, flat(out), a, b, product);
   return quantize(launcher, out, history, dtype, options);
 #endif
 }

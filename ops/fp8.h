@@ -6,7 +6,8 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A quantised tensor. values has its shape; transposed is (C, N rounded up to a multiple of 16), or has no elements.
+// A quantised tensor. values has its shape; transposed is (C, N rounded up to a multiple of 16). Either may have no
+// elements.
 struct Quantized {
   Tensor values;
   Tensor transposed;
@@ -16,6 +17,7 @@ struct Quantized {
 // What is quantised besides the values of a tensor, and what else the pass writes.
 struct QuantizeOptions {
   bool transposed = false;
+  bool values = true;               // CUDA: else the transposed copy alone
   bool gelu = false;                // quantise GELU (tanh) of x
   OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative there
   OptionalTensor column_sums = {};  // (C), of x's dtype: takes the sums over all rows of what is quantised
@@ -30,7 +32,7 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 void check_features(const char* op, const char* name, int64_t features);
 
 // The tensors without data, for a tensor like x.
-Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed);
+Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
                    const QuantizeOptions& options = {});
@@ -67,19 +69,35 @@ Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTens
           .source = source};
 }
 
+// A dense tensor as a matrix: all dimensions but the last are its rows.
+inline Matrix flat(const Tensor& t) {
+  return {t, rows_of(t), width_of(t), width_of(t), 1};
+}
+
+// A matrix (rows, inner), its rows contiguous, whose numbers are to be multiplied by the scale, if there is one.
 struct Fp8Operand {
-  Tensor values;  // (rows, inner), dense, or with more leading dimensions
-  Tensor scale;
+  Matrix values;
+  OptionalTensor scale;
+
+  Fp8Operand(const Matrix& values, const OptionalTensor& scale) : values(values), scale(scale) {}
+  Fp8Operand(const Tensor& values, const Tensor& scale) : values(flat(values)), scale(scale) {}  // dense
 };
 
-// out (rows, columns) = a @ b^T + bias. Fast accumulation is for the forward pass: it has 14 bits of significand.
-void fp8_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
-                 const OptionalTensor& bias, bool fast_accumulation);
+struct Fp8ProductOptions {
+  OptionalTensor bias = {};
+  bool fast_accumulation = false;  // it has 14 bits of significand
+  bool accumulate = false;         // add the product to what is in out, which is float32; without a bias
+  float alpha = 1;
+};
+
+// out (rows, columns) = alpha * a @ b^T + bias; out's rows are dense.
+void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
+                 const Fp8ProductOptions& options);
 
 // fp8_product, then quantise what it gives, with a history, in one kernel where there is one. With dgelu_at out may be
 // left unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
-                           const OptionalTensor& bias, bool fast_accumulation, const OptionalTensor& history,
-                           ScalarType dtype, const QuantizeOptions& options);
+                           const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
+                           const QuantizeOptions& options);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -37,15 +37,15 @@ Quantized quantize_weight(const Launcher& launcher, const Tensor& weight, bool t
 
 // dx = dout @ weight
 Tensor input_gradient(const Launcher& launcher, const Tensor& like, const Quantized& dout, const Fp8Operand& weight_t) {
-  const Tensor dx = allocate(with_width(like, weight_t.values.size(0)), like);
-  fp8_product(launcher, dx, {dout.values, dout.scale}, weight_t, std::nullopt, true);
+  const Tensor dx = allocate(with_width(like, weight_t.values.rows), like);
+  fp8_product(launcher, flat(dx), {dout.values, dout.scale}, weight_t, {.fast_accumulation = true});
   return dx;
 }
 
 // dweight = dout^T @ x
 Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quantized& dout, const Fp8Operand& x_t) {
-  const Tensor dweight = allocate({dout.transposed.size(0), x_t.values.size(0)}, like);
-  fp8_product(launcher, dweight, {dout.transposed, dout.scale}, x_t, std::nullopt, false);
+  const Tensor dweight = allocate({dout.transposed.size(0), x_t.values.rows}, like);
+  fp8_product(launcher, flat(dweight), {dout.transposed, dout.scale}, x_t, {});
   return dweight;
 }
 
@@ -109,7 +109,8 @@ Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tenso
                        bool transposed) {
   const Quantized w = quantize_weight(launcher, weight, transposed);
   const Tensor out = allocate(with_width(x.values, weight.size(0)), weight);
-  fp8_product(launcher, out, {x.values, x.scale}, {w.values, w.scale}, dense(bias), true);
+  fp8_product(launcher, flat(out), {x.values, x.scale}, {w.values, w.scale},
+              {.bias = dense(bias), .fast_accumulation = true});
   return {out, w};
 }
 
@@ -118,9 +119,9 @@ Fp8Mlp fp8_mlp_forward(const Launcher& launcher, const Quantized& x, const Tenso
                        const OptionalTensor& hidden_history, const Fp8MlpTransposed& transposed) {
   const Quantized fc = quantize_weight(launcher, fc_weight, transposed.fc_weight);
   const Tensor pre_gelu = allocate(with_width(x.values, fc_weight.size(0)), fc_weight);
-  const Quantized hidden =
-      quantize_product(launcher, pre_gelu, {x.values, x.scale}, {fc.values, fc.scale}, dense(fc_bias), true,
-                       hidden_history, kForward, {.transposed = transposed.hidden, .gelu = true});
+  const Quantized hidden = quantize_product(launcher, pre_gelu, {x.values, x.scale}, {fc.values, fc.scale},
+                                            {.bias = dense(fc_bias), .fast_accumulation = true}, hidden_history,
+                                            kForward, {.transposed = transposed.hidden, .gelu = true});
   const Fp8Product proj = fp8_forward(launcher, hidden, proj_weight, proj_bias, transposed.proj_weight);
   return {proj.out, pre_gelu, fc, hidden, proj.weight};
 }
@@ -190,7 +191,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
     if (output_mask[2]) hidden.column_sums = dfc_bias;
     const Quantized dpre =
         quantize_product(launcher, dpost, {gradient.values, gradient.scale}, {dense(proj_weight_t), proj_scale},
-                         std::nullopt, true, dhidden_history, kGradient, hidden);
+                         {.fast_accumulation = true}, dhidden_history, kGradient, hidden);
     if (output_mask[0]) dx = input_gradient(launcher, dout, dpre, {dense(fc_weight_t), fc_scale});
     if (output_mask[1]) dfc = weight_gradient(launcher, dout, dpre, {dense(x_t), x_scale});
   }

@@ -161,6 +161,15 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
+  // The same loss, for 'mean' and 'sum'; the products of the gradients are float8 (docs/fp8.md).
+  m.def(
+      "fp8_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
+      "str reduction='mean', SymInt chunk_size=-1, bool fp8_logits=False) -> Tensor");
+  m.def(
+      "fp8_linear_cross_entropy_with_gradients(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
+      "int ignore_index, str reduction, SymInt chunk_size, bool fp8_logits, bool[2] output_mask) "
+      "-> (Tensor loss, Tensor dx, Tensor dweight)");
+
   m.def(
       "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor[] steps, "
       "*, Tensor lr, float beta1, float beta2, float eps, float weight_decay, Tensor? grad_scale=None, "

@@ -1,17 +1,13 @@
 // cross_entropy(x @ weight^T, targets) without holding all the logits: the rows are processed in chunks, and a chunk's
 // logits are replaced by their gradient. No step depends on the values in a tensor, so a CUDA graph can replay it.
 
+#include "linear_cross_entropy.h"
+
 #include "../csrc/linear_cross_entropy.h"
 
-#include "../csrc/fused_classifier.h"
-#include "matmul.h"
-
 namespace gptkernels::GPTKERNELS_DEVICE {
-namespace {
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
-
-enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name) {
   if (name == "mean") return Reduction::kMean;
@@ -20,19 +16,7 @@ Reduction reduction_of(const char* op, const std::string& name) {
   fail(op, "reduction must be 'mean', 'sum' or 'none', got '", name, "'");
 }
 
-struct Problem {
-  const char* op;
-  Matrix x;        // (N, C)
-  Matrix weight;   // (Vp, C)
-  Tensor targets;  // (N), dense
-  int64_t vocab_size;
-  int64_t ignore_index;
-  int64_t chunk;  // rows at a time
-
-  int64_t rows() const { return x.rows; }
-  int64_t columns() const { return weight.rows; }
-  ScalarType accumulate() const { return accumulate_dtype(x.tensor); }
-};
+namespace {
 
 // Even chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows, which suit a matrix product. Each
 // chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best: at GPT-2's vocabulary
@@ -46,8 +30,10 @@ int64_t default_chunk(int64_t rows, int64_t columns) {
   return chunks < 2 ? most : ceil_div(ceil_div(rows, chunks), kMultiple) * kMultiple;
 }
 
-Problem checked(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
-                int64_t ignore_index, int64_t chunk_size) {
+}  // namespace
+
+CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets,
+                                   int64_t vocab_size, int64_t ignore_index, int64_t chunk_size) {
   check_dim_at_least(op, "x", x, 1);
   check_floating(op, "x", x);
   check_like(op, "weight", weight, "x", x);
@@ -75,44 +61,30 @@ Problem checked(const char* op, const Tensor& x, const Tensor& weight, const Ten
 
 // ---- one chunk ------------------------------------------------------------------------------------------------------
 
-// Rows begin .. begin + count of a matrix.
 Matrix part(Matrix m, int64_t begin, int64_t count) {
   m.offset += begin * m.row_stride;
   m.rows = count;
   return m;
 }
 
-template <typename T>
-T* advance(T* p, int64_t offset) {
-  return p ? p + offset : nullptr;
+void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix& logits, int64_t begin, int64_t count) {
+  matmul(launcher, logits, part(p.x, begin, count), p.weight.transposed());
 }
 
-const void* targets_from(const Problem& p, int64_t begin) {
-  const bool wide = p.targets.scalar_type() == ScalarType::Long;
-  return advance(pointer<const char>(p.targets), begin * (wide ? sizeof(int64_t) : sizeof(int32_t)));
-}
+namespace {
 
 // Rows begin .. begin + count: their losses, their logits, and dlogits, the gradient of the losses times dlosses, which
 // is (N), 0-dim, or absent. dlogits may be logits.
-void classify(const Launcher& launcher, const Problem& p, const Tensor& losses, const Matrix& logits,
+void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
-  matmul(launcher, logits, part(p.x, begin, count), p.weight.transposed());
+  chunk_logits(launcher, p, logits, begin, count);
   const bool per_row = dlosses && dlosses->dim() != 0;
   dispatch_floating(logits.tensor, [&]<typename T>() {
-    using A = accumulate_t<T>;
-    launcher.check(fused_classifier_forward<T>({.losses = advance(pointer<A>(losses), begin),
-                                                .dlogits = pointer<T>(dlogits.tensor) + dlogits.offset,
-                                                .logits = pointer<T>(logits.tensor) + logits.offset,
-                                                .targets = targets_from(p, begin),
-                                                .targets_are_int64 = p.targets.scalar_type() == ScalarType::Long,
-                                                .dlosses = advance(pointer<A>(dlosses), per_row ? begin : 0),
-                                                .dlosses_per_row = per_row,
-                                                .rows = count,
-                                                .width = p.columns(),
-                                                .vocab_size = p.vocab_size,
-                                                .ignore_index = p.ignore_index,
-                                                .first_row = begin},
-                                               launcher.stream()));
+    auto classifier = chunk_classifier<T>(p, losses, logits, begin, count);
+    classifier.dlogits = pointer<T>(dlogits.tensor) + dlogits.offset;
+    classifier.dlosses = advance(pointer<accumulate_t<T>>(dlosses), per_row ? begin : 0);
+    classifier.dlosses_per_row = per_row;
+    launcher.check(fused_classifier_forward(classifier, launcher.stream()));
   });
 }
 
@@ -138,7 +110,7 @@ struct Gradients {
 // Fills losses (N) and the gradients. dweight is the sum of the chunks' products, each added by the product's own call,
 // in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. logits (N, Vp) are filled where
 // they are given; otherwise a chunk's logits are replaced by their gradient.
-void run(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& dlosses,
+void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
   const Matrix chunk = matrix(allocate({most, p.columns()}, p.x.tensor));
@@ -161,14 +133,16 @@ void run(const Launcher& launcher, const Problem& p, const Tensor& losses, const
   }
 }
 
-// For "mean" the gradient of every loss, (dloss or 1) / (the rows that take part); else dloss itself.
-OptionalTensor row_gradient(const Launcher& launcher, const Problem& p, Reduction reduction,
-                            const OptionalTensor& dloss) {
+}  // namespace
+
+OptionalTensor row_gradient(const Launcher& launcher, const CrossEntropy& p, Reduction reduction,
+                            const OptionalTensor& dloss, const OptionalTensor& finite) {
   if (reduction != Reduction::kMean) return dloss;
   const Tensor scale = allocate({}, p.accumulate(), p.x.tensor);
   dispatch_floating(scale, [&]<typename A>() {
     if constexpr (std::is_same_v<A, accumulate_t<A>>)
       launcher.check(mean_scale<A>({.scale = pointer<A>(scale),
+                                    .finite = pointer<A>(finite),
                                     .dloss = pointer<A>(dloss),
                                     .targets = pointer<void>(p.targets),
                                     .targets_are_int64 = p.targets.scalar_type() == ScalarType::Long,
@@ -179,7 +153,7 @@ OptionalTensor row_gradient(const Launcher& launcher, const Problem& p, Reductio
   return scale;
 }
 
-Tensor total(const Launcher& launcher, const Problem& p, const Tensor& losses, const OptionalTensor& scale) {
+Tensor total(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& scale) {
   const Tensor loss = allocate({}, p.accumulate(), p.x.tensor);
   dispatch_floating(loss, [&]<typename A>() {
     if constexpr (std::is_same_v<A, accumulate_t<A>>)
@@ -190,19 +164,24 @@ Tensor total(const Launcher& launcher, const Problem& p, const Tensor& losses, c
   return loss;
 }
 
+Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction) {
+  const Launcher launcher(p.op, p.x.tensor);
+  const Tensor losses = allocate(shape_of(p.targets), p.accumulate(), p.x.tensor);
+  run(launcher, p, losses, std::nullopt, Gradients(p.x.tensor, p.weight.tensor, false, false));
+  if (reduction == Reduction::kNone) return losses;
+  return total(launcher, p, losses, row_gradient(launcher, p, reduction, std::nullopt));
+}
+
 // ---- the operators --------------------------------------------------------------------------------------------------
+
+namespace {
 
 Tensor linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
                                int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size) {
   constexpr const char* op = "linear_cross_entropy";
   const Reduction reduction = reduction_of(op, reduction_name);
-  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
-
-  const Launcher launcher(op, x);
-  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
-  run(launcher, p, losses, std::nullopt, Gradients(x, weight, false, false));
-  if (reduction == Reduction::kNone) return losses;
-  return total(launcher, p, losses, row_gradient(launcher, p, reduction, std::nullopt));
+  return cross_entropy_loss(checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size),
+                            reduction);
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
@@ -211,7 +190,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   constexpr const char* op = "linear_cross_entropy_with_gradients";
   const Reduction reduction = reduction_of(op, reduction_name);
   if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
-  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
 
   const Launcher launcher(op, x);
   const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
@@ -226,7 +205,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_cross_entropy_with_logits";
-  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
   if (scale) {
     check_same_device(op, "scale", *scale, "x", x);
     check_dtype(op, "scale", *scale, p.accumulate());
@@ -251,7 +230,7 @@ std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss,
                                                             int64_t chunk_size, const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_cross_entropy_backward";
   const Reduction reduction = reduction_of(op, reduction_name);
-  const Problem p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
   check_same_device(op, "dloss", dloss, "x", x);
   check_dtype(op, "dloss", dloss, p.accumulate());
   check_shape(op, "dloss", dloss, reduction == Reduction::kNone ? shape_of(targets) : Shape{});

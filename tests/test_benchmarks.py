@@ -1,4 +1,5 @@
 import importlib
+import itertools
 import json
 from pathlib import Path
 
@@ -312,6 +313,16 @@ def test_float8_products_have_half_the_floor():
     assert len(got) == 1 + 2 + 2 + 4
     assert set(got.values()) == {rows * inner * hidden}
 
+    head = ((2, 32, inner), (hidden, inner), (2, 32))
+    kernels = ["nvjet_a", "ClassifierForwardRow", "fp8_quantize_kernel", "nvjet_a", "fp8_transpose_kernel", "nvjet_a"]
+    found = [Launch("fp8_linear_cross_entropy", 5, head, kernel, 1e-6) for kernel in kernels]
+    got = {p.what: p.floor for p in pieces(found, rates, itemsize=2, parameters=10)}
+    terms = rows * inner * hidden
+    assert got == {
+        **{"logits": 2 * terms, "dx": terms, "dweight": terms, "quantisation": 0},
+        **{"classifier": 3 * rows * hidden, "transposition": 2 * rows * hidden},
+    }
+
     x, width = (2, 32, inner), (inner,)
     layer = (x, x, width, width, width, (48, inner), (48,), (inner, inner), width, width, width)
     layer = *layer, (64, inner), (64,), (inner, 64)
@@ -355,7 +366,8 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     command = [*SMALL_CURVES, *token_files]
     assert curves([*command, "--json", str(both)]) == 0
     assert "bf16: 25 steps, loss" in capsys.readouterr().out
-    parts = [tmp_path / f"{variant}.json" for variant in ("fp8", "bf16")]
+    variants = ["bf16", "fp8", "fp8-head", "fp8-logits"]
+    parts = [tmp_path / f"{variant}.json" for variant in reversed(variants)]
     for part in parts:
         assert curves([*command, "--variants", part.stem, "--json", str(part)]) == 0
     capsys.readouterr()
@@ -366,13 +378,14 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
-    assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == ["bf16", "fp8"]
+    assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == variants
     for one, other in zip(found, alone, strict=True):
         assert len(one["losses"]) == 60
         assert one["losses"][-1] < one["losses"][0]
         assert one["losses"] == other["losses"]
         assert one["validation"] == other["validation"] > 0
-    assert found[0]["losses"] != found[1]["losses"]
+    for one, other in itertools.combinations(found, 2):
+        assert one["losses"] != other["losses"]
 
 
 def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch):

@@ -53,6 +53,9 @@ def crash():
         {"dtype": "bfloat16", "master_weights": False},
         {"fp8": True, "dtype": "bfloat16"},
         {"fp8": True, "dtype": "autocast", "recompute": "blocks"},
+        {"fp8_head": True, "dtype": "autocast"},
+        {"fp8": True, "fp8_head": True, "dtype": "bfloat16"},
+        {"fp8_head": True, "fp8_logits": True, "dtype": "bfloat16"},
     ],
     ids=lambda given: " ".join(f"{name}={value}" for name, value in given.items()),
 )
@@ -107,6 +110,8 @@ def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
         ({"recompute": "all"}, "--recompute is 'all', must be one of none, blocks"),
         ({"val_files": ""}, "--val-files is empty"),
         ({"fp8": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8"),
+        ({"fp8_head": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8-head"),
+        ({"fp8_logits": True}, "--fp8-logits needs --fp8-head"),
     ],
 )
 def test_an_option_that_cannot_be(given, message):

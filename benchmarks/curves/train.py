@@ -13,7 +13,12 @@ from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
 from gptkernels.training.schedule import Schedule
 
-VARIANTS = {"bf16": "bfloat16", "fp8": "float8 products in the layers"}
+VARIANTS = {
+    "bf16": "bfloat16",
+    "fp8": "float8 products in the layers",
+    "fp8-head": "float8 products in the layers and the head's gradients",
+    "fp8-logits": "float8 products in the layers, the head's gradients and its logits",
+}
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
 
@@ -77,7 +82,9 @@ def _model(variant, settings, device):
         n_layer=settings["layers"],
         n_head=max(1, width // 64),
         n_embd=width,
-        fp8=variant == "fp8",
+        fp8=variant.startswith("fp8"),
+        fp8_head=variant in ("fp8-head", "fp8-logits"),
+        fp8_logits=variant == "fp8-logits",
     )
     return GPT2(config).to(device, torch.bfloat16)
 

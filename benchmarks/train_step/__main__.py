@@ -96,7 +96,7 @@ def _measured(arguments, chosen, precisions, sizes):
     machine = describe(device)
     print(title(machine), flush=True)
     if arguments.profile:
-        mine = dict.fromkeys("ours-fp8" if "fp8" in name else "ours" for name in chosen if name.startswith("ours"))
+        mine = dict.fromkeys(name.removesuffix("-graph") for name in chosen if name.startswith("ours"))
         steps = [_profile(name, config, weights, size, precisions[0], device) for size in sizes for name in mine]
         run = {"profile": {"machine": machine, "steps": steps}}
         _keep(arguments.json, run)
@@ -160,7 +160,10 @@ def _profile(variant, config, weights, batch, precision, device):
 
 
 def _profile_table(step):
-    fp8 = ", float8 products in the layers" if "fp8" in step.get("variant", "") else ""
+    variant = step.get("variant", "")
+    fp8 = ", float8 products in the layers" if "fp8" in variant else ""
+    fp8 += " and in the head's gradients" if "fp8-head" in variant else ""
+    fp8 += " and the whole head" if "fp8-logits" in variant else ""
     head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}{fp8}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
 

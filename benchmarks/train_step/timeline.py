@@ -24,7 +24,9 @@ PRODUCTS = {
     "mlp_backward": ["dproj_weight", "dhidden and dGELU", "dx", "dfc_weight"],
     "linear_cross_entropy": ["logits", "dx", "dweight"],
 }
-PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "linear_backward", "mlp", "mlp_backward")}
+PRODUCTS |= {
+    f"fp8_{op}": PRODUCTS[op] for op in ("linear", "linear_backward", "mlp", "mlp_backward", "linear_cross_entropy")
+}
 PRODUCTS["fp8_layer"] = ["qkv", "attention's out", "fc and GELU", "proj"]
 PRODUCTS["fp8_layer_backward"] = [
     *("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"),
@@ -146,8 +148,8 @@ def _what(launch: Launch, products: collections.Counter) -> str:
         return names[(products[launch.call] - 1) % len(names)]
     if not names:
         return ""
-    parts = {"column_sum": "column sums", "partial_sums": "column sums", "fused_classifier": "classifier"}
-    parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude"}
+    parts = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
+    parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
     if launch.op.startswith("fp8_layer"):
         parts |= {"layernorm": "norms", "attention": "attention"}
     return next((what for part, what in parts.items() if part in launch.kernel), "other")
@@ -172,7 +174,8 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
     if what in PRODUCTS.get(op, ()):
         x, weight = _x_and_weight(op, what, shapes)
         flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
-        return 0, flops // 2 if op.startswith("fp8") else flops  # the rate is of 16 bits
+        eight_bits = op.startswith("fp8") and what != "logits"
+        return 0, flops // 2 if eight_bits else flops  # the rate is of 16 bits
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
         return 0, attention(op, b, t, c3 // 3)
@@ -187,8 +190,11 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
         return passes[op] * n * itemsize * (shapes[1][-1] if op == "encoder" else 1), 0
     if op == "encoder_backward" and not what:
         return n * itemsize, 0
-    if what == "classifier":
-        return 2 * n // shapes[0][-1] * shapes[1][0] * itemsize, 0
+    if what in ("classifier", "transposition"):
+        logits = n // shapes[0][-1] * shapes[1][0]
+        if what == "transposition":
+            return 2 * logits, 0
+        return (itemsize + (1 if op.startswith("fp8") else itemsize)) * logits, 0
     # AdamW: the gradient, two moments, the parameter, and in 16 bits its master.
     update = {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
     return update.get(op, 0), 0

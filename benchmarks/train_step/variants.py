@@ -16,6 +16,8 @@ VARIANTS = {
     "ours": "gptkernels, eager",
     "ours-graph": "gptkernels.graphed_step",
     "ours-fp8-graph": "gptkernels.graphed_step, float8 products in the layers",
+    "ours-fp8-head-graph": "the same, and in the gradients of the head",
+    "ours-fp8-logits-graph": "the same, and for its logits",
     "torch-eager": "plain torch: cuDNN attention, fused AdamW",
     "torch-compile": "the same, torch.compile",
     "torch-compile-reduce-overhead": 'the same, torch.compile(mode="reduce-overhead")',
@@ -35,7 +37,9 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
-        model = GPT2(dataclasses.replace(config, fp8="fp8" in variant), device, dtype)
+        head = "fp8-head" in variant or "fp8-logits" in variant
+        options = {"fp8": "fp8" in variant, "fp8_head": head, "fp8_logits": "fp8-logits" in variant}
+        model = GPT2(dataclasses.replace(config, **options), device, dtype)
     else:
         model = TorchGPT2(config).to(device, dtype)
     model.load_state_dict(weights)

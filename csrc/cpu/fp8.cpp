@@ -47,19 +47,19 @@ void quantize(const Fp8Quantize<T>& p, float multiplier, Stream stream) {
   });
 }
 
-template <typename T>
-void transpose(const Fp8Quantize<T>& p, Stream stream) {
+}  // namespace
+
+Status fp8_transpose(const Fp8Transpose& p, Stream stream) {
   const int64_t padded = fp8_padded(p.rows);
   parallel_for(stream, p.width, padded, [&](int64_t begin, int64_t end) {
     for (int64_t column = begin; column < end; ++column) {
-      uint8_t* to = p.out_transposed + column * padded;
-      for (int64_t row = 0; row < p.rows; ++row) to[row] = p.out[row * p.width + column];
+      uint8_t* to = p.out + column * p.out_stride;
+      for (int64_t row = 0; row < p.rows; ++row) to[row] = p.x[row * p.width + column];
       std::fill(to + p.rows, to + padded, uint8_t(0));
     }
   });
+  return {};
 }
-
-}  // namespace
 
 template <typename T>
 int64_t fp8_quantize_workspace(int64_t, int64_t) {
@@ -79,11 +79,11 @@ Status fp8_quantize(const Fp8Quantize<T>& p, Stream stream) {
     quantize<Fp8E4M3>(p, multiplier, stream);
   else
     quantize<Fp8E5M2>(p, multiplier, stream);
-  if (p.out_transposed) transpose(p, stream);
   if (p.history) {
     std::copy(p.history + 1, p.history + kFp8Calls, p.history);
     p.history[kFp8Calls - 1] = now;
   }
+  if (p.out_transposed) return fp8_transpose({p.out_transposed, p.out, p.rows, p.width, fp8_padded(p.rows)}, stream);
   return {};
 }
 

@@ -5,10 +5,12 @@
 
 namespace gptkernels::cpu {
 
-// out[i] = the number x[i].
-Status fp8_widen(float* out, const uint8_t* x, int64_t size, Fp8Format format, Stream stream);
+// out (rows, width) = the numbers of x, whose rows are x_stride apart.
+Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int64_t x_stride, Fp8Format format,
+                 Stream stream);
 
-// out (rows, columns) = product * scale_a * scale_b + bias, rounded. bias (columns) may be null.
+// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded. The scales may be null, which is 1, and
+// bias (columns). Added to what is in out if `accumulate`.
 template <typename T>
 struct Fp8Finish {
   T* out;
@@ -18,6 +20,8 @@ struct Fp8Finish {
   const T* bias;
   int64_t rows;
   int64_t columns;
+  float alpha;
+  bool accumulate;
 };
 
 template <typename T>

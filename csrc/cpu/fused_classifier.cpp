@@ -5,20 +5,26 @@
 #include <string>
 #include <type_traits>
 
+#include "fp8_numbers.h"
 #include "math.h"
 #include "simd.h"
 
 namespace gptkernels::cpu {
+
+static void store(Fp8Dlogit& to, float value) {
+  to.bits = Fp8E5M2::round(value * Fp8Dlogit::kMultiplier);
+}
+
 namespace {
 
-template <typename T>
-int64_t target_of(const FusedClassifierForward<T>& p, int64_t row) {
+template <typename P>
+int64_t target_of(const P& p, int64_t row) {
   return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row]
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-template <typename T>
-Status check_targets(const FusedClassifierForward<T>& p) {
+template <typename P>
+Status check_targets(const P& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t target = target_of(p, row);
     if (target != p.ignore_index && (target < 0 || target >= p.vocab_size))
@@ -31,17 +37,17 @@ Status check_targets(const FusedClassifierForward<T>& p) {
 // `rest` is the sum of all exponentials except the target's. Where the target has nearly all of the probability, loss
 // and gradient depend on `rest` alone, and the total, slightly more than 1, would round its digits away.
 //
-// If T is the accumulation type, dlogits holds the exponentials between the two passes. A 16-bit T would round them, so
+// If Out is the accumulation type, dlogits holds the exponentials between the two passes. Another would round them, so
 // they are computed twice.
-template <typename T>
-void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
+template <typename T, typename Out>
+void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;
   const T* x = p.logits + row * p.width;
-  T* dlogits = p.dlogits + row * p.width;
+  Out* dlogits = p.dlogits + row * p.width;
   const int64_t target = target_of(p, row);
   if (target == p.ignore_index) {
     p.losses[row] = 0;
-    std::fill_n(dlogits, p.width, T(0));
+    std::fill_n(dlogits, p.width, Out{});
     return;
   }
 
@@ -53,7 +59,7 @@ void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
            sum<A>(p.vocab_size - target - 1, [&, after = target + 1](int64_t i) { return fn(after + i); });
   };
   A rest;
-  if constexpr (std::is_same_v<T, A>)
+  if constexpr (std::is_same_v<Out, A>)
     rest = sum_of_others([&](int64_t i) { return dlogits[i] = exponential(i); });
   else
     rest = sum_of_others(exponential);
@@ -61,7 +67,7 @@ void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
   const A total = exp(at_target) + rest;
   const A dloss = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
   const A scale = dloss / total;
-  if constexpr (std::is_same_v<T, A>) {
+  if constexpr (std::is_same_v<Out, A>) {
 #pragma omp simd
     for (int64_t i = 0; i < p.vocab_size; ++i) dlogits[i] *= scale;
   } else {
@@ -69,7 +75,7 @@ void forward_row(const FusedClassifierForward<T>& p, int64_t row) {
     for (int64_t i = 0; i < p.vocab_size; ++i) store(dlogits[i], exponential(i) * scale);
   }
   store(dlogits[target], -(rest / total) * dloss);
-  std::fill(dlogits + p.vocab_size, dlogits + p.width, T(0));
+  std::fill(dlogits + p.vocab_size, dlogits + p.width, Out{});
   p.losses[row] = at_target == A(0) ? std::log1p(rest) : std::log(total) - at_target;
 }
 
@@ -88,8 +94,8 @@ void backward_row(const FusedClassifierBackward<T>& p, int64_t row) {
 
 }  // namespace
 
-template <typename T>
-Status fused_classifier_forward(const FusedClassifierForward<T>& p, Stream stream) {
+template <typename T, typename Out>
+Status fused_classifier_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   if (Status status = check_targets(p); !status.ok()) return status;
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
@@ -114,5 +120,7 @@ Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream str
   template Status fused_classifier_forward<T>(const FusedClassifierForward<T>&, Stream); \
   template Status fused_classifier_backward<T>(const FusedClassifierBackward<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+template Status fused_classifier_forward(const FusedClassifierForward<float, Fp8Dlogit>&, Stream);
+template Status fused_classifier_forward(const FusedClassifierForward<bfloat16, Fp8Dlogit>&, Stream);
 
 }  // namespace gptkernels::cpu

@@ -18,6 +18,7 @@ Status mean_scale(const MeanScale<A>& p, Stream) {
   const int64_t rows = p.targets_are_int64 ? count<int64_t>(p.targets, p.rows, p.ignore_index)
                                            : count<int32_t>(p.targets, p.rows, p.ignore_index);
   *p.scale = (p.dloss ? *p.dloss : A(1)) / static_cast<A>(rows);
+  if (p.finite) *p.finite = rows > 0 ? *p.scale : A(0);
   return {};
 }
 

@@ -4,8 +4,8 @@
 #include "common/packed.cuh"
 #include "common/partial_sums.cuh"
 #include "common/reduce.cuh"
-#include "fp8_bytes.cuh"
 #include "fp8_history.cuh"
+#include "fp8_tile.cuh"
 #include "gelu.cuh"
 
 // The pass reads x once, N * C * sizeof(T) bytes (and u, as many), and writes N * C bytes, twice with the transposed
@@ -17,13 +17,13 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kTileRows = 128;
-constexpr int kTileColumns = 64;
 constexpr int kSide = 8;  // columns of a thread's part of a tile
-constexpr int kDown = 4;  // rows of that part
-constexpr int kGroups = kTileColumns / kSide;
-constexpr int kBands = kTileRows / kDown;
-constexpr int kThreads = kGroups * kBands;
+using Tile = TransposedTile<kSide>;
+constexpr int kTileRows = Tile::kRows;
+constexpr int kTileColumns = Tile::kColumns;
+constexpr int kDown = Tile::kDown;  // rows of a thread's part
+constexpr int kGroups = Tile::kGroups;
+constexpr int kThreads = Tile::kThreads;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kWarpBands = kWarp / kGroups;  // bands that are in one warp
 
@@ -128,45 +128,13 @@ __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize
 // ---------------------------------------------------------------------------------------------------------------
 // The pass.
 
-// A tile transposed: the 4 rows of a thread are 4 bytes of a column. Those of band b are at place b ^ 4 (column / 8),
-// so that the lanes of a store, which have four bands and all values of column / 8, write to different banks.
-using TransposedTile = uint32_t[kTileColumns][kBands];
-static_assert(kWarpBands == 4);
-
-__device__ void put_transposed(TransposedTile& tile, const uint2 (&rows)[kDown], int group, int band) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint32_t words[kDown];
-#pragma unroll
-    for (int i = 0; i < kDown; ++i) words[i] = half ? rows[i].y : rows[i].x;
-    transpose_bytes(words);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) tile[group * kSide + half * 4 + i][band ^ (4 * group)] = words[i];
-  }
-}
-
-// Writes the tile's columns to out_transposed, 16 rows at a time.
-template <typename T>
-__device__ void store_transposed(const Fp8Quantize<T>& p, const TransposedTile& tile, int64_t row, int64_t column) {
-  constexpr int kChunks = kTileRows / 16;  // of a column
-  const int64_t padded = fp8_padded(p.rows);
-#pragma unroll
-  for (int i = 0; i < kTileColumns * kChunks / kThreads; ++i) {
-    const int chunk = i * kThreads + threadIdx.x;
-    const int mine = chunk / kChunks, place = chunk % kChunks, group = mine / kSide;
-    if (column + mine >= p.width || row + 16 * place >= padded) continue;
-    const uint4 bytes = *reinterpret_cast<const uint4*>(&tile[mine][(4 * place) ^ (4 * group)]);
-    __stwb(reinterpret_cast<uint4*>(p.out_transposed + (column + mine) * padded + row + 16 * place), bytes);
-  }
-}
-
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads, Source::kResident)
     fp8_quantize_kernel(const Fp8Quantize<T> p, const float* largest, int count, sum_t<T>* partials) {
   using A = sum_t<T>;
-  __shared__ alignas(16) TransposedTile tiles[2];
+  __shared__ Tile tiles[2];
   __shared__ int32_t shared_bits;
-  const int group = threadIdx.x % kGroups, band = threadIdx.x / kGroups;
+  const int group = Tile::group(), band = Tile::band();
   const int64_t column = int64_t(blockIdx.x) * kTileColumns;
   const int64_t mine = column + group * kSide, columns = p.width - mine;  // the thread's first column, and those left
   const int64_t stride = int64_t(gridDim.y) * kTileRows;
@@ -218,7 +186,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
       }
       rows[i] = to_fp8(values, format);
       const int64_t row = tile + band * kDown + i;
-      if (row >= p.rows) continue;
+      if (row >= p.rows || p.out == nullptr) continue;
       uint8_t* to = p.out + row * p.width + mine;
       if constexpr (kVector) {
         if (columns > 0) __stwb(reinterpret_cast<uint2*>(to), rows[i]);
@@ -228,11 +196,12 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
           if (k < columns) to[k] = static_cast<uint8_t>((k < 4 ? rows[i].x : rows[i].y) >> 8 * (k % 4));
       }
     }
-    if (p.out_transposed) put_transposed(tiles[buffer], rows, group, band);
+    if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
     __syncthreads();  // one a tile: with two buffers, a thread may be one tile ahead of another
-    store_transposed(p, tiles[buffer], tile, column);
+    const int64_t padded = fp8_padded(p.rows);
+    tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }
 
   if (p.history) {

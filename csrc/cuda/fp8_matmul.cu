@@ -55,8 +55,8 @@ struct Problem {
       set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
     }
-    first(cublasLtMatrixLayoutInit(&a, type_of(p.b_format), p.inner, p.columns, p.inner));
-    first(cublasLtMatrixLayoutInit(&b, type_of(p.a_format), p.inner, p.rows, p.inner));
+    first(cublasLtMatrixLayoutInit(&a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
+    first(cublasLtMatrixLayoutInit(&b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
     first(cublasLtMatrixLayoutInit(&out, kType<T>, p.columns, p.rows, p.columns));
   }
 
@@ -84,11 +84,11 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .columns = p.columns,
           .inner = p.inner,
           .out_ld = p.columns,
-          .a_ld = p.inner,
-          .b_ld = p.inner,
+          .a_ld = p.a_ld,
+          .b_ld = p.b_ld,
           .a_transposed = false,
           .b_transposed = true,
-          .accumulate = false,
+          .accumulate = p.accumulate,
           .fast_accumulation = p.fast_accumulation,
           .out_alignment = alignment(p.out),
           .a_alignment = alignment(p.a),
@@ -157,7 +157,7 @@ template <typename T>
 MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                      Stream stream) {
   Problem<T> problem(p);
-  const float alpha = 1, beta = 0;
+  const float alpha = p.alpha, beta = p.accumulate ? 1 : 0;
   problem.first(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
                                &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.status};
@@ -218,6 +218,7 @@ MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* worksp
                         Stream stream) {
   if (is_empty(p)) return {};
   MatmulStatus status;
+  if (p.inner == 0 && p.accumulate) return status;
   if (p.inner == 0)
     status.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream);
   else

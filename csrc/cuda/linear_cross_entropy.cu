@@ -31,7 +31,10 @@ __global__ void __launch_bounds__(kThreads) linear_cross_entropy_mean_scale_kern
   const Index* targets = static_cast<const Index*>(p.targets);
   const auto takes_part = [&](int64_t i) { return static_cast<long long>(targets[i] != p.ignore_index); };
   const long long rows = sum_over<long long>(p.rows, takes_part);
-  if (threadIdx.x == 0) *p.scale = (p.dloss ? *p.dloss : A(1)) / static_cast<A>(rows);
+  if (threadIdx.x != 0) return;
+  const A scale = (p.dloss ? *p.dloss : A(1)) / static_cast<A>(rows);
+  *p.scale = scale;
+  if (p.finite) *p.finite = rows > 0 ? scale : A(0);
 }
 
 template <typename A>

@@ -1,4 +1,4 @@
-"""``gptkernels.functional.linear_cross_entropy``."""
+"""``gptkernels.functional.linear_cross_entropy`` and ``fp8_linear_cross_entropy``."""
 
 from torch import Tensor
 
@@ -40,17 +40,7 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit, an unknown ``reduction``, a ``chunk_size`` below 1.
     """
     check_reduction("linear_cross_entropy", reduction)
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "linear_cross_entropy: weight must have shape (Vp, C) with x (..., C), "
-            f"got {tuple(weight.shape)} and {tuple(x.shape)}"
-        )
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"linear_cross_entropy: targets must have shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}"
-        )
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"linear_cross_entropy: chunk_size must be at least 1, got {chunk_size}")
+    _check_shapes("linear_cross_entropy", x, weight, targets, chunk_size)
     return ops.linear_cross_entropy.default(
         x,
         weight,
@@ -60,6 +50,69 @@ def linear_cross_entropy(
         reduction,
         -1 if chunk_size is None else chunk_size,
     )
+
+
+def fp8_linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_size: int | None = None,
+    fp8_logits: bool = False,
+) -> Tensor:
+    """:func:`linear_cross_entropy` with the same loss; the products of its gradients are of float8 numbers.
+
+    The gradients of the logits are rounded to e5m2, x and the weight to e4m3. The gradients are computed in the
+    forward. Where autograd records nothing this is :func:`linear_cross_entropy`, without float8 numbers. There is no
+    second derivative and none in forward mode: both raise a RuntimeError.
+
+    Args:
+        x: (..., C), the last hidden layer, float32 or bfloat16; C is a multiple of 16.
+        weight: (Vp, C), the output embedding; Vp is a multiple of 16.
+        targets: (...), int64 or int32.
+        vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.
+        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all are) or "sum".
+        chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; when None as many as have 2^28
+            logits.
+        fp8_logits: where gradients are computed, the logits and with them the loss are those of the rounded x and
+            weight, too.
+
+    Returns:
+        0-dim float32.
+
+    Raises:
+        ValueError: shapes that do not fit, another ``reduction``, a ``chunk_size`` below 1.
+        RuntimeError: another dtype, or features that are no multiple of 16.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"fp8_linear_cross_entropy: reduction must be 'mean' or 'sum', got {reduction!r}")
+    _check_shapes("fp8_linear_cross_entropy", x, weight, targets, chunk_size)
+    return ops.fp8_linear_cross_entropy.default(
+        x,
+        weight,
+        targets,
+        -1 if vocab_size is None else vocab_size,
+        ignore_index,
+        reduction,
+        -1 if chunk_size is None else chunk_size,
+        fp8_logits,
+    )
+
+
+def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> None:
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{function}: weight must have shape (Vp, C) with x (..., C), "
+            f"got {tuple(weight.shape)} and {tuple(x.shape)}"
+        )
+    if targets.shape != x.shape[:-1]:
+        raise ValueError(f"{function}: targets must have shape {tuple(x.shape[:-1])}, got {tuple(targets.shape)}")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"{function}: chunk_size must be at least 1, got {chunk_size}")
 
 
 def check_reduction(function: str, reduction: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptkernels._linear_cross_entropy import check_reduction, linear_cross_entropy
+from gptkernels._linear_cross_entropy import check_reduction, fp8_linear_cross_entropy, linear_cross_entropy
 from gptkernels.ops import ops
 from gptkernels.ops.attention import unpack
 
@@ -24,6 +24,7 @@ __all__ = [
     "dropout",
     "embedding",
     "fp8_linear",
+    "fp8_linear_cross_entropy",
     "fp8_mlp",
     "gelu",
     "layer_norm",

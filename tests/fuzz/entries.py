@@ -1034,6 +1034,71 @@ def fp8_mlp(draw):
     )
 
 
+@entry(weight=0.5)
+def fp8_linear_cross_entropy(draw):
+    """Beside products of the float8 numbers that its parts give: a logit's last bit decides how a number is rounded."""
+    dtype = draw.choose("dtype", test_fp8.DTYPES[:2])
+    rows, _, _, ignore_index, targets = classifier_arguments(draw)
+    inner, width = fp8_size(draw, "inner", 8), fp8_size(draw, "columns", 200)
+    vocab_size = width - draw.size("padding", 15) if draw.chance("padded columns", 0.5) else width
+    targets = targets.where(targets == ignore_index, targets % vocab_size)
+    reduction = draw.choose("reduction", ("mean", "sum"))
+    chunk_size = draw.choose("chunk_size", (-1, 1, 16, 40))
+    if chunk_size != -1:
+        chunk_size = max(chunk_size, math.prod(rows) // 30)
+    fp8_logits = draw.chance("fp8_logits", 0.5)
+    options = vocab_size, ignore_index, reduction, chunk_size
+
+    def ours(x, weight, targets):
+        return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, fp8_logits, [True, True])
+
+    def logits_of(x, weight, chunk):
+        """Of each chunk."""
+        if not fp8_logits:
+            return [ops.linear(some, weight) for some in x.split(chunk)]
+        (x, _, scale_x), (weight, _, scale) = (ops.fp8_quantize(t, None, test_fp8.E4M3, True) for t in (x, weight))
+        return [ops.fp8_matmul(some, weight, scale_x, scale, None, dtype, True) for some in x.split(chunk)]
+
+    def parts(multiply, x, weight, targets):
+        x, weight = x.to(dtype), weight.to(dtype)
+        flat, classes = x.reshape(-1, inner), targets.reshape(-1)
+        chunk = max(len(flat), 1) if chunk_size == -1 else math.ceil(chunk_size / 16) * 16
+        losses, dlogits = zip(
+            *(
+                ops.fused_classifier(logits.float(), of_some, vocab_size, ignore_index)
+                for logits, of_some in zip(logits_of(flat, weight, chunk), classes.split(chunk), strict=True)
+            ),
+            strict=True,
+        )
+        d = (torch.cat(dlogits) * 2.0**15).to(test_fp8.E5M2)
+        count = (classes != ignore_index).sum().item()
+        factor = 2.0**-15 * (1.0 if reduction == "sum" else 1.0 / count if count else 0.0)
+        transposed = (ops.fp8_quantize(t.contiguous(), None, test_fp8.E4M3, True)[1:] for t in (weight, flat))
+        w_t, x_t = ((q, scale.item()) for q, scale in transposed)
+        dx = multiply((d, factor), w_t, False).view(x.shape)
+        dweight = multiply(fp8_transposed((d, factor)), x_t, False)
+        loss = ops.linear_cross_entropy(x, weight, targets, *options)
+        if fp8_logits:
+            total = torch.cat(losses).double().sum()
+            loss = (total if reduction == "sum" else total / count if count else total * math.nan).float()
+        return loss, *((dx, dweight) if multiply is exact_fp8_product else (dx.to(dtype), dweight.to(dtype)))
+
+    return Call(
+        f"fp8_linear_cross_entropy_with_gradients(x, weight, targets, {options}, {fp8_logits}, [True, True])",
+        ours,
+        partial(parts, torchs_fp8_product),
+        lambda *args: tuple(t.double() for t in parts(exact_fp8_product, *args)),
+        {
+            "x": draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False),
+            "weight": draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False),
+            "targets": targets,
+        },
+        fixed=("x", "weight"),
+        any_threads=False,
+        tied=("x", "weight"),
+    )
+
+
 # ---- lists of tensors -----------------------------------------------------------------------------------------------
 
 

@@ -89,10 +89,11 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes this thread's part of the row: Values fn(place), and 0 where columns are masked.
-  template <typename Fn>
-  __device__ void store(T* base, const Fn& fn) const {
-    T* row = base + begin_;
+  // Writes this thread's part of the row: Values fn(place), and 0 where columns are masked. Out may have a store_narrow
+  // of its own.
+  template <typename Out, typename Fn>
+  __device__ void store(Out* base, const Fn& fn) const {
+    Out* row = base + begin_;
     const auto store_pack = [&](auto at) {
       Values<kVec> y = {};
       if (!kMasked || unmasked(at)) y = fn(at);
@@ -106,7 +107,11 @@ class RowColumns {
       wait_for_copies();
       for (int i = kItems; has({i}); ++i) store_pack(InShared{i});
     }
-    if (kHasHeadTail && edge_ < width_) row[edge_] = narrow<T>(unmasked(AtEdge{}) ? fn(AtEdge{}).v[0] : 0.f);
+    if (kHasHeadTail && edge_ < width_) {
+      Values<1> y = {};
+      if (unmasked(AtEdge{})) y = fn(AtEdge{});
+      store_narrow<1>(row + edge_, y.v);
+    }
   }
 
   // Whether any column of a place is unmasked.

@@ -35,6 +35,9 @@ class GPT2Config:
             nanoGPT.
         fp8: train with float8 products in the layers' four matrices (``gptkernels.nn.Linear``), not in the head; n_embd
             is then a multiple of 16.
+        fp8_head: train with float8 products in the head's gradients, where the model returns no logits
+            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size are then multiples of 16.
+        fp8_logits: with fp8_head, compute the logits of training by a float8 product, too.
 
     Raises:
         ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
@@ -51,6 +54,8 @@ class GPT2Config:
     dropout: float = 0.0
     activation: str = "gelu_tanh"
     fp8: bool = False
+    fp8_head: bool = False
+    fp8_logits: bool = False
 
     def __post_init__(self) -> None:
         if self.padded_vocab_size is None:
@@ -69,8 +74,17 @@ class GPT2Config:
             raise ValueError(f"GPT2Config: dropout must be from 0 to 1, got {self.dropout}")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"GPT2Config: activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if self.fp8 and self.n_embd % ALIGNMENT:
-            raise ValueError(f"GPT2Config: n_embd must be a multiple of {ALIGNMENT} for fp8, got {self.n_embd}")
+        self._check_fp8("fp8", "n_embd")
+        self._check_fp8("fp8_head", "n_embd", "padded_vocab_size")
+        if self.fp8_logits and not self.fp8_head:
+            raise ValueError("GPT2Config: fp8_logits needs fp8_head")
+
+    def _check_fp8(self, option: str, *names: str) -> None:
+        for name in names:
+            if getattr(self, option) and getattr(self, name) % ALIGNMENT:
+                raise ValueError(
+                    f"GPT2Config: {name} must be a multiple of {ALIGNMENT} for {option}, got {getattr(self, name)}"
+                )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":

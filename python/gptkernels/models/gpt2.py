@@ -232,10 +232,11 @@ class GPT2(Files, NanoGPT):
         self._check(tokens, targets)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
             hidden, weight = self._hidden_and_head(tokens)
-            loss = functional.linear_cross_entropy(
-                hidden, weight, targets, ignore_index=ignore_index, vocab_size=self.config.vocab_size
-            )
-            return None, loss
+            options: dict[str, Any] = {"ignore_index": ignore_index, "vocab_size": self.config.vocab_size}
+            if self.config.fp8_head and self.training and torch.is_grad_enabled():
+                options["fp8_logits"] = self.config.fp8_logits
+                return None, functional.fp8_linear_cross_entropy(hidden, weight, targets, **options)
+            return None, functional.linear_cross_entropy(hidden, weight, targets, **options)
         hidden = self.transformer(tokens)
         padded = self.lm_head(hidden)
         logits = padded[..., : self.config.vocab_size]

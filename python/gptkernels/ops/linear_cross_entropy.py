@@ -28,7 +28,8 @@ from gptkernels.ops._vmap import loop
 from gptkernels.ops.linear import linear_flops
 
 
-def _fake(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1):
+def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1):
+    """The loss, without data."""
     shape = targets.shape if reduction == "none" else ()
     return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
 
@@ -37,12 +38,13 @@ def _fake_gradients(x, weight, output_mask):
     return tuple(x.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, weight), output_mask, strict=True))
 
 
-def _fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    return _fake(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
+def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
+    """The loss and the gradients, without data."""
+    return fake_loss(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
 
 
 def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk_size, output_mask):
-    loss = _fake(x, weight, targets)
+    loss = fake_loss(x, weight, targets)
     dx, dweight = _fake_gradients(x, weight, output_mask)
     return x.new_empty((*x.shape[:-1], weight.shape[0])), loss, dx, dweight.to(loss.dtype)
 
@@ -74,11 +76,15 @@ class LinearCrossEntropy(torch.autograd.Function):
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
-            scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
-            scaled = (scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
-            return *scaled, *(None,) * 5
+            return *scale_saved(dloss, saved, mask), *(None,) * 5
         gradients = ops.linear_cross_entropy_backward.default(dloss, x, weight, targets, *ctx.options, mask)
         return *present(gradients, mask), *(None,) * 5
+
+
+def scale_saved(dloss, saved, mask) -> tuple[Tensor | None, ...]:
+    """The saved gradients for dloss = 1 times dloss; None for one that is not wanted."""
+    scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
+    return tuple(scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
 
 
 def is_last_backward(saved) -> bool:
@@ -189,8 +195,8 @@ def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 
-fake("linear_cross_entropy", _fake)
-fake("linear_cross_entropy_with_gradients", _fake_with_gradients)
+fake("linear_cross_entropy", fake_loss)
+fake("linear_cross_entropy_with_gradients", fake_with_gradients)
 fake("linear_cross_entropy_with_logits", _fake_with_logits)
 fake("linear_cross_entropy_backward", _fake_backward)
 autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))

@@ -613,6 +613,24 @@ def linear_cross_entropy(draw: Draw) -> Call:
     return Call(lambda x, weight: ops.linear_cross_entropy(x, weight, targets, v), formula, formula, (x, weight), calls)
 
 
+@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16))
+def fp8_linear_cross_entropy(draw: Draw) -> Call:
+    """The loss, which is not of rounded numbers."""
+    n, c, v, padded = draw.of((3, 16, 9, 16), (13, 48, 201, 208), (64, 64, 1000, 1024))
+    x, weight, targets = draw.normal(n, c), draw.normal(padded, c, scale=c**-0.5), some_targets(draw, v, n)
+
+    def formula(x: Tensor, weight: Tensor) -> Tensor:
+        return losses(F.linear(x, weight), targets, v).sum() / (n - 1)
+
+    calls = [
+        call(ops.fp8_linear_cross_entropy, x, weight, targets, v),
+        call(ops.fp8_linear_cross_entropy_with_gradients, x, weight, targets, v, IGNORED, "mean", -1, True, [True] * 2),
+    ]
+    return Call(
+        lambda x, weight: ops.fp8_linear_cross_entropy(x, weight, targets, v), formula, formula, (x, weight), calls
+    )
+
+
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 

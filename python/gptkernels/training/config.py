@@ -274,6 +274,8 @@ class TrainConfig:
     fp8: bool = _option(
         False, "train with float8 products in the layers' matrices; evaluation has the precision of --dtype", "speed"
     )
+    fp8_head: bool = _option(False, "train with float8 products in the gradients of the head", "speed")
+    fp8_logits: bool = _option(False, "with --fp8-head: compute the logits of training by a float8 product", "speed")
     graph: bool = _option(
         True, "replay the step as a CUDA graph, which has the same bits (default: on CUDA, where it can be)", "speed"
     )
@@ -296,8 +298,13 @@ class TrainConfig:
             self.steps, self.epochs = preset.steps, None if preset.steps else 1.0
         if self.channels % self.heads:
             raise ValueError(f"--channels is {self.channels}, must be a multiple of --heads, {self.heads}")
-        if self.fp8 and self.channels % FP8_ALIGNMENT:
-            raise ValueError(f"--channels is {self.channels}, must be a multiple of {FP8_ALIGNMENT} for --fp8")
+        for name in ("fp8", "fp8_head"):
+            if getattr(self, name) and self.channels % FP8_ALIGNMENT:
+                raise ValueError(
+                    f"--channels is {self.channels}, must be a multiple of {FP8_ALIGNMENT} for {flag(name)}"
+                )
+        if self.fp8_logits and not self.fp8_head:
+            raise ValueError("--fp8-logits needs --fp8-head")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(
                 f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"

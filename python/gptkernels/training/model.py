@@ -58,7 +58,8 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         sizes |= {"block_size": positions, "vocab_size": vocab_size}
         _check_memory(sizes)
     _check_fits(sizes, config.sequence_length, vocab_size)
-    model = GPT2(GPT2Config(**sizes | {"dropout": config.dropout, "fp8": config.fp8}))
+    options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
+    model = GPT2(GPT2Config(**sizes | options))
     model.transformer.recompute_blocks = config.recompute == "blocks"
     if weights is not None:
         model.load_state_dict(weights)

@@ -33,6 +33,8 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     "activation": (str,),
     "dropout": (int, float),
     "fp8": (bool,),
+    "fp8_head": (bool,),
+    "fp8_logits": (bool,),
 }
 
 

@@ -1,0 +1,160 @@
+// linear_cross_entropy, the products of whose gradients are float8, and if wanted that of the logits (docs/fp8.md);
+// otherwise logits and loss are those of linear_cross_entropy. No step depends on the values in a tensor, so a CUDA
+// graph can replay it.
+
+#include "../csrc/linear_cross_entropy.h"
+#include "fp8.h"
+#include "linear_cross_entropy.h"
+
+namespace gptkernels::GPTKERNELS_DEVICE {
+namespace {
+
+constexpr ScalarType kOperand = ScalarType::Float8_e4m3fn;  // x and weight
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // dlogits
+
+// float16's gradients would have to be computed when the loss scale is known, in the backward.
+CrossEntropy checked(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
+                     int64_t ignore_index, int64_t chunk_size) {
+  if (x.scalar_type() != ScalarType::Float && x.scalar_type() != ScalarType::BFloat16)
+    fail(op, "x must be float32 or bfloat16, got ", describe(x.scalar_type()));
+  const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+  check_features(op, "the last dimension of x", p.x.columns);
+  check_features(op, "the first dimension of weight", p.columns());
+  return p;
+}
+
+Reduction checked_reduction(const char* op, const std::string& name) {
+  const Reduction reduction = reduction_of(op, name);
+  if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
+  return reduction;
+}
+
+std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool transposed, bool values) {
+  if (!transposed && !values) return std::nullopt;
+  return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
+}
+
+// The operands, their gradients, and the memory of a chunk. What a gradient that is not wanted needs has no elements.
+struct Gradients {
+  bool want_x, want_weight;
+  bool logits;                      // are of the rounded operands
+  OptionalTensor scale;             // of dlogits, without Fp8Dlogit's
+  Tensor dx;                        // of x's shape
+  Tensor dweight;                   // (Vp, C)
+  Tensor sum;                       // dweight, or in float32 where several chunks are added
+  std::optional<Quantized> weight;  // (Vp, C) for the logits, (C, Vp) for dx
+  std::optional<Quantized> x;       // (N, C) for the logits, (C, N rounded up to 16) for dweight
+  Tensor dlogits;                   // (rows of a chunk, Vp)
+  Tensor dlogits_t;                 // (Vp, rows of a chunk rounded up to 16)
+
+  Gradients(const Launcher& launcher, const Tensor& x, const Tensor& weight, const OptionalTensor& scale, int64_t chunk,
+            bool logits, bool want_x, bool want_weight)
+      : want_x(want_x),
+        want_weight(want_weight),
+        logits(logits),
+        scale(scale),
+        dx(allocate_if(want_x, shape_of(x), x)),
+        dweight(allocate_if(want_weight, shape_of(weight), weight)),
+        sum(want_weight && rows_of(x) > chunk ? allocate(shape_of(weight), ScalarType::Float, weight) : dweight),
+        weight(operand(launcher, weight, want_x, logits)),
+        x(operand(launcher, x, want_weight, logits)),
+        dlogits(allocate({chunk, weight.size(0)}, kGradient, x)),
+        dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
+};
+
+// logits = rows begin .. begin + count of x @ weight^T, of the rounded ones. Terms are few: fast accumulation serves.
+void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
+  fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
+              {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
+}
+
+// Rows begin .. begin + count: their losses and dlogits.
+void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
+              const Gradients& g, int64_t begin, int64_t count) {
+  const auto launch = [&]<typename T>() {
+    auto classifier = chunk_classifier<T, Fp8Dlogit>(p, losses, logits, begin, count);
+    classifier.dlogits = pointer<Fp8Dlogit>(g.dlogits);
+    launcher.check(fused_classifier_forward(classifier, launcher.stream()));
+  };
+  if (g.logits)
+    rounded_logits(launcher, g, logits, begin, count);
+  else
+    chunk_logits(launcher, p, logits, begin, count);
+  if (logits.tensor.scalar_type() == ScalarType::Float) return launch.template operator()<float>();
+  launch.template operator()<bfloat16>();
+}
+
+// Their dx = dlogits @ weight. Fast accumulation would lose what many small terms add to a few large ones.
+void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
+  fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
+              {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
+}
+
+// What they add to dweight = dlogits^T @ x.
+void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
+  const int64_t padded = fp8_padded(count);
+  launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
+                                .x = pointer<uint8_t>(g.dlogits),
+                                .rows = count,
+                                .width = p.columns(),
+                                .out_stride = padded},
+                               launcher.stream()));
+  Matrix x_t = flat(g.x->transposed);
+  x_t.offset = begin;
+  x_t.columns = padded;
+  fp8_product(launcher, flat(g.sum), {Matrix{g.dlogits_t, p.columns(), padded, padded, 1}, g.scale}, {x_t, g.x->scale},
+              {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
+}
+
+// Fills losses (N) and the gradients, chunk by chunk. A chunk's columns of x^T begin at a multiple of 16, so the rows
+// of a chunk are one too.
+void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
+  const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
+  int64_t begin = 0;
+  do {  // also once for no rows: their sum is 0
+    const int64_t count = std::min(chunk, p.rows() - begin);
+    classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
+    if (g.want_x) add_dx(launcher, g, begin, count);
+    if (g.want_weight) add_dweight(launcher, p, g, begin, count);
+    begin += count;
+  } while (begin < p.rows());
+  if (g.sum.get() == g.dweight.get()) return;
+  Tensor rounded = g.dweight;
+  torch::stable::copy_(rounded, g.sum);
+}
+
+// ---- the operators --------------------------------------------------------------------------------------------------
+
+Tensor fp8_linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
+                                   int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size, bool) {
+  constexpr const char* op = "fp8_linear_cross_entropy";
+  const Reduction reduction = checked_reduction(op, reduction_name);
+  return cross_entropy_loss(checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size), reduction);
+}
+
+std::tuple<Tensor, Tensor, Tensor> fp8_linear_cross_entropy_with_gradients_op(
+    const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
+    const std::string& reduction_name, int64_t chunk_size, bool fp8_logits, const std::vector<bool>& output_mask) {
+  constexpr const char* op = "fp8_linear_cross_entropy_with_gradients";
+  const Reduction reduction = checked_reduction(op, reduction_name);
+  const CrossEntropy p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
+
+  const Launcher launcher(op, x);
+  const bool mean = reduction == Reduction::kMean;
+  const OptionalTensor finite = mean ? OptionalTensor(allocate({}, ScalarType::Float, x)) : std::nullopt;
+  const OptionalTensor scale = row_gradient(launcher, p, reduction, std::nullopt, finite);
+  const Tensor losses = allocate(shape_of(targets), p.accumulate(), x);
+  const int64_t chunk = std::min(fp8_padded(p.chunk), p.rows());
+  const Gradients gradients(launcher, x, weight, finite, chunk, fp8_logits, output_mask[0], output_mask[1]);
+  run(launcher, p, losses, gradients, chunk);
+  return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
+  m.impl("fp8_linear_cross_entropy", TORCH_BOX(&fp8_linear_cross_entropy_op));
+  m.impl("fp8_linear_cross_entropy_with_gradients", TORCH_BOX(&fp8_linear_cross_entropy_with_gradients_op));
+}
+
+}  // namespace gptkernels::GPTKERNELS_DEVICE
