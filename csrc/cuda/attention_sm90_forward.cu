@@ -41,8 +41,8 @@ struct ForwardShape {
   static constexpr int kBarriers = 4 + 4 * kStages;
   static constexpr int kTilesAt = kBarriersAt + kBarriers * 8;
   static constexpr int kMaskedAt = kTilesAt + 2 * 16;  // of the ring's buffers, under a mask
-  static constexpr int kSharedBytes =
-      kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;  // aligned to 1024 by the kernel
+  static constexpr int kUniformAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // rows of tiles (2)
+  static constexpr int kSharedBytes = kUniformAt + 2 * 2 * 8 + 1024;  // aligned to 1024 by the kernel
 };
 
 constexpr int64_t kCounterBytes = 256;  // of the workspace, before what a mask wants
@@ -81,6 +81,9 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       shared_bytes + (shared - static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes))) + Shape::kTilesAt);
   MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(reinterpret_cast<uint8_t*>(tiles) + Shape::kMaskedAt -
                                                        Shape::kTilesAt);  // kMasked: beside the ring's buffers
+  constexpr bool kUniform = has_uniform_rows<T>(kMasks);
+  uint64_t* uniform = reinterpret_cast<uint64_t*>(reinterpret_cast<uint8_t*>(tiles) + Shape::kUniformAt -
+                                                  Shape::kTilesAt);  // kUniform: of either half of either tile
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto query_full = [&](int i) { return barriers + 8 * i; };
   const auto query_empty = [&](int i) { return barriers + 8 * (2 + i); };
@@ -142,6 +145,9 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
         blocks = max(seen.count<kUnits>(), 1);
       }
       tiles[query.slot] = {row, found.head, blocks};
+      if constexpr (kUniform)
+        for (int half = 0; half < 2; ++half)
+          uniform[2 * query.slot + half] = p.mask.blocks.uniform_rows(mask_head, row / kMaskBlock + half);
       const int key_head = head / p.problem.group;
       mbarrier_expect(query_full(query.slot), Shape::kQueryBytes);
       for (int i = 0; i < kPanels; ++i)
@@ -204,6 +210,12 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
                                       warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
   };
+  // The queries of a tile that has come; then its scores may be computed.
+  const auto clear_queries = [&] {
+    if constexpr (kUniform)
+      clear_uniform<kPanels>(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes,
+                             Shape::kQueryPanel, uniform[2 * query.slot + warpgroup], 1 + warpgroup);
+  };
   const auto first_key_of = [&](int of) {
     return kMasked ? own.first : (kBounds ? range.begin / kKeys + of : of) * kKeys;
   };
@@ -243,10 +255,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   };
 
   // Scores of keys that a query does not see become -inf.
-  const auto mask = [&](float (&scores)[kScores]) {
+  const auto mask = [&](float (&scores)[kScores], bool adds) {
     if constexpr (kMasked) {
       if (own.seen()) return;
-      if (kMasks == Masks::kAdditive && own.adds())
+      if (kMasks == Masks::kAdditive && adds && own.adds())
         add_values(scores, p.problem, p.mask, tile.head / p.problem.heads, tile.head % p.problem.heads,
                    tile.row + own_row, own.first);
       hide(scores, own.bits);
@@ -362,7 +374,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
 
   // The softmax of `current`, whose product is done; p v is under way when this returns. (The compiler follows wgmmas
   // across a loop only where nothing is read that was not waited for with all that was started before it.)
-  const auto step = [&](float (&current)[kScores], float (&next)[kScores]) {
+  const auto step = [&](float (&current)[kScores], float (&next)[kScores], bool adds) __attribute__((always_inline)) {
     const bool first = block == tile.blocks - 1, last = block == 0;
     const RingPosition<kStages> key_now = key;
     const RingPosition<2> query_now = query;
@@ -373,6 +385,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       barrier_wait(query_full(query.slot), query.phase);
       next_tile = tiles[query.slot];
       more = next_tile.blocks > 0;
+      if (more) clear_queries();
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
     issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
@@ -380,7 +393,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       if (more) find_own(last ? next_tile : tile);
     if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
 
-    mask(current);
+    mask(current, adds);
     const float old_reference[2] = {reference[0], reference[1]}, old_sum[2] = {sum[0], sum[1]};
     float rescale[2] = {1, 1}, sums[2];
     if (first) {
@@ -408,7 +421,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       query = query_now;
       const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
       compute_scores_again(current);
-      mask(current);
+      mask(current, adds);
       float raised[2];
       raise_references(current, too_low, raised);
       find_base(current, base);
@@ -472,13 +485,21 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   if constexpr (kMasked) {
     find_own(tile);
     own = next_own;
+    clear_queries();
   }
   issue_scores(scores_a);
   wgmma_wait<0>();
   pin_registers(scores_a);
-  while (true) {
-    if (!step(scores_a, scores_b)) break;
-    if (!step(scores_b, scores_a)) break;
+  if (kMasks == Masks::kAdditive && *p.mask.blocks.has_added) {
+    while (true) {
+      if (!step(scores_a, scores_b, true)) break;
+      if (!step(scores_b, scores_a, true)) break;
+    }
+  } else {
+    while (true) {
+      if (!step(scores_a, scores_b, false)) break;
+      if (!step(scores_b, scores_a, false)) break;
+    }
   }
   if (!Shape::kTurnsAtExponentials && warpgroup == 0) turn_to_other();
   wgmma_wait<0>();
