@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // have these rows
 
   uint64_t rows[2];
-  uint32_t uniform[2];
+  uint32_t shifted[2];
   bool added = false, any = false, all = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int count = inside ? min(max(mask.end(query) - first_key, 0), kMaskBlock) : 0;
     SeenRow row;
     const float shift = inside && blocks.rows ? blocks.row(mask_head, query).shift : 0;
-    uniform[r] = __ballot_sync(~0u, std::is_same_v<E, bfloat16> && shift != 0);
+    shifted[r] = __ballot_sync(~0u, shift != 0);
     if (count > 0) {
       const E* from = mask.row(mask_head, query) + first_key * mask.key;
       if (mask.in_chunks && first_key + kMaskBlock <= mask.keys) {
@@ -212,9 +212,11 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int kind = !any ? kMaskHidden : added ? kMaskAdded : all ? kMaskSeen : kMaskBits;
   if (blocks.rows && lane == 0) {
     if (kind == kMaskAdded) *blocks.has_added = 1;  // whoever writes it
-    if (key_block == 0)
-      blocks.uniform[static_cast<int64_t>(mask_head) * blocks.bit_blocks + strip] =
-          static_cast<uint64_t>(uniform[1]) << 32 | uniform[0];
+    if (key_block == 0) {
+      uint64_t* to = blocks.shifted_rows(mask_head, strip);
+      to[0] = to[1] = static_cast<uint64_t>(shifted[1]) << 32 | shifted[0];
+      if (strip == blocks.bit_blocks - 1) to[2] = to[3] = 0;
+    }
   }
 
   const int first_block = all_queries ? 0 : strip;

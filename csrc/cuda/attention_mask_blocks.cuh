@@ -89,7 +89,7 @@ struct MaskBlocks {
   int bit_blocks;   // query_blocks, or 1 where all queries see the same
   int query_pitch;  // multiples of 8 blocks
   int key_pitch;
-  uint64_t* uniform;  // (mask heads, bit_blocks): a bit for each row, whether it is uniform; of additive masks
+  uint64_t* shifted;  // (mask heads, bit_blocks + 1, 2), of additive masks: a bit for each row that has a shift, twice
   int* has_added;     // whether a block is kMaskAdded; of additive masks
 
   // Places of all arrays in `memory`; returns the bytes they take.
@@ -115,7 +115,7 @@ struct MaskBlocks {
     place(bits, blocks * kMaskBlock * 4);
     place(key_bits, backward ? blocks * kMaskBlock * 4 : 0);
     place(rows, mask.bias ? mask_heads * bit_blocks * kMaskBlock : 0);
-    place(uniform, mask.bias ? mask_heads * bit_blocks : 0);
+    place(shifted, mask.bias ? mask_heads * (bit_blocks + 1) * 2 : 0);
     place(has_added, mask.bias ? 1 : 0);
     return bytes;
   }
@@ -146,10 +146,9 @@ struct MaskBlocks {
     const int block = (of_head * bit_blocks + bit_block(query_block)) * key_pitch + key_block;  // below 2^30
     return static_cast<int64_t>(block) * (kMaskBlock * 4);
   }
-  // The uniform rows of 64 queries of an additive mask; none beyond the last.
-  __device__ uint64_t uniform_rows(int of_head, int query_block) const {
-    if (query_block >= query_blocks) return 0;
-    return uniform[static_cast<int64_t>(of_head) * bit_blocks + bit_block(query_block)];
+  // Which of 64 queries have a shift, in 16 bytes as copies are; none after the last.
+  __device__ uint64_t* shifted_rows(int of_head, int query_block) const {
+    return shifted + (static_cast<int64_t>(of_head) * (bit_blocks + 1) + bit_block(query_block)) * 2;
   }
   __device__ MaskRow row(int of_head, int query) const {
     if (!rows) return {0, 0};

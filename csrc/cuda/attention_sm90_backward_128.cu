@@ -41,8 +41,8 @@ struct DkeyShape : BackwardShape<128> {
   static constexpr int kBarriersAt = kStatisticsAt + kStages * 2 * kStatisticsBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (3 * kTiles + 2 * kStages);
   static constexpr int kMaskedAt = kTilesAt + kTiles * static_cast<int>(sizeof(BackwardTile));    // beside blocks
-  static constexpr int kUniformAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // the same
-  static constexpr int kSharedBytes = kUniformAt + kStages * 8 + 1024;
+  static constexpr int kShiftedAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // the same
+  static constexpr int kSharedBytes = kShiftedAt + kStages * kShiftedBytes + 1024;
 };
 
 #if GPTKERNELS_WGMMA
@@ -237,6 +237,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   float scores_a[32], scores_b[32], dp[32], dquery[64];
   uint32_t q[32], ds[16];
   float logsumexp[2], dlogsumexp[2];  // of this thread's two rows, loaded ahead of their use
+  MaskRow mask_rows[2];               // kAdditive: the same
   float bias[2], delta[2];
   RingPosition<kKeys> key;      // of the scores under way
   RingPosition<kValues> value;  // of the block at hand
@@ -252,11 +253,6 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       return p.mask.blocks.query_bits(found.mask_head, row / kMaskBlock + warpgroup, found.first / kMaskBlock,
                                       warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
-  };
-
-  // Additive masks: of the tile, which row of the mask is this thread's.
-  const auto mask_row_of = [&](int r) {
-    return p.mask.blocks.row(mask_head_of(head), min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1));
   };
 
   // The next tile's queries to registers, and over the blocks that none of the warpgroup's queries sees; false after
@@ -276,12 +272,18 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       logsumexp[r] = inside ? p.logsumexp[index] : 0;
       dlogsumexp[r] = inside && p.dlogsumexp ? p.dlogsumexp[index] : 0;
     }
+    if constexpr (kMasks == Masks::kAdditive) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        mask_rows[r] =
+            p.mask.blocks.row(mask_head_of(head), min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1));
+    }
     load_a(q, shared, first_row);
     load_a(q + 16, shared + kRowPanel, first_row);
     if constexpr (has_uniform_rows<T>(kMasks)) {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        if (mask_row_of(r).shift != 0) clear_row(q, r);
+        if (mask_rows[r].shift != 0) clear_row(q, r);
     }
     if constexpr (kCausal) {
       const int own_end = row + warpgroup * 64 + 64 + p.problem.query_offset;
@@ -318,8 +320,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       delta[r] = quad_sum(delta[r]) - dlogsumexp[r];
       bias[r] = logsumexp[r] == -INFINITY ? -INFINITY : -logsumexp[r] * kLog2E;  // no key seen: P = 0
       if constexpr (kMasks == Masks::kAdditive) {
-        const MaskRow mask_row = mask_row_of(r);
-        if (mask_row.shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_row);
+        if (mask_rows[r].shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_rows[r]);
       }
       if (lane % 4 == 0) {
         const int64_t at = head * p.pitch + row + first_row + lane / 4 + 8 * r;
@@ -461,7 +462,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   constexpr bool kMasked = kMasks != Masks::kNone;
   MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
   constexpr bool kUniform = has_uniform_rows<T>(kMasks);
-  uint64_t* uniform = reinterpret_cast<uint64_t*>(shared_bytes + (shared - start) + Shape::kUniformAt);
+  const auto shifted_at = [&](int i) { return shared + Shape::kShiftedAt + i * kShiftedBytes; };
   const auto mask_head_of = [&](int of) { return p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads); };
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto tile_full = [&](int i) { return barriers + 8 * i; };
@@ -546,9 +547,11 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
           if constexpr (kMasked)
             masked[ring.slot] = {block * kBlock, seen.classes<1>(block),
                                  mask_head_of(found.head * p.problem.group + member), member};
+          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes) + (kUniform ? kShiftedBytes : 0));
           if constexpr (kUniform)
-            uniform[ring.slot] = p.mask.blocks.uniform_rows(mask_head_of(found.head * p.problem.group + member), block);
-          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
+            bulk_load(shifted_at(ring.slot),
+                      p.mask.blocks.shifted_rows(mask_head_of(found.head * p.problem.group + member), block),
+                      kShiftedBytes, full);
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head, batch,
                      full);
@@ -620,7 +623,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   int freed = -1;  // the block that was used last: it is free once its dk is done
   const auto probabilities = [&] {
     const int now = ring.slot, first_query = block * kBlock;
-    if constexpr (kUniform) clear_uniform(scores, uniform[now]);
+    if constexpr (kUniform) clear_uniform(scores, load_shifted(shifted_at(now)));
     if (kMasked && !own.seen()) {
       if (kMasks == Masks::kAdditive && own.adds()) {
         const int of = tiles[at.slot].head * p.problem.group + own.member;

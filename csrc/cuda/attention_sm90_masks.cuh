@@ -13,7 +13,7 @@ namespace gptkernels::cuda {
 // What a kernel is compiled for.
 enum class Masks { kNone, kBool, kAdditive };
 
-// Whether there may be queries whose scores count as 0 (attention_mask_blocks.cuh).
+// Whether rows that have a shift are uniform: their scores count as 0 (attention_mask_blocks.cuh).
 template <typename T>
 constexpr bool has_uniform_rows(Masks masks) {
   return masks == Masks::kAdditive && std::is_same_v<T, bfloat16>;
@@ -66,7 +66,15 @@ struct alignas(16) MaskedBlock {
   int member;  // of the heads that share keys, where blocks are queries
 };
 
+constexpr int kShiftedBytes = 16;  // of MaskBlocks::shifted_rows
+
 #if GPTKERNELS_WGMMA
+
+__device__ inline uint64_t load_shifted(uint32_t shared) {
+  uint64_t rows;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(rows) : "r"(shared) : "memory");
+  return rows;
+}
 
 // A block as a warpgroup sees it: kUnits blocks of 64 of a row of the classes.
 template <int kUnits>
