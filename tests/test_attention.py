@@ -563,6 +563,29 @@ def test_nan_and_infinity_in_masks(dtype, device):
     torch.testing.assert_close(out[:, :, good].double(), expected[:, :, good], **tolerance(dtype))
 
 
+def serves_lowest_values(dtype, device):
+    """Whether queries of nothing but lowest values are not taken for queries that see no key."""
+    if device.type == "cpu" or dtype == torch.float16:
+        return True
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def check_lowest(q, k, v, dout, **options):
+    """`check` for masks that have such queries, whose logsumexp has no digits for the sum."""
+    lowest = torch.finfo(q.dtype).min
+    wide = {**options, "mask": double(options["mask"])}
+    exact = formula(*map(double, (q, k, v)), **wide)
+    out, logsumexp = ours(q, k, v, **options)
+    assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
+    torch.testing.assert_close(logsumexp.double(), exact[1], rtol=1e-5, atol=1e-2)
+    dlogsumexp = randn(*logsumexp.shape, dtype=torch.float32, device=q.device).masked_fill(exact[1] < lowest / 2, 0)
+    found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
+    torchs_own = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(q.dtype)))
+    wanted = gradients(lambda *t: formula(*t, **wide), map(double, (q, k, v)), (double(dout), dlogsumexp.double()))
+    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, torchs_own, wanted, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "size"), [(65, 64), (300, 64), (200, 128)])
 def test_queries_of_nothing_but_lowest_values(rows, size, dtype, device):
@@ -570,29 +593,40 @@ def test_queries_of_nothing_but_lowest_values(rows, size, dtype, device):
     there: beside such a value no score is seen. (Only float16's lowest leaves some bits of it.) Their logsumexp is not
     differentiated: its own formula has exp(score - logsumexp), 1 here.
     """
-    if device.type == "cuda" and (dtype == torch.float32 or torch.cuda.get_device_capability(device) != (9, 0)):
+    if not serves_lowest_values(dtype, device):
         pytest.skip("these kernels take the lowest values for -inf")
     lowest = torch.finfo(dtype).min
     q, k, v, dout = tensors(2, 4, 2, rows, rows, size, dtype, device)
     seen = dict(block_masks(2, 4, rows, rows, device))["causal and left"]
     mask = added(seen, lowest, dtype)
     some_hidden = mask.masked_fill(torch.arange(rows, device=device) % 3 == 1, -math.inf)
-    dlogsumexp = randn(2, 4, rows, dtype=torch.float32, device=device)
     for of, causal in ((mask, False), (mask, True), (some_hidden, False)):
-        options = {"causal": causal, "mask": of}
-        wide = {"causal": causal, "mask": double(of)}
-        exact = formula(*map(double, (q, k, v)), **wide)
-        out, logsumexp = ours(q, k, v, **options)
-        assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
-        torch.testing.assert_close(logsumexp.double(), exact[1], rtol=1e-5, atol=1e-2)
-        dlogsumexp = dlogsumexp.masked_fill(exact[1] < lowest / 2, 0)
-        found = gradients(lambda *t, o=options: ours(*t, **o), (q, k, v), (dout, dlogsumexp))
-        torchs_own = gradients(lambda *t, o=options: formula(*t, **o), (q, k, v), (dout, dlogsumexp.to(dtype)))
-        wanted = gradients(
-            lambda *t, o=wide: formula(*t, **o), map(double, (q, k, v)), (double(dout), dlogsumexp.double())
-        )
-        for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, torchs_own, wanted, strict=True):
-            assert_as_exact_as_torch(a, b, c, name)
+        check_lowest(q, k, v, dout, causal=causal, mask=of)
+
+
+@half_dtypes
+@pytest.mark.parametrize("form", ["lowest", "-inf", "lowest beside values"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "key_heads", "size"),
+    [(300, 300, 2, 64), (100, 328, 1, 64), (330, 200, 4, 40), (257, 257, 2, 128)],
+)
+def test_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device):
+    """Added masks as Hugging Face makes them, with padding of no token, of parts of a block of 64, of whole blocks and
+    of all: its queries see no ordinary key.
+    """
+    if form != "-inf" and not serves_lowest_values(dtype, device):
+        pytest.skip("these kernels take the lowest values for -inf")
+    begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
+    inputs = tensors(len(begin), 4, key_heads, rows, columns, size, dtype, device)
+    i, j = torch.arange(rows, device=device).view(-1, 1), torch.arange(columns, device=device)
+    seen = (j <= i + columns - rows) & (j >= begin.view(-1, 1, 1, 1))
+    if form == "-inf":
+        check(*inputs, few_keys=True, mask=added(seen, -math.inf, dtype))
+        return
+    mask = added(seen, torch.finfo(dtype).min, dtype)
+    if form == "lowest beside values":
+        mask = torch.where(seen, randn(1, 4, rows, columns, dtype=dtype, device=device), mask)
+    check_lowest(*inputs, mask=mask)
 
 
 @half_dtypes
@@ -602,10 +636,11 @@ def test_masks_and_dropout(size, form, dtype, device):
     rows, dropout = 200, (0.3, *numbers(device))
     q, k, v, dout = tensors(2, 4, 2, rows, rows, size, dtype, device)
     keep = ops.attention_dropout_mask(2, 4, rows, rows, *dropout)
-    for _name, mask in block_masks(2, 4, rows, rows, device):
+    for name, mask in block_masks(2, 4, rows, rows, device):
         if form != "bool":
             hidden = -math.inf if form == "-inf" else torch.finfo(dtype).min
-            mask = added(some_key(mask) if form == "lowest" else mask, hidden, dtype)
+            lowest_alone = name == "causal and left" and serves_lowest_values(dtype, device)
+            mask = added(some_key(mask) if form == "lowest" and not lowest_alone else mask, hidden, dtype)
         options = {"mask": mask if form == "bool" else double(mask), "keep": keep, "p": dropout[0]}
         assert_as_exact_with_gradients(
             lambda *t, m=mask: ours(*t, mask=m, dropout=dropout)[0],
@@ -618,12 +653,18 @@ def test_masks_and_dropout(size, form, dtype, device):
 
 
 @half_dtypes
-def test_masks_are_deterministic_and_heads_independent(dtype, device):
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("form", ["bool", "lowest"])
+def test_masks_are_deterministic_and_heads_independent(form, size, dtype, device):
     """More tiles than a device has multiprocessors; the same bits in any company."""
-    q, k, v, dout = tensors(20, 4, 2, 300, 300, 64, dtype, device)
+    q, k, v, dout = tensors(20, 4, 2, 300, 300, size, dtype, device)
     mask = torch.rand(20, 1, 300, 300, device=device) < 0.5
     mask[:, :, 64:128, 64:192] = False
     mask[:, :, 128:192] = True
+    if form == "lowest":
+        position = torch.arange(300, device=device)
+        begin = torch.arange(20, device=device).view(-1, 1, 1, 1) * 15
+        mask = added((position <= position.view(-1, 1)) & (position >= begin), torch.finfo(dtype).min, dtype)
 
     def run(part):
         leaves = [t[part].detach().requires_grad_() for t in (q, k, v)]

@@ -50,19 +50,22 @@ struct Largest {
   }
 };
 
-// A warp for each row of the mask, until it finds a value that makes the row an ordinary one.
+// A warp for each row of the mask, until it finds a value that makes the row an ordinary one. Where masks are causal a
+// query mostly sees the key of its own position: that is looked at first.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int rows = blocks.bit_blocks * kMaskBlock, lane = threadIdx.x % 32;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *blocks.has_added = 0;  // until the next kernel finds one
   if (at >= static_cast<int64_t>(blocks.heads) * rows) return;
   const int row = static_cast<int>(at % rows);
   const int end = row < mask.queries || mask.query == 0 ? mask.end(row) : 0;
   const T* from = mask.row(static_cast<int>(at / rows), row);
 
   Largest largest;
-  bool ordinary = false;
+  const int own_key = min(max(row + mask.keys - mask.queries, 0), end - 1);
+  bool ordinary = end > 0 && !(static_cast<float>(from[own_key * mask.key]) <= kFar<T>);
   const int step = mask.in_chunks ? kChunk<T> : 1;
   for (int start = 0; start < end && !ordinary; start += 32 * step) {
     const int first = start + lane * step;
@@ -134,7 +137,7 @@ struct SeenRow {
       if (shift == 0)
         take(i, !(x <= kFarHidden), x != 0);
       else
-        take(i, x == shift, true);
+        take(i, x == shift, false);
     } else {
       take(i, x != -INFINITY, x != shift);
     }
@@ -178,6 +181,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // have these rows
 
   uint64_t rows[2];
+  uint32_t shifted[2];
   bool added = false, any = false, all = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -185,8 +189,9 @@ __global__ void __launch_bounds__(32 * kWarps)
     const bool inside = query < mask.queries || all_queries;
     const int count = inside ? min(max(mask.end(query) - first_key, 0), kMaskBlock) : 0;
     SeenRow row;
+    const float shift = inside && blocks.rows ? blocks.row(mask_head, query).shift : 0;
+    shifted[r] = __ballot_sync(~0u, shift != 0);
     if (count > 0) {
-      const float shift = blocks.rows ? blocks.row(mask_head, query).shift : 0;
       const E* from = mask.row(mask_head, query) + first_key * mask.key;
       if (mask.in_chunks && first_key + kMaskBlock <= mask.keys) {
 #pragma unroll
@@ -205,6 +210,14 @@ __global__ void __launch_bounds__(32 * kWarps)
   added = __any_sync(~0u, added);
   all = __all_sync(~0u, all);
   const int kind = !any ? kMaskHidden : added ? kMaskAdded : all ? kMaskSeen : kMaskBits;
+  if (blocks.rows && lane == 0) {
+    if (kind == kMaskAdded) *blocks.has_added = 1;  // whoever writes it
+    if (key_block == 0) {
+      uint64_t* to = blocks.shifted_rows(mask_head, strip);
+      to[0] = to[1] = static_cast<uint64_t>(shifted[1]) << 32 | shifted[0];
+      if (strip == blocks.bit_blocks - 1) to[2] = to[3] = 0;
+    }
+  }
 
   const int first_block = all_queries ? 0 : strip;
   const bool is_last = all_queries || strip == blocks.query_blocks - 1;

@@ -5,9 +5,9 @@
 // An additive mask may have values so low that one of them is like -inf beside any other key that the query sees:
 // Hugging Face's models write torch.finfo(dtype).min, -3.4e38 for bfloat16. Those bits are 0. Where a query has only
 // such values (kFar and less, far beyond what a score of this size can be added to), its probabilities are uniform over
-// the keys of the largest one: the bits are those keys, its scores count as 0, and the value is its shift, what its
-// logsumexp is without the sum. float16's lowest, -65504, is not beyond all scores: where a query has only values of
-// -1024 and less, the largest is its shift too, and only what they differ from it is added.
+// the keys of the largest one: the bits are those keys, its scores count as 0 (a uniform row), and the value is its
+// shift, what its logsumexp is without the sum. float16's lowest, -65504, is not beyond all scores: where a query has
+// only values of -1024 and less, the largest is its shift too, and only what they differ from it is added.
 #pragma once
 
 #include <type_traits>
@@ -21,8 +21,8 @@ constexpr int kMaskBlock = 64;  // queries, and keys
 
 enum MaskClass : int {
   kMaskHidden = 0,  // no query sees a key
-  kMaskBits = 1,    // the bits are all that there is to know
-  kMaskAdded = 2,   // and there are values to add, or rows whose scores count as 0
+  kMaskBits = 1,    // the bits are all that there is to know, beside which rows are uniform
+  kMaskAdded = 2,   // and there are values to add
   kMaskSeen = 3,    // every query sees every key
 };
 
@@ -89,6 +89,8 @@ struct MaskBlocks {
   int bit_blocks;   // query_blocks, or 1 where all queries see the same
   int query_pitch;  // multiples of 8 blocks
   int key_pitch;
+  uint64_t* shifted;  // (mask heads, bit_blocks + 1, 2), of additive masks: a bit for each row that has a shift, twice
+  int* has_added;     // whether a block is kMaskAdded; of additive masks
 
   // Places of all arrays in `memory`; returns the bytes they take.
   template <typename T>
@@ -113,6 +115,8 @@ struct MaskBlocks {
     place(bits, blocks * kMaskBlock * 4);
     place(key_bits, backward ? blocks * kMaskBlock * 4 : 0);
     place(rows, mask.bias ? mask_heads * bit_blocks * kMaskBlock : 0);
+    place(shifted, mask.bias ? mask_heads * (bit_blocks + 1) * 2 : 0);
+    place(has_added, mask.bias ? 1 : 0);
     return bytes;
   }
 
@@ -141,6 +145,10 @@ struct MaskBlocks {
   __device__ int64_t bits_at(int of_head, int query_block, int key_block) const {
     const int block = (of_head * bit_blocks + bit_block(query_block)) * key_pitch + key_block;  // below 2^30
     return static_cast<int64_t>(block) * (kMaskBlock * 4);
+  }
+  // Which of 64 queries have a shift, in 16 bytes as copies are; none after the last.
+  __device__ uint64_t* shifted_rows(int of_head, int query_block) const {
+    return shifted + (static_cast<int64_t>(of_head) * (bit_blocks + 1) + bit_block(query_block)) * 2;
   }
   __device__ MaskRow row(int of_head, int query) const {
     if (!rows) return {0, 0};

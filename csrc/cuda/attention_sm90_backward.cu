@@ -42,7 +42,7 @@ struct DkeyShape : TileShape<HS> {
   using Base = TileShape<HS>;
   static constexpr int kStatisticsBytes = Base::kBlock * 4;
   // Shared memory: key, value (kTiles); queries and dout, statistics (kStages); dkey, dvalue (2 warpgroups); barriers;
-  // tiles; masked blocks.
+  // tiles; masked blocks; which of their queries have a shift.
   static constexpr int kTileBytes = 2 * Base::kRowBytes;
   static constexpr int kBlocksAt = Base::kTiles * kTileBytes;
   static constexpr int kOutAt = kBlocksAt + Base::kStages * 2 * Base::kBlockBytes;
@@ -50,7 +50,8 @@ struct DkeyShape : TileShape<HS> {
   static constexpr int kBarriersAt = kStatisticsAt + Base::kStages * 2 * kStatisticsBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (2 * Base::kTiles + 2 * Base::kStages);
   static constexpr int kMaskedAt = kTilesAt + Base::kTiles * static_cast<int>(sizeof(BackwardTile));
-  static constexpr int kSharedBytes = kMaskedAt + Base::kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;
+  static constexpr int kShiftedAt = kMaskedAt + Base::kStages * static_cast<int>(sizeof(MaskedBlock));
+  static constexpr int kSharedBytes = kShiftedAt + Base::kStages * kShiftedBytes + 1024;
 };
 
 #if GPTKERNELS_WGMMA
@@ -224,6 +225,14 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
 
     const int mask_head =
         kMasked ? p.mask.blocks.mask_head(tile.head / p.problem.heads, tile.head % p.problem.heads) : 0;
+    MaskRow mask_rows[2] = {};  // kAdditive; loaded ahead of their use
+    if constexpr (kMasks == Masks::kAdditive) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile.row + own_row + 8 * r;
+        if (row < p.problem.queries) mask_rows[r] = p.mask.blocks.row(mask_head, row);
+      }
+    }
     // D and the bias of this thread's two rows.
     float bias[2], delta[2] = {0, 0};
     {
@@ -245,9 +254,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const float logsumexp = inside ? p.logsumexp[index] : 0;
       if constexpr (kDropout) delta[r] *= keep_probability(p.problem);
       bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
-      if (kMasks == Masks::kAdditive && inside && bias[r] != -INFINITY) {
-        const MaskRow mask_row = p.mask.blocks.row(mask_head, row);
-        if (mask_row.shift != 0) bias[r] = shifted_bias<T>(logsumexp, mask_row);
+      if (kMasks == Masks::kAdditive && mask_rows[r].shift != 0 && bias[r] != -INFINITY) {
+        bias[r] = shifted_bias<T>(logsumexp, mask_rows[r]);
+        if constexpr (has_uniform_rows<T>(kMasks)) clear_row(q, r);
       }
       if (lane % 4 == 0) {
         p.row_bias[tile.head * p.pitch + row] = bias[r];
@@ -400,6 +409,8 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
   BackwardTile* tiles = reinterpret_cast<BackwardTile*>(shared_bytes + (shared - start) + Shape::kTilesAt);
   constexpr bool kMasked = kMasks != Masks::kNone;
   MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
+  constexpr bool kUniform = has_uniform_rows<T>(kMasks);
+  const auto shifted_at = [&](int i) { return shared + Shape::kShiftedAt + i * kShiftedBytes; };
   const BackwardBarriers<kTiles, kStages> barriers{shared + Shape::kBarriersAt};
   const auto tile_at = [&](int i) { return shared + i * Shape::kTileBytes; };
   const auto query_at = [&](int i) { return shared + Shape::kBlocksAt + i * 2 * Shape::kBlockBytes; };
@@ -461,7 +472,10 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
           barrier_wait(barriers.block_empty(ring.slot), ring.phase ^ 1);
           if constexpr (kMasked)
             masked[ring.slot] = {block * kBlock, seen.classes<1>(block), mask_head_of(member), member};
-          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
+          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes) + (kUniform ? kShiftedBytes : 0));
+          if constexpr (kUniform)
+            bulk_load(shifted_at(ring.slot), p.mask.blocks.shifted_rows(mask_head_of(member), block), kShiftedBytes,
+                      full);
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * Shape::kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head,
                      batch, full);
@@ -572,6 +586,7 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       if (more) barrier_wait(barriers.block_full(ring.slot), ring.phase);
       multiply<T>(next, k, panel_descriptor(query_at(ring.slot)));  // after the last block nobody reads it
 
+      if constexpr (kUniform) clear_uniform(current, load_shifted(shifted_at(now.slot)));
       if (kMasked && !seen.seen()) {
         if (kMasks == Masks::kAdditive && seen.adds())
           add_values_of_keys(current, p.problem, p.mask, head / p.problem.heads, head % p.problem.heads,

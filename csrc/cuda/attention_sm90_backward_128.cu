@@ -40,8 +40,9 @@ struct DkeyShape : BackwardShape<128> {
   static constexpr int kStatisticsAt = kBlocksAt + kStages * 2 * kBlockBytes;
   static constexpr int kBarriersAt = kStatisticsAt + kStages * 2 * kStatisticsBytes;
   static constexpr int kTilesAt = kBarriersAt + 8 * (3 * kTiles + 2 * kStages);
-  static constexpr int kMaskedAt = kTilesAt + kTiles * static_cast<int>(sizeof(BackwardTile));  // beside blocks
-  static constexpr int kSharedBytes = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;
+  static constexpr int kMaskedAt = kTilesAt + kTiles * static_cast<int>(sizeof(BackwardTile));    // beside blocks
+  static constexpr int kShiftedAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // the same
+  static constexpr int kSharedBytes = kShiftedAt + kStages * kShiftedBytes + 1024;
 };
 
 #if GPTKERNELS_WGMMA
@@ -236,6 +237,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
   float scores_a[32], scores_b[32], dp[32], dquery[64];
   uint32_t q[32], ds[16];
   float logsumexp[2], dlogsumexp[2];  // of this thread's two rows, loaded ahead of their use
+  MaskRow mask_rows[2];               // kAdditive: the same
   float bias[2], delta[2];
   RingPosition<kKeys> key;      // of the scores under way
   RingPosition<kValues> value;  // of the block at hand
@@ -270,8 +272,19 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       logsumexp[r] = inside ? p.logsumexp[index] : 0;
       dlogsumexp[r] = inside && p.dlogsumexp ? p.dlogsumexp[index] : 0;
     }
+    if constexpr (kMasks == Masks::kAdditive) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        mask_rows[r] =
+            p.mask.blocks.row(mask_head_of(head), min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1));
+    }
     load_a(q, shared, first_row);
     load_a(q + 16, shared + kRowPanel, first_row);
+    if constexpr (has_uniform_rows<T>(kMasks)) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (mask_rows[r].shift != 0) clear_row(q, r);
+    }
     if constexpr (kCausal) {
       const int own_end = row + warpgroup * 64 + 64 + p.problem.query_offset;
       const int own_last = max((own_end + kBlock - 1) / kBlock - 1, 0);
@@ -307,9 +320,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       delta[r] = quad_sum(delta[r]) - dlogsumexp[r];
       bias[r] = logsumexp[r] == -INFINITY ? -INFINITY : -logsumexp[r] * kLog2E;  // no key seen: P = 0
       if constexpr (kMasks == Masks::kAdditive) {
-        const int own_row = min(row + first_row + lane / 4 + 8 * r, p.problem.queries - 1);
-        const MaskRow mask_row = p.mask.blocks.row(mask_head_of(head), own_row);
-        if (mask_row.shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_row);
+        if (mask_rows[r].shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_rows[r]);
       }
       if (lane % 4 == 0) {
         const int64_t at = head * p.pitch + row + first_row + lane / 4 + 8 * r;
@@ -450,6 +461,8 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   const auto delta_at = [&](int i) { return bias_at(i) + Shape::kStatisticsBytes; };
   constexpr bool kMasked = kMasks != Masks::kNone;
   MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(shared_bytes + (shared - start) + Shape::kMaskedAt);
+  constexpr bool kUniform = has_uniform_rows<T>(kMasks);
+  const auto shifted_at = [&](int i) { return shared + Shape::kShiftedAt + i * kShiftedBytes; };
   const auto mask_head_of = [&](int of) { return p.mask.blocks.mask_head(of / p.problem.heads, of % p.problem.heads); };
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto tile_full = [&](int i) { return barriers + 8 * i; };
@@ -534,7 +547,11 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
           if constexpr (kMasked)
             masked[ring.slot] = {block * kBlock, seen.classes<1>(block),
                                  mask_head_of(found.head * p.problem.group + member), member};
-          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes));
+          mbarrier_expect(full, 2 * (Shape::kBlockBytes + Shape::kStatisticsBytes) + (kUniform ? kShiftedBytes : 0));
+          if constexpr (kUniform)
+            bulk_load(shifted_at(ring.slot),
+                      p.mask.blocks.shifted_rows(mask_head_of(found.head * p.problem.group + member), block),
+                      kShiftedBytes, full);
           for (int i = 0; i < Shape::kPanels; ++i) {
             tma_load(query_at(ring.slot) + i * kBlockPanel, p.query, i * kPanelColumns, block * kBlock, head, batch,
                      full);
@@ -606,6 +623,7 @@ __global__ void __launch_bounds__(DkeyShape::kThreads, 1)
   int freed = -1;  // the block that was used last: it is free once its dk is done
   const auto probabilities = [&] {
     const int now = ring.slot, first_query = block * kBlock;
+    if constexpr (kUniform) clear_uniform(scores, load_shifted(shifted_at(now)));
     if (kMasked && !own.seen()) {
       if (kMasks == Masks::kAdditive && own.adds()) {
         const int of = tiles[at.slot].head * p.problem.group + own.member;

@@ -41,8 +41,8 @@ struct ForwardShape {
   static constexpr int kBarriers = 4 + 4 * kStages;
   static constexpr int kTilesAt = kBarriersAt + kBarriers * 8;
   static constexpr int kMaskedAt = kTilesAt + 2 * 16;  // of the ring's buffers, under a mask
-  static constexpr int kSharedBytes =
-      kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock)) + 1024;  // aligned to 1024 by the kernel
+  static constexpr int kShiftedAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // of tiles (2)
+  static constexpr int kSharedBytes = kShiftedAt + 2 * 2 * kShiftedBytes + 1024;  // aligned to 1024 by the kernel
 };
 
 constexpr int64_t kCounterBytes = 256;  // of the workspace, before what a mask wants
@@ -81,6 +81,13 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       shared_bytes + (shared - static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes))) + Shape::kTilesAt);
   MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(reinterpret_cast<uint8_t*>(tiles) + Shape::kMaskedAt -
                                                        Shape::kTilesAt);  // kMasked: beside the ring's buffers
+  // Additive masks of bfloat16: rows that have a shift are uniform, and there is a loop for masks without added blocks.
+  // (float16's lowest values make most blocks added ones, for which one loop alone was faster.)
+  constexpr bool kUniform = has_uniform_rows<T>(kMasks);
+  // kUniform: which rows of either half of a tile have a shift.
+  const auto shifted_at = [&](int slot, int half) {
+    return shared + Shape::kShiftedAt + (2 * slot + half) * kShiftedBytes;
+  };
   const uint32_t barriers = shared + Shape::kBarriersAt;
   const auto query_full = [&](int i) { return barriers + 8 * i; };
   const auto query_empty = [&](int i) { return barriers + 8 * (2 + i); };
@@ -143,7 +150,11 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       }
       tiles[query.slot] = {row, found.head, blocks};
       const int key_head = head / p.problem.group;
-      mbarrier_expect(query_full(query.slot), Shape::kQueryBytes);
+      mbarrier_expect(query_full(query.slot), Shape::kQueryBytes + (kUniform ? 2 * kShiftedBytes : 0));
+      if constexpr (kUniform)
+        for (int half = 0; half < 2; ++half)
+          bulk_load(shifted_at(query.slot, half), p.mask.blocks.shifted_rows(mask_head, row / kMaskBlock + half),
+                    kShiftedBytes, query_full(query.slot));
       for (int i = 0; i < kPanels; ++i)
         tma_load(shared + query.slot * Shape::kQueryBytes + i * Shape::kQueryPanel, p.query, i * kPanelColumns, row,
                  head, batch, query_full(query.slot));
@@ -204,6 +215,17 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
                                       warp * 16 + lane / 4 + 8 * r, lane % 4);
     });
   };
+  // kUniform: whether a row of the warpgroup's has a shift, in the tile at hand, the one ahead and the one before.
+  bool shifts = false, next_shifts = false, previous_shifts = false;
+  // The queries of a tile that has come; then its scores may be computed.
+  const auto clear_queries = [&] {
+    if constexpr (kUniform) {
+      const uint64_t uniform = load_shifted(shifted_at(query.slot, warpgroup));
+      next_shifts = uniform != 0;
+      clear_uniform<kPanels>(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes,
+                             Shape::kQueryPanel, uniform, 1 + warpgroup);
+    }
+  };
   const auto first_key_of = [&](int of) {
     return kMasked ? own.first : (kBounds ? range.begin / kKeys + of : of) * kKeys;
   };
@@ -243,10 +265,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   };
 
   // Scores of keys that a query does not see become -inf.
-  const auto mask = [&](float (&scores)[kScores]) {
+  const auto mask = [&](float (&scores)[kScores], bool adds) {
     if constexpr (kMasked) {
       if (own.seen()) return;
-      if (kMasks == Masks::kAdditive && own.adds())
+      if (kMasks == Masks::kAdditive && adds && own.adds())
         add_values(scores, p.problem, p.mask, tile.head / p.problem.heads, tile.head % p.problem.heads,
                    tile.row + own_row, own.first);
       hide(scores, own.bits);
@@ -303,6 +325,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   // The logsumexp of a row of the tile before, whose scores may have been taken without its shift.
   const auto shifted = [&](float logsumexp, int row) {
     if constexpr (kMasks != Masks::kAdditive) return logsumexp;
+    if (kUniform && !previous_shifts) return logsumexp;
     const int mask_head = p.mask.blocks.mask_head(previous_head / p.problem.heads, previous_head % p.problem.heads);
     return logsumexp + p.mask.blocks.row(mask_head, row).shift;
   };
@@ -360,9 +383,10 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   const auto turn_to_other = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); };
   if (warpgroup == 1) turn_to_other();  // warpgroup 0 is first
 
-  // The softmax of `current`, whose product is done; p v is under way when this returns. (The compiler follows wgmmas
+  // The softmax of `current`, whose product is done; p v is under way when this returns. `adds`: blocks may have values
+  // to add. (The compiler follows wgmmas
   // across a loop only where nothing is read that was not waited for with all that was started before it.)
-  const auto step = [&](float (&current)[kScores], float (&next)[kScores]) {
+  const auto step = [&](float (&current)[kScores], float (&next)[kScores], bool adds) __attribute__((always_inline)) {
     const bool first = block == tile.blocks - 1, last = block == 0;
     const RingPosition<kStages> key_now = key;
     const RingPosition<2> query_now = query;
@@ -373,6 +397,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       barrier_wait(query_full(query.slot), query.phase);
       next_tile = tiles[query.slot];
       more = next_tile.blocks > 0;
+      if (more) clear_queries();
     }
     if (more) barrier_wait(key_full(key.slot), key.phase);
     issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
@@ -380,7 +405,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       if (more) find_own(last ? next_tile : tile);
     if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
 
-    mask(current);
+    mask(current, adds);
     const float old_reference[2] = {reference[0], reference[1]}, old_sum[2] = {sum[0], sum[1]};
     float rescale[2] = {1, 1}, sums[2];
     if (first) {
@@ -408,7 +433,7 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
       query = query_now;
       const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
       compute_scores_again(current);
-      mask(current);
+      mask(current, adds);
       float raised[2];
       raise_references(current, too_low, raised);
       find_base(current, base);
@@ -461,6 +486,8 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
     if (last) {
       previous_row = tile.row;
       previous_head = tile.head;
+      previous_shifts = shifts;
+      shifts = next_shifts;
       tile = next_tile;
       find_range();
       block = tile.blocks - 1;
@@ -472,13 +499,23 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   if constexpr (kMasked) {
     find_own(tile);
     own = next_own;
+    clear_queries();
+    shifts = next_shifts;
   }
   issue_scores(scores_a);
   wgmma_wait<0>();
   pin_registers(scores_a);
-  while (true) {
-    if (!step(scores_a, scores_b)) break;
-    if (!step(scores_b, scores_a)) break;
+  // Reading values takes registers, for want of which the other blocks are slower too.
+  if (!kUniform || *p.mask.blocks.has_added) {
+    while (true) {
+      if (!step(scores_a, scores_b, true)) break;
+      if (!step(scores_b, scores_a, true)) break;
+    }
+  } else {
+    while (true) {
+      if (!step(scores_a, scores_b, false)) break;
+      if (!step(scores_b, scores_a, false)) break;
+    }
   }
   if (!Shape::kTurnsAtExponentials && warpgroup == 0) turn_to_other();
   wgmma_wait<0>();

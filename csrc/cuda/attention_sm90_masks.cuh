@@ -13,6 +13,12 @@ namespace gptkernels::cuda {
 // What a kernel is compiled for.
 enum class Masks { kNone, kBool, kAdditive };
 
+// Whether rows that have a shift are uniform: their scores count as 0 (attention_mask_blocks.cuh).
+template <typename T>
+constexpr bool has_uniform_rows(Masks masks) {
+  return masks == Masks::kAdditive && std::is_same_v<T, bfloat16>;
+}
+
 // Arguments of a kernel under a mask.
 struct Sm90Mask {
   MaskBlocks blocks;
@@ -60,7 +66,15 @@ struct alignas(16) MaskedBlock {
   int member;  // of the heads that share keys, where blocks are queries
 };
 
+constexpr int kShiftedBytes = 16;  // of MaskBlocks::shifted_rows
+
 #if GPTKERNELS_WGMMA
+
+__device__ inline uint64_t load_shifted(uint32_t shared) {
+  uint64_t rows;
+  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(rows) : "r"(shared) : "memory");
+  return rows;
+}
 
 // A block as a warpgroup sees it: kUnits blocks of 64 of a row of the classes.
 template <int kUnits>
@@ -101,6 +115,42 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
       if (!(bits[r] >> 2 * i & 1)) scores[4 * i + 2 * r] = -INFINITY;
       if (!(bits[r] >> (2 * i + 1) & 1)) scores[4 * i + 2 * r + 1] = -INFINITY;
     }
+}
+
+// The scores of uniform rows become 0, where columns are queries and bit i of `uniform` is column i.
+template <int n>
+__device__ void clear_uniform(float (&scores)[n], uint64_t uniform) {
+  if (uniform == 0) return;
+  const uint64_t own = uniform >> 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < n / 4; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if (own >> (8 * i + c) & 1) scores[4 * i + c] = scores[4 * i + 2 + c] = 0;
+}
+
+// The same where rows are queries: one of this thread's two becomes 0 in the registers that are their A operand.
+template <int n>
+__device__ void clear_row(uint32_t (&query)[n], int row) {
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) query[2 * i + row] = 0;
+}
+
+// And in shared memory, by all warps of a warpgroup whose 64 queries begin at `shared` in panels that are `panel_bytes`
+// apart.
+template <int kPanels>
+__device__ void clear_uniform(uint32_t shared, int panel_bytes, uint64_t uniform, int barrier) {
+  if (uniform == 0) return;
+  const int row = threadIdx.x % 64, first_chunk = threadIdx.x % kWarpgroup / 64 * 4;
+  if (uniform >> row & 1)
+    for (int i = 0; i < kPanels; ++i)
+      for (int chunk = first_chunk; chunk < first_chunk + 4; ++chunk)
+        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + i * panel_bytes + row * kPanelRowBytes +
+                                                                      16 * chunk),
+                     "r"(0)
+                     : "memory");
+  fence_async_shared();
+  warpgroup_barrier(barrier);
 }
 
 // Minus the logsumexp, in units of log2, of the scores of a row that has a shift, as they are here.
