@@ -384,8 +384,8 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   if (warpgroup == 1) turn_to_other();  // warpgroup 0 is first
 
   // The softmax of `current`, whose product is done; p v is under way when this returns. `adds`: blocks may have values
-  // to add. (The compiler follows wgmmas
-  // across a loop only where nothing is read that was not waited for with all that was started before it.)
+  // to add. (The compiler follows wgmmas across a loop only where nothing is read that was not waited for with all that
+  // was started before it.)
   const auto step = [&](float (&current)[kScores], float (&next)[kScores], bool adds) __attribute__((always_inline)) {
     const bool first = block == tile.blocks - 1, last = block == 0;
     const RingPosition<kStages> key_now = key;
