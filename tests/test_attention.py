@@ -639,7 +639,8 @@ def test_masks_and_dropout(size, form, dtype, device):
     for name, mask in block_masks(2, 4, rows, rows, device):
         if form != "bool":
             hidden = -math.inf if form == "-inf" else torch.finfo(dtype).min
-            lowest_alone = name == "causal and left" and serves_lowest_values(dtype, device)
+            served = serves_lowest_values(dtype, device) and (device.type == "cpu" or size <= 64)  # with dropout
+            lowest_alone = name == "causal and left" and served
             mask = added(some_key(mask) if form == "lowest" and not lowest_alone else mask, hidden, dtype)
         options = {"mask": mask if form == "bool" else double(mask), "keep": keep, "p": dropout[0]}
         assert_as_exact_with_gradients(
