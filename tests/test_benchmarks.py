@@ -322,6 +322,8 @@ def test_float8_products_have_half_the_floor():
         **{"logits": 2 * terms, "dx": terms, "dweight": terms, "quantisation": 0},
         **{"classifier": 3 * rows * hidden, "transposition": 2 * rows * hidden},
     }
+    of_eight = {p.what: p.floor for p in pieces(found, rates, itemsize=2, parameters=10, fp8_logits=True)}
+    assert of_eight == got | {"logits": terms}
 
     x, width = (2, 32, inner), (inner,)
     layer = (x, x, width, width, width, (48, inner), (48,), (inner, inner), width, width, width)

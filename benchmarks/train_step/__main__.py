@@ -153,7 +153,9 @@ def _profile(variant, config, weights, batch, precision, device):
     for _ in range(3 + 1280 // batch):  # seconds of work: the clock is then what it is in a run
         step(*b)
     launched = timeline.launches(lambda: step(*b))
-    lines = timeline.cells(timeline.pieces(launched, speed, itemsize=itemsize, parameters=count))
+    logits = "fp8-logits" in variant
+    found = timeline.pieces(launched, speed, itemsize=itemsize, parameters=count, fp8_logits=logits)
+    lines = timeline.cells(found)
     found = {"variant": variant, "batch": batch, "precision": precision, "lines": lines}
     print(_profile_table(found), flush=True)
     return found

@@ -107,7 +107,9 @@ def _owner(event):
 # ---- what they compute -----------------------------------------------------------------------------------------------
 
 
-def pieces(found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int) -> list[Piece]:
+def pieces(
+    found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
+) -> list[Piece]:
     """The launches by what they compute, the most excessive first.
 
     Args:
@@ -115,11 +117,12 @@ def pieces(found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: 
         speed: what the floors are measured by.
         itemsize: bytes of an activation.
         parameters: how many numbers AdamW updates.
+        fp8_logits: whether fp8_linear_cross_entropy's logits are of float8 numbers.
     """
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), {}
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
-    sizes = Sizes(itemsize, parameters, max(updates, 1))
+    sizes = Sizes(itemsize, parameters, max(updates, 1), fp8_logits)
     for launch in found:
         what = _what(launch, products)
         size = " ".join("x".join(map(str, shape)) for shape in launch.shapes[:2] if shape)
@@ -156,11 +159,14 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 
 
 class Sizes(NamedTuple):
-    """What the shapes of a call don't say: bytes of an activation, the parameters, and how many calls update them."""
+    """What the shapes of a call don't say: bytes of an activation, the parameters, how many calls update them, and
+    whether the logits of fp8_linear_cross_entropy are of float8 numbers.
+    """
 
     itemsize: int
     parameters: int
     updates: int
+    fp8_logits: bool
 
 
 def attention(op, b, t, c) -> int:
@@ -174,7 +180,7 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
     if what in PRODUCTS.get(op, ()):
         x, weight = _x_and_weight(op, what, shapes)
         flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
-        eight_bits = op.startswith("fp8") and what != "logits"
+        eight_bits = op.startswith("fp8") and (what != "logits" or sizes.fp8_logits)
         return 0, flops // 2 if eight_bits else flops  # the rate is of 16 bits
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
