@@ -147,6 +147,22 @@ def test_every_replay_drops_anew_and_as_eager(device):
     expect_captures(step, device, 1)
 
 
+def test_a_replay_waits_for_its_capture(device, monkeypatch):
+    """The stream of the capture is late with what torch does there before it captures."""
+    if device.type == "cpu":
+        pytest.skip("graphs are CUDA's")
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(graph, *args, **kwargs):
+        torch.cuda._sleep(100_000_000)  # cycles
+        return begin(graph, *args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    (batch,) = batches(1)
+    step, _ = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
+    expect_captures(step, device, 1)
+
+
 def test_a_change_of_shape_captures_again(device):
     """Two shapes in turn, and one whose last batch of a step is shorter."""
     long, short = batches(8), batches(8, batch=2, length=32, seed=2)

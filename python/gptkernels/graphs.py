@@ -286,8 +286,13 @@ class GraphedStep:
         """What the function launches, as a graph, and what it returns: tensors that every replay writes again."""
         graph = torch.cuda.CUDAGraph()
         # Another thread, for example one that pins a data loader's memory, may call what a capture forbids.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with capture:
             result = function(*args)
+        # torch sets the generator's seed and offset on the device when a capture begins, on its stream, and when a
+        # replay begins, on that one's: a replay must not be overtaken.
+        assert capture.capture_stream is not None  # as torch's annotation allows
+        torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
         return graph, result
 
     def _captured_update(self, total: Tensor) -> Tensor:
