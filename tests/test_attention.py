@@ -481,7 +481,8 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 def test_masks_of_which_half_a_tile_sees_little(half, size, dtype, device):
     """64 of each 128 queries see few blocks of keys, far apart; then 64 of each 128 keys are seen by few queries."""
     rows = 1024
-    inputs = tensors(1, 4, 2, rows, rows, size, dtype, device)
+    heads = (1, 1) if device.type == "cpu" else (4, 2)  # of one alone it takes a second
+    inputs = tensors(1, *heads, rows, rows, size, dtype, device)
     position = torch.arange(rows, device=device)
     little = position % 128 // 64 * 64 == half
     for shown in ((0, 14, 15), (0, 7, 15), (8, 9), (3,)):
