@@ -23,12 +23,6 @@ CrossEntropy checked(const char* op, const Tensor& x, const Tensor& weight, cons
   return p;
 }
 
-Reduction checked_reduction(const char* op, const std::string& name) {
-  const Reduction reduction = reduction_of(op, name);
-  if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
-  return reduction;
-}
-
 std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool transposed, bool values) {
   if (!transposed && !values) return std::nullopt;
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
@@ -128,7 +122,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
 Tensor fp8_linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
                                    int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size, bool) {
   constexpr const char* op = "fp8_linear_cross_entropy";
-  const Reduction reduction = checked_reduction(op, reduction_name);
+  const Reduction reduction = reduction_to_number(op, reduction_name);
   return cross_entropy_loss(checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size), reduction);
 }
 
@@ -136,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor> fp8_linear_cross_entropy_with_gradients_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
     const std::string& reduction_name, int64_t chunk_size, bool fp8_logits, const std::vector<bool>& output_mask) {
   constexpr const char* op = "fp8_linear_cross_entropy_with_gradients";
-  const Reduction reduction = checked_reduction(op, reduction_name);
+  const Reduction reduction = reduction_to_number(op, reduction_name);
   const CrossEntropy p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
 
   const Launcher launcher(op, x);

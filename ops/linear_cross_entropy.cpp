@@ -16,6 +16,12 @@ Reduction reduction_of(const char* op, const std::string& name) {
   fail(op, "reduction must be 'mean', 'sum' or 'none', got '", name, "'");
 }
 
+Reduction reduction_to_number(const char* op, const std::string& name) {
+  const Reduction reduction = reduction_of(op, name);
+  if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
+  return reduction;
+}
+
 namespace {
 
 // Even chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows, which suit a matrix product. Each
@@ -188,8 +194,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
     const std::string& reduction_name, int64_t chunk_size, const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_cross_entropy_with_gradients";
-  const Reduction reduction = reduction_of(op, reduction_name);
-  if (reduction == Reduction::kNone) fail(op, "reduction must be 'mean' or 'sum', got 'none'");
+  const Reduction reduction = reduction_to_number(op, reduction_name);
   const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
 
   const Launcher launcher(op, x);

@@ -13,6 +13,9 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
+// One to a number, whose gradients can be computed before that of the number is known.
+Reduction reduction_to_number(const char* op, const std::string& name);
+
 struct CrossEntropy {
   const char* op;
   Matrix x;        // (N, C)

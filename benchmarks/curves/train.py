@@ -7,6 +7,7 @@ import torch
 
 import gptkernels
 from benchmarks.harness.machine import describe
+from benchmarks.train_step.variants import fp8_options
 from gptkernels.data import DataLoader, TokenFiles
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.nanogpt import parameter_groups
@@ -82,9 +83,7 @@ def _model(variant, settings, device):
         n_layer=settings["layers"],
         n_head=max(1, width // 64),
         n_embd=width,
-        fp8=variant.startswith("fp8"),
-        fp8_head=variant in ("fp8-head", "fp8-logits"),
-        fp8_logits=variant == "fp8-logits",
+        **fp8_options(variant),
     )
     return GPT2(config).to(device, torch.bfloat16)
 

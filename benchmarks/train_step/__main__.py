@@ -12,7 +12,7 @@ from benchmarks.harness.pages import between
 from benchmarks.harness.report import markdown
 from benchmarks.train_step import cpu, host, timeline
 from benchmarks.train_step.measure import batches, measure
-from benchmarks.train_step.variants import PRECISIONS, VARIANTS, make
+from benchmarks.train_step.variants import PRECISIONS, VARIANTS, fp8_options, make
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.config import PRESETS
 
@@ -153,10 +153,9 @@ def _profile(variant, config, weights, batch, precision, device):
     for _ in range(3 + 1280 // batch):  # seconds of work: the clock is then what it is in a run
         step(*b)
     launched = timeline.launches(lambda: step(*b))
-    logits = "fp8-logits" in variant
-    found = timeline.pieces(launched, speed, itemsize=itemsize, parameters=count, fp8_logits=logits)
-    lines = timeline.cells(found)
-    found = {"variant": variant, "batch": batch, "precision": precision, "lines": lines}
+    logits = fp8_options(variant)["fp8_logits"]
+    pieces = timeline.pieces(launched, speed, itemsize=itemsize, parameters=count, fp8_logits=logits)
+    found = {"variant": variant, "batch": batch, "precision": precision, "lines": timeline.cells(pieces)}
     print(_profile_table(found), flush=True)
     return found
 

@@ -37,9 +37,7 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
-        head = "fp8-head" in variant or "fp8-logits" in variant
-        options = {"fp8": "fp8" in variant, "fp8_head": head, "fp8_logits": "fp8-logits" in variant}
-        model = GPT2(dataclasses.replace(config, **options), device, dtype)
+        model = GPT2(dataclasses.replace(config, **fp8_options(variant)), device, dtype)
     else:
         model = TorchGPT2(config).to(device, dtype)
     model.load_state_dict(weights)
@@ -49,6 +47,12 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
         return torch.autocast(device.type, torch.bfloat16) if enabled else contextlib.nullcontext()
 
     return (_ours if variant.startswith("ours") else _torchs)(variant, model, context)
+
+
+def fp8_options(variant: str) -> dict[str, bool]:
+    """GPT2Config's, of a variant whose name has fp8, fp8-head or fp8-logits: each has what the one before has."""
+    logits = "fp8-logits" in variant
+    return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 
 
 def groups(model):

@@ -88,8 +88,7 @@ def fp8_linear_cross_entropy(
         ValueError: shapes that do not fit, another ``reduction``, a ``chunk_size`` below 1.
         RuntimeError: another dtype, or features that are no multiple of 16.
     """
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"fp8_linear_cross_entropy: reduction must be 'mean' or 'sum', got {reduction!r}")
+    check_reduction("fp8_linear_cross_entropy", reduction, ("mean", "sum"))
     _check_shapes("fp8_linear_cross_entropy", x, weight, targets, chunk_size)
     return ops.fp8_linear_cross_entropy.default(
         x,
@@ -115,7 +114,8 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chu
         raise ValueError(f"{function}: chunk_size must be at least 1, got {chunk_size}")
 
 
-def check_reduction(function: str, reduction: str) -> None:
-    """Raise a ValueError for a reduction that torch does not have."""
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{function}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+def check_reduction(function: str, reduction: str, known: tuple[str, ...] = ("mean", "sum", "none")) -> None:
+    """Raise a ValueError for another reduction."""
+    if reduction not in known:
+        *names, last = map(repr, known)
+        raise ValueError(f"{function}: reduction must be {', '.join(names)} or {last}, got {reduction!r}")
