@@ -219,3 +219,15 @@ def node_names(loss):
             found.add(node)
             todo += [parent for parent, _ in node.next_functions if parent is not None]
     return [node.name() for node in found]
+
+
+def warmed_up_and_captured(step):
+    """A CUDA graph of a call, and what the call returned: tensors that every replay writes again."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured

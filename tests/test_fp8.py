@@ -645,15 +645,19 @@ def test_a_history_of_a_file_is_checked(device):
     assert not is_history(history.float())
 
 
-def test_files(device, tmp_path):
-    """Files keep the parameters alone."""
-    model = small_model(device, fp8=True)
-    train(model, 2, device)
+def assert_files_keep_parameters(model, tmp_path):
     for name in ("model.safetensors", "model.bin"):
         model.save_checkpoint(tmp_path / name)
         read = GPT2.from_checkpoint(tmp_path / name)
         for a, b in zip(model.parameters(), read.parameters(), strict=True):
             assert torch.equal(a.cpu()[: SMALL["vocab_size"]], b[: SMALL["vocab_size"]])
+
+
+def test_files(device, tmp_path):
+    """Files keep the parameters alone."""
+    model = small_model(device, fp8=True)
+    train(model, 2, device)
+    assert_files_keep_parameters(model, tmp_path)
 
 
 def test_recomputed_blocks(device):
@@ -712,13 +716,13 @@ def test_no_second_and_no_forward_derivative(device):
         torch.func.jvp(lambda x: functional.fp8_linear(x, weight), (x.detach(),), (x.detach(),))
 
 
-def test_step_in_a_cuda_graph(device):
-    """A captured step finds its scales on the device: replays give the bits of eager steps."""
+def assert_replays_are_eager_steps(device, **options):
+    """Losses, and the parameters and histories after them, bit for bit."""
     if device.type == "cpu":
         pytest.skip("graphs are CUDA's")
     runs = []
     for capture in (False, True):
-        model = small_model(device, torch.bfloat16, fp8=True)
+        model = small_model(device, torch.bfloat16, **options)
         optimizer = gptkernels.optim.AdamW(model.parameters(), lr=3e-3, master_weights=True)
         step = gptkernels.graphed_step(
             lambda tokens, targets, model=model: model(tokens, targets, return_logits=False)[1],
@@ -726,6 +730,11 @@ def test_step_in_a_cuda_graph(device):
             capture=capture,
         )
         losses = [step(batch).loss.item() for batch in batches(20, device)]
-        runs.append((losses, [b.clone() for b in model.buffers()]))
+        runs.append((losses, [t.detach().clone() for t in (*model.parameters(), *model.buffers())]))
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+
+
+def test_step_in_a_cuda_graph(device):
+    """A captured step finds its scales on the device."""
+    assert_replays_are_eager_steps(device, fp8=True)

@@ -7,16 +7,17 @@ import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 
-import gptkernels
 from gptkernels import functional
-from gptkernels.models import GPT2, GPT2Config
-from helpers import assert_same_bits, raises
+from gptkernels.models import GPT2Config
+from helpers import assert_same_bits, raises, warmed_up_and_captured
 from test_fp8 import (
     E4M3,
     E5M2,
     SMALL,
     TINY,
     UNIT,
+    assert_files_keep_parameters,
+    assert_replays_are_eager_steps,
     assert_within,
     batches,
     product_error,
@@ -399,13 +400,7 @@ def test_captured_in_a_graph(device):
         loss = functional.fp8_linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, chunk_size=16)
         return loss, *torch.autograd.grad(loss, (x, weight))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = warmed_up_and_captured(step)
     other = problem(40, 32, 64, 50, torch.bfloat16, device)
     with torch.no_grad():
         for ours, new in zip((x, weight, targets), other, strict=True):
@@ -490,27 +485,8 @@ def test_files(device, tmp_path):
     """Files keep the parameters alone, and a state dict is that of a model without."""
     model, plain = (small_model(device, fp8_head=head) for head in (True, False))
     assert model.state_dict().keys() == plain.state_dict().keys()
-    for name in ("model.safetensors", "model.bin"):
-        model.save_checkpoint(tmp_path / name)
-        read = GPT2.from_checkpoint(tmp_path / name)
-        for a, b in zip(model.parameters(), read.parameters(), strict=True):
-            assert torch.equal(a.cpu()[: SMALL["vocab_size"]], b[: SMALL["vocab_size"]])
+    assert_files_keep_parameters(model, tmp_path)
 
 
 def test_step_in_a_cuda_graph(device):
-    """Replays give the bits of eager steps."""
-    if device.type == "cpu":
-        pytest.skip("graphs are CUDA's")
-    runs = []
-    for capture in (False, True):
-        model = small_model(device, torch.bfloat16, fp8=True, fp8_head=True)
-        optimizer = gptkernels.optim.AdamW(model.parameters(), lr=3e-3, master_weights=True)
-        step = gptkernels.graphed_step(
-            lambda tokens, targets, model=model: model(tokens, targets, return_logits=False)[1],
-            optimizer,
-            capture=capture,
-        )
-        losses = [step(batch).loss.item() for batch in batches(20, device)]
-        runs.append((losses, [p.detach().clone() for p in model.parameters()]))
-    assert runs[0][0] == runs[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(runs[0][1], runs[1][1], strict=True))
+    assert_replays_are_eager_steps(device, fp8=True, fp8_head=True)

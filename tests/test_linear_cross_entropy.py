@@ -18,6 +18,7 @@ from helpers import (
     raises,
     randn,
     tolerance,
+    warmed_up_and_captured,
 )
 
 ops = torch.ops.gptkernels
@@ -507,13 +508,7 @@ def test_captured_in_a_graph(device):
         loss = G.linear_cross_entropy(x, weight, targets, chunk_size=16)
         return loss, *torch.autograd.grad(loss, (x, weight))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = warmed_up_and_captured(step)
     with torch.no_grad():
         x.copy_(x.flip(0))
         targets[::3] = -100
