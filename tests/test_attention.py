@@ -309,6 +309,92 @@ def test_wide_heads_in_many_tiles(dtype, device):
         assert torch.equal(dqkv[part], gradients(lambda x: packed(x, 4), (qkv[part],), dout[part])[0])
 
 
+# ---- many heads ------------------------------------------------------------------------------------------------------
+
+
+def many_heads(device):
+    """One for each multiprocessor: then sm_90a's backward has a block for each head, up to 1024 queries of 64
+    channels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+# (Tq, Tk, HS, causal, offset)
+MANY_HEADS = [
+    (1, 1, 64, True, 0), (2, 1, 8, True, 0), (3, 200, 64, True, 7), (64, 64, 40, True, 0), (65, 65, 64, True, 0),
+    (128, 128, 64, True, 0), (130, 130, 16, True, 0), (300, 300, 64, True, 0), (127, 200, 64, True, 73),
+    (200, 127, 64, True, 0), (70, 300, 64, True, 2**29), (100, 400, 32, True, 129), (1, 70, 64, False, 0),
+    (64, 128, 64, False, 0), (200, 77, 56, False, 0), (333, 400, 64, False, 0), (1024, 1024, 64, True, 0),
+    (1000, 900, 64, False, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", MANY_HEADS, ids=str)
+def test_many_heads(shape, dtype, device):
+    rows, columns, size, causal, offset = shape
+    heads = many_heads(device)
+    batches = 2 if rows < 500 else 1  # a block's second head comes where its first one was
+    check(*tensors(batches, heads, heads, rows, columns, size, dtype, device), True, causal=causal, offset=offset)
+
+
+@all_views
+def test_many_heads_in_views(view, device):
+    heads = many_heads(device)
+    qkv, dout = packed_inputs((2, 150, heads, 16), torch.bfloat16, device)
+    check_packed(as_view(qkv, view), as_view(dout, view), heads)
+
+
+def test_many_heads_and_the_gradient_of_logsumexp(device):
+    heads, dtype = many_heads(device), torch.bfloat16
+    q, k, v, dout = tensors(1, heads, heads, 150, 150, 32, dtype, device)
+    dlogsumexp = torch.randn(1, heads, 150, device=device)
+    exact = gradients(lambda *t: formula(*t, causal=True), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
+    in_torch = gradients(lambda *t: formula(*t, causal=True), (q, k, v), (dout, dlogsumexp.to(dtype)))
+    found = gradients(lambda *t: ours(*t, causal=True), (q, k, v), (dout, dlogsumexp))
+    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
+
+
+def test_many_heads_have_no_say_in_each_other(device):
+    """The same bits every time, whatever head a block had before, and a NaN stays in its head."""
+    heads = many_heads(device)
+    inputs = tensors(3, heads, heads, 200, 200, 64, torch.bfloat16, device)
+
+    def all_gradients(q, k, v, dout):
+        return gradients(lambda *t: ours(*t, causal=True)[0], (q, k, v), dout)
+
+    found = all_gradients(*inputs)
+    assert_same_bits(lambda: all_gradients(*inputs))
+    turned = all_gradients(*(t.flip(0) for t in inputs))
+    with_nan = [t.clone() for t in inputs]
+    with_nan[0][0, 1, 50, 3] = math.nan
+    others = all_gradients(*with_nan)
+    for a, b, c in zip(found, turned, others, strict=True):
+        assert torch.equal(a, b.flip(0))
+        assert torch.equal(a[1:], c[1:])
+        assert torch.equal(a[0, 2:], c[0, 2:])
+        assert c[0, 1].isnan().any()
+
+
+def test_many_heads_in_a_cuda_graph(device):
+    if device.type == "cpu":
+        pytest.skip("graphs are CUDA's")
+    heads = many_heads(device)
+    qkv, dout = packed_inputs((1, 300, heads, 64), torch.bfloat16, device)
+    out, logsumexp = ops.attention(qkv, heads)
+    ops.attention_backward(dout, qkv, out, logsumexp, heads)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ops.attention_backward(dout, qkv, out, logsumexp, heads)
+    for _ in range(3):
+        dout.copy_(torch.randn_like(dout))
+        graph.replay()
+        assert torch.equal(found, ops.attention_backward(dout, qkv, out, logsumexp, heads))
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
 def masks(b, heads, rows, columns, device):
     """What Hugging Face's models and others give, by name: bool masks, some with rows that see nothing."""
     lengths = torch.randint(0, columns + 1, (b,), device=device)
