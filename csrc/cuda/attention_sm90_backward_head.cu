@@ -504,10 +504,6 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
 #pragma unroll
           for (int i = 0; i < 32; ++i) dp[i] = scores[i] * (dp[i] - of_query[i / 4 * 2 + i % 2]);
           accumulators_to_a<T>(ds, dp);
-          ring.advance();
-          walk.advance();
-          start_block(walk.left > 0);
-          multiply_add<T>(dkey, ds, panel_descriptor(shared.query(slot)), true);
           barrier_wait(shared.part_empty(warpgroup, part.slot), part.phase ^ 1);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
@@ -517,6 +513,10 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           __syncwarp();
           barrier_arrive_if(lane == 0, shared.part_full(warpgroup, part.slot));
           part.advance();
+          ring.advance();
+          walk.advance();
+          start_block(walk.left > 0);
+          multiply_add<T>(dkey, ds, panel_descriptor(shared.query(slot)), true);
           wgmma_wait<2>();  // the next block's scores
         }
         wgmma_wait<0>();
