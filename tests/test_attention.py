@@ -553,8 +553,9 @@ def test_masks_of_blocks(rows, size, dtype, device):
 @half_dtypes
 @pytest.mark.parametrize(("rows", "size"), [(1000, 64), (1024, 128)])
 def test_masks_of_many_blocks(rows, size, dtype, device):
-    inputs = tensors(2, 2, 1, rows, rows, size, dtype, device)
-    for name, mask in block_masks(2, 2, rows, rows, device):
+    batches = 1 if device.type == "cpu" else 2  # of one alone it takes seconds
+    inputs = tensors(batches, 2, 1, rows, rows, size, dtype, device)
+    for name, mask in block_masks(batches, 2, rows, rows, device):
         if name in ("causal and left", "blocks with holes"):
             check(*inputs, few_keys=True, mask=mask)
         if name in ("left", "window", "blocks with holes"):
@@ -1249,9 +1250,8 @@ def test_opcheck_packed(dtype, device):
     torch.library.opcheck(ops.attention_dropout_mask, (1, 2, 3, 4, *dropout))
 
 
-@most_dtypes
-def test_opcheck(dtype, device):
-    q, k, v, dout = (t.requires_grad_() for t in tensors(2, 4, 2, 5, 7, 3, dtype, device))
+def test_opcheck(device):
+    q, k, v, dout = (t.requires_grad_() for t in tensors(2, 4, 2, 5, 7, 3, torch.float32, device))
     op, backward = ops.scaled_dot_product_attention, ops.scaled_dot_product_attention_backward
     bounds = [torch.tensor([0, 3], dtype=torch.int32, device=device), None]
     for options in (
