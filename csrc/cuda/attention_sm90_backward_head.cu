@@ -31,6 +31,8 @@ constexpr int kHeads = 2;    // buffers for a head's statistics
 constexpr int kHelpers = 2;  // warps that compute statistics, each of kHelperRows queries of every block
 constexpr int kHelperRows = kBlock / kHelpers;
 constexpr int kSums = kBlock * 64;  // of dq, for a block of queries
+constexpr int kKeyWarps = 8;        // of the two warpgroups that have keys
+constexpr int kDqueryWarps = 4;
 
 // Shared memory, in bytes.
 constexpr int kTileBytes = kRows * kPanelRowBytes;
@@ -63,7 +65,8 @@ struct HeadBackward {
 
 #if GPTKERNELS_WGMMA
 
-// Buffers in shared memory and their barriers, by address.
+// Buffers in shared memory and their barriers, by address. A buffer is full by the bytes that are loaded, or by the
+// warps that write it; it is empty by the warps that have read it.
 struct Shared {
   uint32_t first;
 
@@ -98,19 +101,19 @@ struct Shared {
   __device__ void init_barriers() const {
     for (int i = 0; i < kTiles; ++i) {
       barrier_init(tile_full(i), 1);
-      barrier_init(tile_empty(i), 12);
+      barrier_init(tile_empty(i), kKeyWarps + kDqueryWarps);
     }
     for (int i = 0; i < kStages; ++i) {
       barrier_init(block_full(i), 1);
-      barrier_init(block_empty(i), 8);
+      barrier_init(block_empty(i), kKeyWarps);
     }
-    for (int i = 0; i < 2 * kParts; ++i) {
-      barrier_init(part_full(0, i), 4);
-      barrier_init(part_empty(0, i), 4);
+    for (int i = 0; i < 2 * kParts; ++i) {  // of either warpgroup
+      barrier_init(part_full(0, i), kKeyWarps / 2);
+      barrier_init(part_empty(0, i), kDqueryWarps);
     }
     for (int i = 0; i < kHelpers; ++i) barrier_init(helper_full(i), 1);
     for (int i = 0; i < kHeads; ++i) {
-      barrier_init(statistics_empty(i), 8);
+      barrier_init(statistics_empty(i), kKeyWarps);
       for (int block = 0; block < kMostBlocks; ++block) barrier_init(statistics_full(i, block), kHelpers);
     }
     mbarrier_init_fence();
@@ -122,15 +125,14 @@ struct Shared {
 // Blocks of queries in the order in which a tile takes them: every second tile goes back the way that the one before
 // came, so that what the L2 cache could not keep is what was used longest ago.
 struct BlockWalk {
-  int first;
+  int block;
   int step;
-  int left;
+  int left;  // with this one
 
   __device__ BlockWalk(int begin, int end, int tile)
-      : first(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
-  __device__ int block() const { return first; }
+      : block(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
   __device__ void advance() {
-    first += step;
+    block += step;
     --left;
   }
 };
@@ -178,8 +180,8 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
         const uint32_t full = shared.block_full(ring.slot);
         barrier_wait(shared.block_empty(ring.slot), ring.phase ^ 1);
         mbarrier_expect(full, 2 * kBlockBytes);
-        tma_load(shared.query(ring.slot), p.query, 0, walk.block() * kBlock, head, batch, full);
-        tma_load(shared.dout(ring.slot), p.dout, 0, walk.block() * kBlock, head, batch, full);
+        tma_load(shared.query(ring.slot), p.query, 0, walk.block * kBlock, head, batch, full);
+        tma_load(shared.dout(ring.slot), p.dout, 0, walk.block * kBlock, head, batch, full);
         ring.advance();
       }
     }
@@ -332,7 +334,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
       at.advance();
 #pragma unroll 1
       for (BlockWalk walk = walk_of_tile<kCausal>(p, tile); walk.left > 0; walk.advance()) {
-        const int block = walk.block();
+        const int block = walk.block;
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
@@ -479,7 +481,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
         int freed = -1;
 #pragma unroll 1
         while (walk.left > 0) {
-          const int slot = ring.slot, block = walk.block();
+          const int slot = ring.slot, block = walk.block;
           pin_registers(scores);
           if ((kCausal && block * kBlock + p.problem.query_offset < first_key + 63) || first_key + 64 > p.problem.keys)
             hide_scores<kCausal>(scores, p, first_key + warp * 16 + lane / 4, block * kBlock);
