@@ -1,4 +1,4 @@
-"""One option for every test file: ``--device cpu`` (the default) or ``--device cuda``."""
+"""One option for every test file, ``--device cpu`` (the default) or ``--device cuda``, and what several files use."""
 
 import pytest
 import torch
@@ -38,3 +38,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["own", "cublas"])
+def product(request, monkeypatch, device):
+    """Whose products: our kernels' wherever they can, or cuBLAS's."""
+    if device.type == "cpu" and request.param == "cublas":
+        pytest.skip("cuBLAS is CUDA's")
+    monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)
+    return request.param

@@ -26,6 +26,7 @@ from helpers import (
     raises,
     randn,
     tolerance,
+    warmed_up_and_captured,
 )
 
 ops = torch.ops.gptkernels
@@ -131,6 +132,15 @@ def check(q, k, v, dout, few_keys=False, **options):
         torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-5)
     else:
         assert_as_exact_as_torch(found, exact.to(found.dtype), exact, "logsumexp")
+
+
+def check_with_logsumexp(q, k, v, dout, dlogsumexp, **options):
+    """Gradients of both results."""
+    exact = gradients(lambda *t: formula(*t, **options), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
+    in_torch = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(q.dtype)))
+    found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
+    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c, name)
 
 
 # ---- packed ----------------------------------------------------------------------------------------------------------
@@ -345,14 +355,9 @@ def test_many_heads_in_views(view, device):
 
 
 def test_many_heads_and_the_gradient_of_logsumexp(device):
-    heads, dtype = many_heads(device), torch.bfloat16
-    q, k, v, dout = tensors(1, heads, heads, 150, 150, 32, dtype, device)
-    dlogsumexp = torch.randn(1, heads, 150, device=device)
-    exact = gradients(lambda *t: formula(*t, causal=True), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
-    in_torch = gradients(lambda *t: formula(*t, causal=True), (q, k, v), (dout, dlogsumexp.to(dtype)))
-    found = gradients(lambda *t: ours(*t, causal=True), (q, k, v), (dout, dlogsumexp))
-    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
-        assert_as_exact_as_torch(a, b, c, name)
+    heads = many_heads(device)
+    inputs = tensors(1, heads, heads, 150, 150, 32, torch.bfloat16, device)
+    check_with_logsumexp(*inputs, torch.randn(1, heads, 150, device=device), causal=True)
 
 
 def test_many_heads_have_no_say_in_each_other(device):
@@ -382,10 +387,7 @@ def test_many_heads_in_a_cuda_graph(device):
     heads = many_heads(device)
     qkv, dout = packed_inputs((1, 300, heads, 64), torch.bfloat16, device)
     out, logsumexp = ops.attention(qkv, heads)
-    ops.attention_backward(dout, qkv, out, logsumexp, heads)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = ops.attention_backward(dout, qkv, out, logsumexp, heads)
+    graph, found = warmed_up_and_captured(lambda: ops.attention_backward(dout, qkv, out, logsumexp, heads))
     for _ in range(3):
         dout.copy_(torch.randn_like(dout))
         graph.replay()
@@ -793,11 +795,7 @@ def test_logsumexp_is_differentiable(dtype, device):
     q, k, v, dout = tensors(2, 4, 2, 70, 90, 16, dtype, device)
     dlogsumexp = torch.randn(2, 4, 70, device=device, dtype=torch.promote_types(dtype, torch.float32))
     options = {"causal": True, "offset": 20}
-    exact = gradients(lambda *t: formula(*t, **options), map(double, (q, k, v)), (double(dout), double(dlogsumexp)))
-    in_torch = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(dtype)))
-    found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
-    for name, a, b, c in zip(("dquery", "dkey", "dvalue"), found, in_torch, exact, strict=True):
-        assert_as_exact_as_torch(a, b, c, name)
+    check_with_logsumexp(q, k, v, dout, dlogsumexp, **options)
     alone = gradients(lambda *t: ours(*t, **options)[1], (q, k, v), dlogsumexp)
     expected = gradients(lambda *t: ours(*t, **options), (q, k, v), (torch.zeros_like(dout), dlogsumexp))
     for a, b in zip(alone, expected, strict=True):

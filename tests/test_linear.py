@@ -110,15 +110,6 @@ OWN_SIZES = [
 ]
 
 
-@pytest.fixture(params=["own", "cublas"])
-def product(request, monkeypatch, device):
-    """Whose products: our kernels' wherever they can, or cuBLAS's."""
-    if device.type == "cpu" and request.param == "cublas":
-        pytest.skip("cuBLAS is CUDA's")
-    monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)
-    return request.param
-
-
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "inner", "width"), OWN_SIZES)

@@ -120,15 +120,6 @@ OWN_SIZES = [
 ]
 
 
-@pytest.fixture(params=["own", "cublas"])
-def product(request, monkeypatch, device):
-    """Whose products: our kernels' wherever they can, or cuBLAS's."""
-    if device.type == "cpu" and request.param == "cublas":
-        pytest.skip("cuBLAS is CUDA's")
-    monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)
-    return request.param
-
-
 def with_weights(args, transposed):
     """The arguments, with both weights as ``torch.nn.Linear`` has them, or as views of Hugging Face's Conv1D's."""
     x, fc_weight, fc_bias, proj_weight, proj_bias = args

@@ -11,7 +11,6 @@
 // Here are the kernels for head sizes up to 64; attention_sm90_backward_128.cu has those for more, and
 // attention_sm90_backward_head.cu the single kernel for many short heads.
 #include "attention_sm90_backward.cuh"
-#include "attention_sm90_backward_head.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -724,13 +723,13 @@ bool attention_backward_sm90_serves(const AttentionBackward<T>& p) {
 
 template <typename T>
 int64_t attention_backward_sm90_workspace(const AttentionBackward<T>& p) {
-  if (attention_backward_head_serves(p)) return attention_backward_head_workspace(p);
+  if (attention_backward_sm90_head_serves(p)) return attention_backward_sm90_head_workspace(p);
   return ceil_div(backward_workspace(p.sizes), 256) * 256 + mask_workspace(p.mask, p.sizes, true);
 }
 
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream) {
-  if (attention_backward_head_serves(p)) return attention_backward_head(p, stream);
+  if (attention_backward_sm90_head_serves(p)) return attention_backward_sm90_head(p, stream);
   if (p.sizes.head_size > 64) return attention_backward_sm90_128(p, stream);
   const auto with = [&]<bool kDropout, bool kBounds>() {
     return p.mask.causal ? launch<T, 64, true, kDropout, kBounds>(p, stream)

@@ -122,6 +122,22 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
+// Many short heads (attention_sm90_backward_head.cu), of calls that attention_backward_sm90_serves.
+template <typename T>
+bool attention_backward_sm90_head_serves(const AttentionBackward<T>& p);
+template <typename T>
+int64_t attention_backward_sm90_head_workspace(const AttentionBackward<T>& p);
+template <typename T>
+Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream);
+
+// Scores take scale_log2, gradients scale.
+template <typename T>
+Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
+  Sm90Problem<T> problem = sm90_problem(p.sizes, p.scale, p.mask, p.dropout);
+  problem.scale = static_cast<float>(gradient_scale(p));
+  return problem;
+}
+
 // Bytes of the workspace before what a mask wants: the tiles taken by either kernel, and the statistics.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   return 256 + 2 * s.batches * s.heads * statistics_pitch(s.queries) * static_cast<int64_t>(sizeof(float));
@@ -151,9 +167,8 @@ Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
       .row_bias = statistics,
       .row_delta = statistics + heads * pitch,
       .pitch = pitch,
-      .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
+      .problem = backward_problem(p),
   };
-  arguments.problem.scale = static_cast<float>(gradient_scale(p));  // scores take scale_log2
   if (has_mask(p.mask))
     arguments.mask = Sm90Mask::of(p.mask, s, p.scale, true,
                                   static_cast<char*>(p.workspace) + ceil_div(backward_workspace(s), 256) * 256);

@@ -11,9 +11,10 @@
 //
 // Those sums are in global memory, in a buffer of the block that the L2 cache keeps. Only one thread ever touches an
 // element of it, so that the terms are added in the order of the tiles: no semaphores, and the same bits every time.
+#include <utility>
+
 #include "attention_kernels.h"
 #include "attention_sm90_backward.cuh"
-#include "attention_sm90_backward_head.h"
 #include "common/cache_policy.cuh"
 
 namespace gptkernels::cuda {
@@ -257,12 +258,6 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-__device__ inline void store_matrices_transposed(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
-               "r"(c), "r"(d)
-               : "memory");
-}
-
 // A warp's 16 channels of 64 keys, transposed: A operands.
 __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
@@ -310,14 +305,15 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
     barrier_arrive_if(lane == 0, shared.part_empty(warpgroup, part[warpgroup].slot));
     part[warpgroup].advance();
   };
-  const auto multiply_one = [&](int warpgroup, bool accumulate) {
-    wait_for_part(warpgroup);
+  // dq of the parts of some warpgroups, in their order.
+  const auto multiply_parts = [&]<int... kWarpgroups>(bool accumulate) {
+    (wait_for_part(kWarpgroups), ...);
     wgmma_fence();
-    multiply_part(warpgroup, accumulate);
+    (multiply_part(kWarpgroups, std::exchange(accumulate, true)), ...);
     wgmma_commit();
     wgmma_wait<0>();
     pin_registers(dquery);
-    free_part(warpgroup);
+    (free_part(kWarpgroups), ...);
   };
   for (int index = blockIdx.x; index < heads; index += gridDim.x) {
     for (int tile = 0; tile < p.tiles; ++tile) {
@@ -345,22 +341,12 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
           for (int i = 0; i < 8; ++i) kept_load(&dquery[4 * i], sums + i * kWarpgroup * 4);
         }
         pin_registers(dquery);
-        if (block >= max(own_first[0], own_first[1])) {
-          wait_for_part(0);
-          wait_for_part(1);
-          wgmma_fence();
-          multiply_part(0, finish);
-          multiply_part(1, true);
-          wgmma_commit();
-          wgmma_wait<0>();
-          pin_registers(dquery);
-          free_part(0);
-          free_part(1);
-        } else if (block >= own_first[0]) {
-          multiply_one(0, finish);
-        } else {
-          multiply_one(1, finish);
-        }
+        if (block >= max(own_first[0], own_first[1]))
+          multiply_parts.template operator()<0, 1>(finish);
+        else if (block >= own_first[0])
+          multiply_parts.template operator()<0>(finish);
+        else
+          multiply_parts.template operator()<1>(finish);
         if (tile < last) {
 #pragma unroll
           for (int i = 0; i < 8; ++i) {
@@ -600,7 +586,7 @@ template <typename T, bool kCausal>
 Status launch(const AttentionBackward<T>& p, Stream stream) {
   constexpr auto kKernel = attention_backward_head_wgmma_kernel<T, kCausal>;
   const AttentionSizes& s = p.sizes;
-  HeadBackward<T> arguments = {
+  const HeadBackward<T> arguments = {
       .query = panel_map(p.query, s, s.heads, s.queries, kBlock),
       .dout = panel_map(p.dout, s, s.heads, s.queries, kBlock),
       .key = panel_map(p.key, s, s.heads, s.keys, kRows),
@@ -613,11 +599,10 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
       .logsumexp = p.logsumexp,
       .dlogsumexp = p.dlogsumexp,
       .sums = static_cast<float*>(p.workspace),
-      .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
+      .problem = backward_problem(p),
       .blocks = static_cast<int>(blocks_of_queries(s)),
       .tiles = static_cast<int>(ceil_div(s.keys, kRows)),
   };
-  arguments.problem.scale = static_cast<float>(gradient_scale(p));  // scores take scale_log2
   if (max_dynamic_shared_memory<kKernel>() < kSharedBytes) return cudaErrorInvalidConfiguration;
   kKernel<<<grid(s), kThreads, kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
@@ -626,7 +611,7 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 }  // namespace
 
 template <typename T>
-bool attention_backward_head_serves(const AttentionBackward<T>& p) {
+bool attention_backward_sm90_head_serves(const AttentionBackward<T>& p) {
   // All heads take the same time, and a multiprocessor has one at a time: in the last round some have none. The longer
   // heads are, the more the other kernels gain by their smaller tiles (docs/attention.md).
   constexpr int64_t kShort = 512;
@@ -639,19 +624,19 @@ bool attention_backward_head_serves(const AttentionBackward<T>& p) {
 }
 
 template <typename T>
-int64_t attention_backward_head_workspace(const AttentionBackward<T>& p) {
+int64_t attention_backward_sm90_head_workspace(const AttentionBackward<T>& p) {
   return grid(p.sizes) * blocks_of_queries(p.sizes) * kSums * static_cast<int64_t>(sizeof(float));
 }
 
 template <typename T>
-Status attention_backward_head(const AttentionBackward<T>& p, Stream stream) {
+Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream) {
   return p.mask.causal ? launch<T, true>(p, stream) : launch<T, false>(p, stream);
 }
 
-#define INSTANTIATE(T)                                                                \
-  template bool attention_backward_head_serves<T>(const AttentionBackward<T>&);       \
-  template int64_t attention_backward_head_workspace<T>(const AttentionBackward<T>&); \
-  template Status attention_backward_head<T>(const AttentionBackward<T>&, Stream);
+#define INSTANTIATE(T)                                                                     \
+  template bool attention_backward_sm90_head_serves<T>(const AttentionBackward<T>&);       \
+  template int64_t attention_backward_sm90_head_workspace<T>(const AttentionBackward<T>&); \
+  template Status attention_backward_sm90_head<T>(const AttentionBackward<T>&, Stream);
 INSTANTIATE(bfloat16)
 INSTANTIATE(float16)
 #undef INSTANTIATE

@@ -102,13 +102,6 @@ __device__ void load_operands(const GeluProduct<T>& p, uint32_t shared, const Ba
     }
 }
 
-// Four 8 x 8 matrices of 16 bits, transposed as they are stored.
-__device__ inline void store_matrices_transposed(uint32_t shared, const uint32_t (&words)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(words[0]),
-               "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-}
-
 __device__ inline uint4 load_shared(uint32_t shared) {
   uint32_t words[4];
   load_words(words, shared);
@@ -260,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
     }
     if (p.pass.out_transposed == nullptr) return;
     warpgroup_barrier(1 + warpgroup);  // the piece before has been read
-    store_matrices_transposed(put_at, words);
+    store_matrices_transposed(put_at, words[0], words[1], words[2], words[3]);
     warpgroup_barrier(1 + warpgroup);
     const int first_row = row - row_in_tile + get_row;
     if (first_row >= p.rows) return;

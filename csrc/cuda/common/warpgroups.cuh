@@ -91,6 +91,13 @@ __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, u
                : "memory");
 }
 
+// The same, transposed as they are stored.
+__device__ inline void store_matrices_transposed(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
 #endif
 
 }  // namespace gptkernels::cuda
