@@ -1,9 +1,13 @@
 // cross_entropy(x @ weight^T, targets) without holding all the logits: the rows are processed in chunks, and a chunk's
-// logits are replaced by their gradient. No step depends on the values in a tensor, so a CUDA graph can replay it.
+// logits are replaced by their gradient, or by exponentials that a factor for each row makes their gradient. No step
+// depends on the values in a tensor, so a CUDA graph can replay it.
 
 #include "linear_cross_entropy.h"
 
 #include "../csrc/linear_cross_entropy.h"
+#ifdef GPTKERNELS_CUDA
+#include "../csrc/cuda/linear_cross_entropy_sm90.h"
+#endif
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
@@ -113,6 +117,74 @@ struct Gradients {
         dweight(allocate(want_weight ? shape_of(weight) : Shape{0}, dweight_dtype, weight)) {}
 };
 
+// What a chunk leaves in the place of its logits: their gradient, or what `factors` make of it row by row.
+struct Chunk {
+  Matrix dlogits;
+  Matrix x;                // whose product with dlogits is the gradient of the weight
+  OptionalTensor factors;  // (rows), or absent
+};
+
+#ifdef GPTKERNELS_CUDA
+
+// The losses, and the gradient of the logits but for a factor of each row, where no pass over the logits is needed.
+std::optional<Chunk> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
+                                  const Matrix& out, const OptionalTensor& dloss, const Gradients& gradients,
+                                  int64_t begin, int64_t count) {
+  const Matrix x = part(p.x, begin, count);
+  const bool rows_only = x.column_stride == 1 && p.weight.column_stride == 1 && !(dloss && dloss->dim() != 0);
+  if (x.tensor.scalar_type() != ScalarType::BFloat16 || !rows_only) return std::nullopt;
+  const auto target = chunk_classifier<bfloat16>(p, losses, out, begin, count);
+  ExpClassifier classifier = {.exponentials = pointer<bfloat16>(out.tensor),
+                              .gradients = gradients.want_x || gradients.want_weight,
+                              .factors = nullptr,
+                              .scaled_x = nullptr,
+                              .losses = target.losses,
+                              .x = pointer<bfloat16>(x.tensor) + x.offset,
+                              .weight = pointer<bfloat16>(p.weight.tensor) + p.weight.offset,
+                              .targets = target.targets,
+                              .targets_are_int64 = target.targets_are_int64,
+                              .dloss = pointer<float>(dloss),
+                              .rows = count,
+                              .columns = p.columns(),
+                              .inner = x.columns,
+                              .x_stride = x.row_stride,
+                              .weight_stride = p.weight.row_stride,
+                              .vocab_size = p.vocab_size,
+                              .ignore_index = p.ignore_index,
+                              .first_row = begin};
+  if (!exp_classifier_takes(classifier)) return std::nullopt;
+  Chunk chunk = {.dlogits = out, .x = x, .factors = std::nullopt};
+  if (classifier.gradients) {
+    chunk.factors = allocate({count}, ScalarType::Float, x.tensor);
+    classifier.factors = pointer<float>(chunk.factors);
+  }
+  if (gradients.want_weight) {
+    chunk.x = matrix(allocate({count, x.columns}, x.tensor));
+    classifier.scaled_x = pointer<bfloat16>(chunk.x.tensor);
+  }
+  const Tensor scratch = workspace(exp_classifier_workspace(classifier), x.tensor);
+  launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
+  return chunk;
+}
+
+// dx = dlogits weight, times the factors before it is rounded.
+void scaled_product(const Launcher& launcher, const Matrix& dx, const Chunk& chunk, const Matrix& weight) {
+  const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
+  matmul(launcher, matrix(product), chunk.dlogits, weight);
+  launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
+                                   pointer<float>(chunk.factors), dx.rows, dx.columns, launcher.stream()));
+}
+
+#else
+
+std::optional<Chunk> exponentials(const Launcher&, const CrossEntropy&, const Tensor&, const Matrix&,
+                                  const OptionalTensor&, const Gradients&, int64_t, int64_t) {
+  return std::nullopt;
+}
+void scaled_product(const Launcher&, const Matrix&, const Chunk&, const Matrix&) {}
+
+#endif
+
 // Fills losses (N) and the gradients. dweight is the sum of the chunks' products, each added by the product's own call,
 // in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. logits (N, Vp) are filled where
 // they are given; otherwise a chunk's logits are replaced by their gradient.
@@ -127,10 +199,18 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
   do {  // also once for no rows: their sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
-    classify(launcher, p, losses, logits ? part(matrix(*logits), begin, count) : here, here, dlosses, begin, count);
-    if (gradients.want_x) matmul(launcher, part(matrix(gradients.dx), begin, count), here, p.weight);
+    std::optional<Chunk> done;
+    if (!logits) done = exponentials(launcher, p, losses, here, dlosses, gradients, begin, count);
+    if (!done) {
+      classify(launcher, p, losses, logits ? part(matrix(*logits), begin, count) : here, here, dlosses, begin, count);
+      done = Chunk{.dlogits = here, .x = part(p.x, begin, count), .factors = std::nullopt};
+    }
+    if (gradients.want_x) {
+      const Matrix dx = part(matrix(gradients.dx), begin, count);
+      done->factors ? scaled_product(launcher, dx, *done, p.weight) : matmul(launcher, dx, done->dlogits, p.weight);
+    }
     if (gradients.want_weight)
-      matmul(launcher, matrix(sum), here.transposed(), part(p.x, begin, count), {.accumulate = begin > 0});
+      matmul(launcher, matrix(sum), done->dlogits.transposed(), done->x, {.accumulate = begin > 0});
     begin += count;
   } while (begin < p.rows());
   if (gradients.want_weight && sum.get() != gradients.dweight.get()) {

@@ -81,35 +81,38 @@ struct Classifier {
 
 // ---- any row: one block, which reads it from memory in both passes ----
 
+template <int kVec, typename T, typename Out>
+__device__ void classify_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
+  using A = accumulate_t<T>;
+  const int64_t target = read_target(p, row);
+  if (threadIdx.x == 0) check_target(p, row, target);
+  const bool has_loss = counts(p, target);
+  const int64_t columns = has_loss ? p.vocab_size : 0;
+  Classifier<T> classifier(p, row, target, has_loss);
+  A x[kVec];
+  SoftmaxSum<T> sum;
+  for_each_pack<kVec>(columns, [&](int64_t column) {
+    load_wide<kVec>(x, p.logits + row * p.width + column);
+    for (int k = 0; k < kVec; ++k)
+      if (column + k >= columns || column + k == target) x[k] = -A(INFINITY);
+    sum.add(x);
+  });
+  sum.include_max(classifier.logit);
+  sum.block_reduce();
+  classifier.set_sum(sum.max, sum.total);
+  for_each_pack<kVec>(p.width, [&](int64_t column) {
+    if (column < columns) load_wide<kVec>(x, p.logits + row * p.width + column);
+    for (int k = 0; k < kVec; ++k)
+      x[k] = column + k >= columns ? A(0) : column + k == target ? classifier.at_target : classifier.gradient(x[k]);
+    store_narrow<kVec>(p.dlogits + row * p.width + column, x);
+  });
+  if (threadIdx.x == 0) p.losses[row] = has_loss ? classifier.loss() : A(0);
+}
+
 template <typename T, typename Out, int kVec>
 __global__ void __launch_bounds__(kSimpleThreads)
     fused_classifier_forward_simple_kernel(const FusedClassifierForward<T, Out> p) {
-  using A = accumulate_t<T>;
-  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const int64_t target = read_target(p, row);
-    if (threadIdx.x == 0) check_target(p, row, target);
-    const bool has_loss = counts(p, target);
-    const int64_t columns = has_loss ? p.vocab_size : 0;
-    Classifier<T> classifier(p, row, target, has_loss);
-    A x[kVec];
-    SoftmaxSum<T> sum;
-    for_each_pack<kVec>(columns, [&](int64_t column) {
-      load_wide<kVec>(x, p.logits + row * p.width + column);
-      for (int k = 0; k < kVec; ++k)
-        if (column + k >= columns || column + k == target) x[k] = -A(INFINITY);
-      sum.add(x);
-    });
-    sum.include_max(classifier.logit);
-    sum.block_reduce();
-    classifier.set_sum(sum.max, sum.total);
-    for_each_pack<kVec>(p.width, [&](int64_t column) {
-      if (column < columns) load_wide<kVec>(x, p.logits + row * p.width + column);
-      for (int k = 0; k < kVec; ++k)
-        x[k] = column + k >= columns ? A(0) : column + k == target ? classifier.at_target : classifier.gradient(x[k]);
-      store_narrow<kVec>(p.dlogits + row * p.width + column, x);
-    });
-    if (threadIdx.x == 0) p.losses[row] = has_loss ? classifier.loss() : A(0);
-  }
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) classify_row<kVec>(p, row);
 }
 
 // ---- rows that fit into registers and shared memory ----

@@ -1,0 +1,359 @@
+// Exponentials of the logits in place of the logits. A pass over them, which reads and writes as many bytes as the
+// three products of the head together, is saved: the finishing warps of the product have the time for it.
+//
+//   before    a row's shift c, from its target's logit, which a warp computes by itself
+//   product   E = e^(logit - c), without the target's; the sums of every 256 columns; E at the target by itself
+//   after     loss, factor, E at the target, factor x
+//   redo      rows that have overflowed: their logits again, and the classifier
+//
+// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit, but only within a factor
+// of 2^69 of the sum. As in the classifier, the sum leaves the target out, so that a small loss keeps its digits.
+#include "common/reduce.cuh"
+#include "fused_classifier.cuh"
+#include "linear_cross_entropy_sm90.h"
+#include "matmul_sm90.cuh"
+#include "product_choice.h"
+
+namespace gptkernels::cuda {
+namespace {
+
+using namespace tile_product;
+
+// In powers of 2. E at the target is 2^-58: others below 2^-126, which become 0, are less than 2^-68 of it.
+constexpr float kShift = 58;
+constexpr float kLeast = 0x1p-120f, kMost = 0x1p100f;  // E at the target, and the sum; beyond, the row is redone
+
+// In place of a target.
+constexpr int kNone = -1;  // a row without a loss
+constexpr int kRedo = -2;
+
+[[maybe_unused]] constexpr int kAhead = 4;  // rows of a warp at a time
+
+// What the kernels leave for each other. Row blocks are those of a cluster's tiles.
+struct RowState {
+  float* shifts;     // (N) c log2(e)
+  int* targets;      // (N)
+  float* at_target;  // (N) E at the target
+  float* sums;       // (tiles across, N) of E but for the target's
+  int* block_redo;   // (row blocks) whether one of its rows is redone
+  int* redo_blocks;  // (row blocks) which those are: the first *redo_count
+  int* redo_count;
+};
+
+int64_t workspace_words(const ExpClassifier& p) {
+  return (3 + tiles_across(p.columns)) * p.rows + 2 * tiles_down(p.rows) + 1;
+}
+
+RowState row_state(const ExpClassifier& p, void* workspace) {
+  auto* next = static_cast<char*>(workspace);
+  const auto take = [&](int64_t words) { return std::exchange(next, next + 4 * words); };
+  const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count)); };
+  const auto ints = [&](int64_t count) { return reinterpret_cast<int*>(take(count)); };
+  return {.shifts = floats(p.rows),
+          .targets = ints(p.rows),
+          .at_target = floats(p.rows),
+          .sums = floats(tiles_across(p.columns) * p.rows),
+          .block_redo = ints(tiles_down(p.rows)),
+          .redo_blocks = ints(tiles_down(p.rows)),
+          .redo_count = ints(1)};
+}
+
+// ---- before ---------------------------------------------------------------------------------------------------------
+
+constexpr int kBeforeWarps = 8;
+
+// The product of two rows, for every lane.
+__device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
+  float sum = 0;
+  for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
+    float x[kPack<bfloat16>], y[kPack<bfloat16>];
+    load_wide<kPack<bfloat16>>(x, a + i);
+    load_wide<kPack<bfloat16>>(y, b + i);
+#pragma unroll
+    for (int k = 0; k < kPack<bfloat16>; ++k) sum = fmaf(x[k], y[k], sum);
+  }
+  return warp_reduce<Sum>(sum);
+}
+
+// A warp for each row.
+__global__ void __launch_bounds__(kBeforeWarps* kWarp)
+    exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
+  const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;
+  if (row >= p.rows) return;
+  const int64_t target = read_target(p, row);
+  if (threadIdx.x == 0) check_target(p, row, target);
+  float shift = INFINITY;
+  if (counts(p, target)) {
+    const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
+    shift = fmaf(widen(narrow<bfloat16>(logit)), kLog2E, kShift);  // rounded as the product's logits are
+  }
+  if (threadIdx.x > 0) return;
+  state.shifts[row] = shift;
+  state.targets[row] = counts(p, target) ? static_cast<int>(target) : kNone;
+  if (row % (kCluster * kRows) == 0) state.block_redo[row / (kCluster * kRows)] = 0;
+  if (row == 0) *state.redo_count = 0;
+}
+
+// ---- the product ----------------------------------------------------------------------------------------------------
+
+struct ExpArguments : TileProduct<bfloat16> {
+  RowState state;
+  int vocab_size;
+  bool store;
+};
+
+#if GPTKERNELS_WGMMA
+
+// Sums of four rows over the lanes: of row i to the lanes 8i to 8i + 7.
+__device__ float reduce_four(const float (&of_row)[4], int lane) {
+  const bool upper = lane & 16, odd = lane & 8;
+  float first = upper ? of_row[2] : of_row[0], second = upper ? of_row[3] : of_row[1];
+  first += __shfl_xor_sync(~0u, upper ? of_row[0] : of_row[2], 16);
+  second += __shfl_xor_sync(~0u, upper ? of_row[1] : of_row[3], 16);
+  float sum = odd ? second : first;
+  sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
+#pragma unroll
+  for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+  return sum;
+}
+
+#endif
+
+// Columns of tiles come one after the other: their part of the weight is read from memory once, and x from the L2
+// cache. kRedo: only blocks with rows to be redone, of which the logits are stored.
+template <bool kOfRedo>
+struct ExpFinish {
+  using Arguments = ExpArguments;
+  [[maybe_unused]] static constexpr bool kBias = false, kMayBeIdle = kOfRedo;
+
+#if GPTKERNELS_WGMMA
+  static __device__ int tiles_down(const Arguments& p) { return kOfRedo ? *p.state.redo_count : p.tiles_down; }
+  static __device__ int tiles(const Arguments& p) { return kOfRedo ? tiles_down(p) * p.tiles_across : p.tiles; }
+
+  static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank) {
+    const int down = tile % tiles_down(p);
+    return tile_position(kOfRedo ? p.state.redo_blocks[down] : down, tile / tiles_down(p), rank);
+  }
+
+  static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
+    const int lane = threadIdx.x % 32;
+    const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
+    const uint32_t rounded = rounded_rows(shared_bytes, pair);
+    unsigned phase = 0;
+    for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
+      const TilePosition at = tile_at(p, tile, rank);
+      const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
+      const int rows = min(p.rows - row, kWarpRows);  // negative: none
+      const bool stored = column < p.columns && p.store;
+      // Lane r has row r's.
+      const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
+      const int target = lane < rows ? p.state.targets[row + lane] : kNone;
+      bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
+      barrier_wait(barriers.rounded(pair), phase);
+#pragma unroll 1
+      for (int r0 = 0; r0 < kWarpRows; r0 += kAhead) {
+        float sums[kAhead];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int r = r0 + i;
+          const int target_of_row = __shfl_sync(~0u, target, r);
+          Words words = load_shared(rounded + rounded_offset(r, lane));
+          if constexpr (!kOfRedo)
+            words = exponentials(words, __shfl_sync(~0u, shift, r), target_of_row, column, p.vocab_size,
+                                 p.state.at_target + row + r, sums[i]);
+          if (stored && r < rows && (!kOfRedo || target_of_row == kRedo)) store_global(out, words);
+          out += p.columns;
+        }
+        if constexpr (!kOfRedo) {
+          const float sum = reduce_four(sums, lane);
+          const int r = r0 + lane / 8;
+          if (lane % 8 == 0 && r < rows)
+            p.state.sums[static_cast<int64_t>(at.column / kColumns) * p.rows + row + r] = sum;
+        }
+      }
+      __syncwarp();
+      barrier_arrive_if(lane == 0, barriers.taken(pair));
+      phase ^= 1;
+    }
+  }
+
+ private:
+  // Of 8 logits from `column` on; without padded columns and the target, whose own goes to at_target.
+  static __device__ Words exponentials(const Words& logits, float shift, int target, int column, int vocab_size,
+                                       float* at_target, float& sum) {
+    float e[8];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_pair<bfloat16>(target == kNone ? 0 : logits.v[i]);
+      e[2 * i] = exp2_approximately(fmaf(x.x, kLog2E, -shift));
+      e[2 * i + 1] = exp2_approximately(fmaf(x.y, kLog2E, -shift));
+    }
+    if (column + 8 > vocab_size) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (column + k >= vocab_size) e[k] = 0;
+    }
+    if (static_cast<unsigned>(target - column) < 8) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+        if (column + k == target) {
+          *at_target = e[k];
+          e[k] = 0;
+        }
+    }
+    sum = ((e[0] + e[1]) + (e[2] + e[3])) + ((e[4] + e[5]) + (e[6] + e[7]));
+    Words result;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) result.v[i] = pack_pair<bfloat16>(e[2 * i], e[2 * i + 1]);
+    return result;
+  }
+#endif
+};
+
+// ---- after ----------------------------------------------------------------------------------------------------------
+
+constexpr int kAfterRows = 32, kAfterParts = 8;  // of a block; threads that add up a row's sums
+
+// Returns the row's factor. The target's gradient is most of a row's, so it is that one which the factor makes exact of
+// the rounded E.
+__device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
+  const int target = state.targets[row];
+  if (target == kNone) {
+    p.losses[row] = 0;
+    return 0;
+  }
+  const float own = state.at_target[row], sum = own + others;
+  if (!(own >= kLeast && sum <= kMost)) {
+    const int64_t block = row / (kCluster * kRows);
+    state.targets[row] = kRedo;
+    if (atomicExch(&state.block_redo[block], 1) == 0)
+      state.redo_blocks[atomicAdd(state.redo_count, 1)] = static_cast<int>(block);
+    return 1;
+  }
+  const float ratio = others / own;
+  p.losses[row] = isinf(ratio) ? logf(others) - logf(own) : log1pf(ratio);
+  const bfloat16 rounded = narrow<bfloat16>(others);
+  if (p.gradients) p.exponentials[row * p.columns + target] = -rounded;
+  return (p.dloss ? *p.dloss : 1.0f) / sum * (others > kLeast ? others / widen(rounded) : 1.0f);
+}
+
+// By a warp. A factor of 0 makes 0 of any number.
+template <typename From>
+__device__ void scale_row(bfloat16* to, const From* from, int64_t width, float factor) {
+  for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
+    float x[kPack<bfloat16>];
+    load_wide<kPack<bfloat16>>(x, from + i);
+#pragma unroll
+    for (float& value : x) value = factor == 0 ? 0.0f : factor * value;
+    store_narrow<kPack<bfloat16>>(to + i, x);
+  }
+}
+
+__global__ void __launch_bounds__(kAfterRows* kAfterParts)
+    exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
+  __shared__ float parts[kAfterParts][kAfterRows];
+  __shared__ float factors[kAfterRows];
+  const int64_t first = int64_t(blockIdx.x) * kAfterRows, row = first + threadIdx.x;
+  float sum = 0;
+  if (row < p.rows)
+    for (int i = threadIdx.y; i < tiles_across; i += kAfterParts) sum += state.sums[i * p.rows + row];
+  parts[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y == 0 && row < p.rows) {
+#pragma unroll
+    for (int i = 1; i < kAfterParts; ++i) sum += parts[i][threadIdx.x];
+    const float factor = finish_row(p, state, row, sum);
+    if (p.gradients) p.factors[row] = factor;
+    factors[threadIdx.x] = factor;
+  }
+  if (!p.scaled_x) return;
+  __syncthreads();
+  for (int i = threadIdx.y; i < kAfterRows && first + i < p.rows; i += kAfterParts)
+    scale_row(p.scaled_x + (first + i) * p.inner, p.x + (first + i) * p.x_stride, p.inner, factors[i]);
+}
+
+// ---- redo -----------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kSimpleThreads)
+    exp_classifier_redo_kernel(const FusedClassifierForward<bfloat16> p, const RowState state) {
+  if (*state.redo_count == 0) return;
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x)
+    if (state.targets[row] == kRedo) classify_row<kPack<bfloat16>>(p, row);
+}
+
+FusedClassifierForward<bfloat16> classifier_of(const ExpClassifier& p) {
+  return {.losses = p.losses,
+          .dlogits = p.exponentials,
+          .logits = p.exponentials,
+          .targets = p.targets,
+          .targets_are_int64 = p.targets_are_int64,
+          .dlosses = p.dloss,
+          .dlosses_per_row = false,
+          .rows = p.rows,
+          .width = p.columns,
+          .vocab_size = p.vocab_size,
+          .ignore_index = p.ignore_index,
+          .first_row = p.first_row};
+}
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+constexpr int kScaleWarps = 8;
+
+__global__ void __launch_bounds__(kScaleWarps* kWarp)
+    exp_classifier_scale_kernel(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width) {
+  const int64_t row = int64_t(blockIdx.x) * kScaleWarps + threadIdx.y;
+  if (row < rows) scale_row(dx + row * width, product + row * width, width, factors[row]);
+}
+
+Operands<bfloat16> operands(const ExpClassifier& p) {
+  return {.a = p.x,
+          .b = p.weight,
+          .rows = p.rows,
+          .columns = p.columns,
+          .inner = p.inner,
+          .a_ld = p.x_stride,
+          .b_ld = p.weight_stride};
+}
+
+}  // namespace
+
+bool exp_classifier_takes(const ExpClassifier& p) {
+  constexpr double kBusy = 0.85;
+  constexpr int64_t kMostTerms = 4096;  // with more the product's own time counts for more than the pass
+  const ProductChoice wanted = product_choice();
+  if (wanted == ProductChoice::kCublas) return false;
+  const bool faster = busy(tiles_down(p.rows) * tiles_across(p.columns)) >= kBusy && p.inner <= kMostTerms;
+  return (faster || wanted == ProductChoice::kOwn) && takes(operands(p)) && p.inner % kPack<bfloat16> == 0 &&
+         all_aligned(p.exponentials, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
+}
+
+int64_t exp_classifier_workspace(const ExpClassifier& p) {
+  return 4 * workspace_words(p);
+}
+
+cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream) {
+  const RowState state = row_state(p, workspace);
+  const dim3 before(kWarp, kBeforeWarps), after(kAfterRows, kAfterParts);
+  exp_classifier_before_kernel<<<grid_size(ceil_div(p.rows, kBeforeWarps)), before, 0, stream>>>(p, state);
+  ExpArguments product = {make_product<false>(operands(p), p.exponentials, static_cast<const bfloat16*>(nullptr)),
+                          state, static_cast<int>(p.vocab_size), p.gradients};
+  cudaError_t error = launch<ExpFinish<false>, false>(product, stream);
+  if (error != cudaSuccess) return error;
+  exp_classifier_after_kernel<<<grid_size(ceil_div(p.rows, kAfterRows)), after, 0, stream>>>(p, state,
+                                                                                             product.tiles_across);
+  product.store = true;
+  error = launch<ExpFinish<true>, false>(product, stream);
+  if (error != cudaSuccess) return error;
+  exp_classifier_redo_kernel<<<2 * multiprocessors(), kSimpleThreads, 0, stream>>>(classifier_of(p), state);
+  return cudaGetLastError();
+}
+
+cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
+                              Stream stream) {
+  exp_classifier_scale_kernel<<<grid_size(ceil_div(rows, kScaleWarps)), dim3(kWarp, kScaleWarps), 0, stream>>>(
+      dx, product, factors, rows, width);
+  return cudaGetLastError();
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,47 @@
+// The head's logits, loss and gradient of the logits for sm_90a, without a pass over the logits: the product itself
+// stores exponentials of the logits, which become the gradient by a factor for each row. bfloat16.
+#pragma once
+
+#include "../fused_classifier.h"
+
+namespace gptkernels::cuda {
+
+// With c of a row its target's logit + 58 ln 2, and E = exp(logit - c),
+//   dlogits = factor E   but for the target's column,   factor = dloss / (the sum of E over the V columns).
+// E at the target is minus the sum of the others. Padded columns, and all columns of a row without a loss, are 0.
+//
+// A row whose E overflows (a loss of more than about 100) takes its logits and fused_classifier's kernel: E is its
+// dlogits then, and its factor 1.
+struct ExpClassifier {
+  bfloat16* exponentials;  // (N, Vp): E
+  bool gradients;          // whether E and the factors are wanted, not the losses alone
+  float* factors;          // (N)
+  bfloat16* scaled_x;      // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
+  float* losses;           // (N)
+  const bfloat16* x;       // (N, C), rows x_stride apart
+  const bfloat16* weight;  // (Vp, C), rows weight_stride apart
+  const void* targets;     // (N) int64 or int32
+  bool targets_are_int64;
+  const float* dloss;  // one for all rows, or null: 1
+  int64_t rows;        // N
+  int64_t columns;     // Vp
+  int64_t inner;       // C
+  int64_t x_stride;
+  int64_t weight_stride;
+  int64_t vocab_size;  // V, from 1 to Vp
+  int64_t ignore_index;
+  int64_t first_row;  // the number of row 0 in an error, where these are some of a longer list
+};
+
+// Whether this is possible, and faster than a product and a pass.
+bool exp_classifier_takes(const ExpClassifier& p);
+
+int64_t exp_classifier_workspace(const ExpClassifier& p);  // bytes
+
+cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);
+
+// dx (N, C) = factors times the rows of `product`, which is E weight; both are dense, and aligned to 16 bytes.
+cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
+                              Stream stream);
+
+}  // namespace gptkernels::cuda
