@@ -515,3 +515,167 @@ def test_captured_in_a_graph(device):
     graph.replay()
     for a, b in zip(captured, step(), strict=True):
         assert torch.equal(a, b)
+
+
+# ---- exponentials in place of logits (sm_90a) ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exponentials(device, monkeypatch):
+    """Our own product of the head, at every size that it can have."""
+    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90a")
+    monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
+
+
+def head(rows, width, vocabulary, device, scale=0.3):
+    """x, weight, targets of bfloat16: logits of about `scale` sqrt(width)."""
+    torch.manual_seed(rows + width + vocabulary)
+    x = randn(rows, width, dtype=torch.bfloat16, device=device)
+    weight = randn(vocabulary, width, dtype=torch.bfloat16, device=device, scale=scale)
+    return x, weight, torch.randint(vocabulary, (rows,), device=device)
+
+
+def check_head(x, weight, targets, **options):
+    """The loss and both gradients as exact as torch's; the loss by itself has the same bits."""
+
+    def found(function, *tensors, **more):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        loss = function(*leaves, targets, **options, **more)
+        return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+    chunk_size = options.pop("chunk_size", None)
+    ours = found(G.linear_cross_entropy, x, weight, chunk_size=chunk_size)
+    torchs, exact = found(logits_and_loss, x, weight), found(logits_and_loss, x.double(), weight.double())
+    # The rounded logits are most of the loss's error, and it may be near 0 by chance.
+    rounding = 2.0**-9 * F.linear(x.double(), weight.double()).abs().mean().item() / len(x) ** 0.5
+    for name, a, b, c in zip(("loss", "dx", "dweight"), ours, torchs, exact, strict=True):
+        assert_as_exact_as_torch(a, b.to(a.dtype), c, name, rounding if name == "loss" else 0.0)
+    assert torch.equal(ours[0], G.linear_cross_entropy(x, weight, targets, **options, chunk_size=chunk_size))
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "vocabulary", "vocab_size"),
+    [
+        (1, 72, 8, 1),
+        (5, 72, 8, 7),
+        (300, 128, 264, 257),
+        (513, 96, 1000, 993),
+        (255, 768, 4096, 4096),
+        (130, 1600, 50304, 50257),
+    ],
+)
+def test_exponentials(rows, width, vocabulary, vocab_size, exponentials, device):
+    x, weight, targets = head(rows, width, vocabulary, device, scale=0.1)
+    targets %= vocab_size
+    targets[rows // 2 :: 3] = -100 if rows > 1 else 0
+    for reduction in ("mean", "sum"):
+        for chunk_size in (None, 200):
+            check_head(x, weight, targets, vocab_size=vocab_size, reduction=reduction, chunk_size=chunk_size)
+    check_head(x, weight, targets.int(), vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("gradients", [[True, False], [False, True]])
+def test_exponentials_for_one_gradient(gradients, exponentials, device):
+    arguments = (*head(300, 128, 264, device), -1, -100, "mean", -1)
+    both = ops.linear_cross_entropy_with_gradients(*arguments, [True, True])
+    one = ops.linear_cross_entropy_with_gradients(*arguments, gradients)
+    for a, b, wanted in zip(one[1:], both[1:], gradients, strict=True):
+        assert torch.equal(a, b) if wanted else a.numel() == 0
+
+
+def test_exponentials_of_views(exponentials, device):
+    """Rows that are apart, and a gradient of the loss other than 1."""
+    wide, weight, targets = head(300, 256, 528, device)
+    for x, matrix in ((wide[:, 128:], weight[:, 64:192]), (wide[::2, :128], weight[::2, :128])):
+        some = targets[: len(x)] % len(matrix)
+        check_head(x, matrix, some)
+        dloss = torch.tensor(-3.5, device=device)
+        options = (x, matrix, some, -1, -100, "sum", -1, [True, True])
+        found = ops.linear_cross_entropy_backward(dloss, *options)
+        for a, b in zip(found, ops.linear_cross_entropy_with_gradients(*options)[1:], strict=True):
+            torch.testing.assert_close(a, -3.5 * b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
+
+
+def test_exponentials_of_confident_rows(exponentials, device):
+    """A small loss and its gradient keep their digits: nothing is subtracted from 1."""
+    _, weight, targets = head(256, 128, 512, device)
+    for strength in (4, 8, 16):
+        check_head((weight[targets] * strength).contiguous(), weight, targets)
+
+
+@pytest.mark.parametrize("redone", [slice(7, 8), slice(250, 270), slice(None)], ids=["one", "some", "all"])
+def test_exponentials_that_overflow(redone, exponentials, device):
+    """Rows with a loss of more than 100 take their logits; rows beside them do not."""
+    x, weight, targets = head(600, 768, 1000, device)
+    before = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
+    x[redone] *= 50
+    losses = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
+    assert losses[redone].max() > 200
+    others = torch.ones(600, dtype=torch.bool, device=device)
+    others[redone] = False
+    assert torch.equal(losses[others], before[others])
+    check_head(x, weight, targets)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
+def test_exponentials_of_special_values(value, exponentials, device):
+    """What is not finite stays in its row, or nowhere in a row without a loss."""
+    x, weight, targets = head(300, 128, 264, device)
+    arguments = (-1, -100, "sum", -1, [True, True])
+    _, clean, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
+    x[2, 7] = value
+    _, dx, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
+    keep = [i for i in range(300) if i != 2]
+    assert torch.equal(dx[keep], clean[keep])
+    losses = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
+    exact = logits_and_loss(x.double(), weight.double(), targets, reduction="none")
+    assert losses[2].isnan() == exact[2].isnan()
+    targets[2] = -100
+    loss, dx, dweight = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
+    assert loss.isfinite()
+    assert dx.isfinite().all()
+    assert dweight.isfinite().all()
+    assert (dx[2] == 0).all()
+
+
+def test_exponentials_without_a_loss(exponentials, device):
+    x, weight, targets = head(300, 128, 264, device)
+    targets[:] = -100
+    loss, *found = ops.linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "sum", -1, [True, True])
+    assert all((t == 0).all() for t in (loss, *found))
+
+
+def test_exponentials_in_a_graph(exponentials, device):
+    """A replay has rows to redo that the capture had not, and the same bits as a call."""
+    x, weight, targets = head(600, 128, 1000, device)
+    x.requires_grad_()
+    weight.requires_grad_()
+
+    def step():
+        loss = G.linear_cross_entropy(x, weight, targets, chunk_size=512)
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    assert_same_bits(step, vary_threads=False)
+    graph, captured = warmed_up_and_captured(step)
+    with torch.no_grad():
+        x[5] *= 100
+        x[520:530] *= 100
+        targets[::3] = -100
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_kernels_for_sm_90a_run(device):
+    """GPT-2's head, by default: no kernel reads the logits once more."""
+    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90a")
+    x, weight, targets = head(4096, 768, 50304, device, scale=0.02)
+    x.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        G.linear_cross_entropy(x, weight, targets).backward()
+    names = [event.key for event in profile.key_averages()]
+    assert any("ExpFinish" in name for name in names), names
+    assert not any("rows_by" in name and "Forward" in name for name in names), names

@@ -40,17 +40,14 @@ struct GeluTanh {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // The derivative for 16-bit results, s(v) (1 + x v'(x) (1 - s(v))), in half the instructions: with e = e^-v, 1 - s is
-  // e s. x is limited to +-kFar, where e is 2^127 or 2^-127. The approximate instructions flush s, or e, to 0 there,
-  // and the derivative is exactly 0 or 1. An infinite x gives NaN (by x * 0), as the formula does.
+  // The derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to where e^-v is 2^127
+  // or 2^-127: beyond, the approximate instructions make s exactly 0 or 1, and so the derivative. In x s (1 - s) every
+  // finite x is multiplied by that 0, and an infinite one gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
-    const float near = fminf(fmaxf(x, -kFar), kFar);
-    const float square = near * near;
-    const float e = exp_minus_v(near, square);
-    const float s = reciprocal_approximately(1.0f + e);
-    const float slope = near * fmaf(float(3 * kCubic), square, float(kLinear));  // x v'(x)
-    return s * fmaf(slope, e * s, fmaf(x, 0.0f, 1.0f));
+    const float square = fminf(x * x, kFar * kFar);
+    const float s = reciprocal_approximately(1.0f + exp_minus_v(x, square));
+    return fmaf(x * s * (1.0f - s), fmaf(float(3 * kCubic), square, float(kLinear)), s);
   }
 };
 
