@@ -536,7 +536,7 @@ def head(rows, width, vocabulary, device, scale=0.3):
     return x, weight, torch.randint(vocabulary, (rows,), device=device)
 
 
-def check_head(x, weight, targets, **options):
+def check_head(x, weight, targets, chunk_size=None, **options):
     """The loss and both gradients as exact as torch's; the loss by itself has the same bits."""
 
     def found(function, *tensors, **more):
@@ -544,7 +544,6 @@ def check_head(x, weight, targets, **options):
         loss = function(*leaves, targets, **options, **more)
         return loss.detach(), *torch.autograd.grad(loss, leaves)
 
-    chunk_size = options.pop("chunk_size", None)
     ours = found(G.linear_cross_entropy, x, weight, chunk_size=chunk_size)
     torchs, exact = found(logits_and_loss, x, weight), found(logits_and_loss, x.double(), weight.double())
     # The rounded logits are most of the loss's error, and it may be near 0 by chance.
@@ -552,7 +551,7 @@ def check_head(x, weight, targets, **options):
     for name, a, b, c in zip(("loss", "dx", "dweight"), ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(a, b.to(a.dtype), c, name, rounding if name == "loss" else 0.0)
     assert torch.equal(ours[0], G.linear_cross_entropy(x, weight, targets, **options, chunk_size=chunk_size))
-    return ours
+    return torchs[1:], exact[1:]
 
 
 @pytest.mark.parametrize(
@@ -590,24 +589,31 @@ def test_exponentials_of_views(exponentials, device):
     wide, weight, targets = head(300, 256, 528, device)
     for x, matrix in ((wide[:, 128:], weight[:, 64:192]), (wide[::2, :128], weight[::2, :128])):
         some = targets[: len(x)] % len(matrix)
-        check_head(x, matrix, some)
+        torchs, exact = check_head(x, matrix, some, reduction="sum")
         dloss = torch.tensor(-3.5, device=device)
-        options = (x, matrix, some, -1, -100, "sum", -1, [True, True])
-        found = ops.linear_cross_entropy_backward(dloss, *options)
-        for a, b in zip(found, ops.linear_cross_entropy_with_gradients(*options)[1:], strict=True):
-            torch.testing.assert_close(a, -3.5 * b, rtol=2**-7, atol=2**-7 * b.abs().max().item())
+        ours = ops.linear_cross_entropy_backward(dloss, x, matrix, some, -1, -100, "sum", -1, [True, True])
+        for name, a, b, c in zip(("dx", "dweight"), ours, torchs, exact, strict=True):
+            assert_as_exact_as_torch(a, -3.5 * b, -3.5 * c, name)
 
 
-def test_exponentials_of_confident_rows(exponentials, device):
-    """A small loss and its gradient keep their digits: nothing is subtracted from 1."""
-    _, weight, targets = head(256, 128, 512, device)
-    for strength in (4, 8, 16):
-        check_head((weight[targets] * strength).contiguous(), weight, targets)
+@pytest.mark.parametrize("logit", [4, 16, 64])
+def test_exponentials_of_confident_rows(logit, exponentials, device):
+    """A small loss and its gradient keep their digits: nothing is subtracted from 1. The logits are exact."""
+    torch.manual_seed(0)
+    weight = -torch.randint(2, (128, 128), device=device).bfloat16()
+    weight.fill_diagonal_(1)
+    targets = torch.randint(128, (300,), device=device)
+    x = logit * F.one_hot(targets, 128).bfloat16()
+    check_head(x, weight, targets)
+    loss, dx, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, [True, True])
+    exact = logits_and_loss(x.double(), weight.double(), targets)
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=0)
+    assert (dx != 0).any(1).all()
 
 
 @pytest.mark.parametrize("redone", [slice(7, 8), slice(250, 270), slice(None)], ids=["one", "some", "all"])
 def test_exponentials_that_overflow(redone, exponentials, device):
-    """Rows with a loss of more than 100 take their logits; rows beside them do not."""
+    """Rows with a loss of more than 69 take their logits; rows beside them do not."""
     x, weight, targets = head(600, 768, 1000, device)
     before = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
     x[redone] *= 50

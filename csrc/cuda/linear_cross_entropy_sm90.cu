@@ -6,8 +6,8 @@
 //   after     loss, factor, E at the target, factor x
 //   redo      rows that have overflowed: their logits again, and the classifier
 //
-// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit, but only within a factor
-// of 2^69 of the sum. As in the classifier, the sum leaves the target out, so that a small loss keeps its digits.
+// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit. As in the classifier, the
+// sum leaves the target out, so that a small loss keeps its digits.
 #include "common/reduce.cuh"
 #include "fused_classifier.cuh"
 #include "linear_cross_entropy_sm90.h"
@@ -19,9 +19,8 @@ namespace {
 
 using namespace tile_product;
 
-// In powers of 2. E at the target is 2^-58: others below 2^-126, which become 0, are less than 2^-68 of it.
-constexpr float kShift = 58;
-constexpr float kLeast = 0x1p-120f, kMost = 0x1p100f;  // E at the target, and the sum; beyond, the row is redone
+// A row is redone if E at the target, which is about 1, or the sum of all is beyond these.
+constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
 
 // In place of a target.
 constexpr int kNone = -1;  // a row without a loss
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = fmaf(widen(narrow<bfloat16>(logit)), kLog2E, kShift);  // rounded as the product's logits are
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded as the product's logits are
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;

@@ -6,11 +6,11 @@
 
 namespace gptkernels::cuda {
 
-// With c of a row its target's logit + 58 ln 2, and E = exp(logit - c),
+// With c of a row its target's logit, and E = exp(logit - c),
 //   dlogits = factor E   but for the target's column,   factor = dloss / (the sum of E over the V columns).
 // E at the target is minus the sum of the others. Padded columns, and all columns of a row without a loss, are 0.
 //
-// A row whose E overflows (a loss of more than about 100) takes its logits and fused_classifier's kernel: E is its
+// A row whose E overflows (a loss of more than 69) takes its logits and fused_classifier's kernel: E is its
 // dlogits then, and its factor 1.
 struct ExpClassifier {
   bfloat16* exponentials;  // (N, Vp): E
