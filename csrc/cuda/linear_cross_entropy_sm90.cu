@@ -6,8 +6,8 @@
 //   after     loss, factor, E at the target, factor x
 //   redo      rows that have overflowed: their logits again, and the classifier
 //
-// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit. As in the classifier, the
-// sum leaves the target out, so that a small loss keeps its digits.
+// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit. As in the classifier,
+// the sum leaves the target out, so that a small loss keeps its digits.
 #include "common/reduce.cuh"
 #include "fused_classifier.cuh"
 #include "linear_cross_entropy_sm90.h"
@@ -295,7 +295,7 @@ FusedClassifierForward<bfloat16> classifier_of(const ExpClassifier& p) {
           .first_row = p.first_row};
 }
 
-// ---- host code ------------------------------------------------------------------------------------------------------
+// ---- dx -------------------------------------------------------------------------------------------------------------
 
 constexpr int kScaleWarps = 8;
 
@@ -304,6 +304,10 @@ __global__ void __launch_bounds__(kScaleWarps* kWarp)
   const int64_t row = int64_t(blockIdx.x) * kScaleWarps + threadIdx.y;
   if (row < rows) scale_row(dx + row * width, product + row * width, width, factors[row]);
 }
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+constexpr int64_t kTileElements = int64_t{kCluster} * kRows * kColumns;
 
 Operands<bfloat16> operands(const ExpClassifier& p) {
   return {.a = p.x,
@@ -318,12 +322,14 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_takes(const ExpClassifier& p) {
-  constexpr double kBusy = 0.85;
+  constexpr double kUsed = 0.85;        // of the multiprocessors' time on tiles, by what lies within the matrix
   constexpr int64_t kMostTerms = 4096;  // with more the product's own time counts for more than the pass
   const ProductChoice wanted = product_choice();
-  if (wanted == ProductChoice::kCublas) return false;
-  const bool faster = busy(tiles_down(p.rows) * tiles_across(p.columns)) >= kBusy && p.inner <= kMostTerms;
-  return (faster || wanted == ProductChoice::kOwn) && takes(operands(p)) && p.inner % kPack<bfloat16> == 0 &&
+  if (wanted == ProductChoice::kCublas || !takes(operands(p))) return false;
+  const int64_t tiles = tiles_down(p.rows) * tiles_across(p.columns);
+  const double within = static_cast<double>(p.rows * p.columns) / static_cast<double>(tiles * kTileElements);
+  const bool faster = busy(tiles) * within >= kUsed && p.inner <= kMostTerms;
+  return (faster || wanted == ProductChoice::kOwn) && p.inner % kPack<bfloat16> == 0 &&
          all_aligned(p.exponentials, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
 }
 
