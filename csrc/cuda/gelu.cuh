@@ -40,9 +40,9 @@ struct GeluTanh {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // The derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to where e^-v is 2^127
-  // or 2^-127: beyond, the approximate instructions make s exactly 0 or 1, and so the derivative. In x s (1 - s) every
-  // finite x is multiplied by that 0, and an infinite one gives NaN, as in the formula.
+  // The derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to where e^-v is
+  // 2^127 or 2^-127: beyond, the approximate instructions make s exactly 0 or 1, and so the derivative. In x s (1 - s)
+  // every finite x is multiplied by that 0, and an infinite one gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);

@@ -1,4 +1,4 @@
-// Products for sm_90a with a bias, GELU or its gradient.
+// Products for sm_90a with a bias and GELU, or with GELU's gradient.
 #include <algorithm>
 
 #include "common/partial_sums.cuh"
@@ -13,7 +13,7 @@ using namespace tile_product;
 
 [[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` on their way to registers
 
-enum class After { kBias, kGelu, kDgelu };
+enum class After { kGelu, kDgelu };
 
 template <typename T>
 struct MatmulArguments : TileProduct<T> {
@@ -54,7 +54,7 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 template <typename T, After kAfter>
 struct MatmulFinish {
   using Arguments = MatmulArguments<T>;
-  [[maybe_unused]] static constexpr bool kBias = kAfter != After::kDgelu, kMayBeIdle = false;
+  [[maybe_unused]] static constexpr bool kBias = kAfter == After::kGelu, kMayBeIdle = false;
 
 #if GPTKERNELS_WGMMA
   static __device__ int tiles(const Arguments& p) { return p.tiles; }
@@ -93,15 +93,12 @@ struct MatmulFinish {
           const Words product = load_shared(rounded + rounded_offset(r, lane));
           if constexpr (kAfter == After::kGelu) {
             store_global(pre, product);
-            pre += p.columns;
             store_global(out, gelu_of<T>(product));
-          } else if constexpr (kAfter == After::kDgelu) {
+          } else {
             store_global(out, times_derivative<T>(product, ahead[i], sums));
             load_once(ahead[i], pre, r + kAhead < rows);
-            pre += p.columns;
-          } else {
-            store_global(out, product);
           }
+          pre += p.columns;
           out += p.columns;
         }
       }
@@ -167,7 +164,7 @@ bool built() {
 template <typename T>
 bool can_serve(const Matmul<T>& p) {
   const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate && !p.a_sums;
-  if (!plain || p.a_transposed || p.out_ld != p.columns) return false;
+  if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed || p.out_ld != p.columns) return false;
   if (!p.dgelu_at && tiles_across(p.columns) * kColumns > kLongestBias) return false;
   return takes(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
@@ -200,7 +197,6 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
     return cudaErrorNotSupported;
   } else {
     if (p.pre_gelu) return launch_after<T, After::kGelu>(p, nullptr, stream);
-    if (!p.dgelu_at) return launch_after<T, After::kBias>(p, nullptr, stream);
     float* const partials = static_cast<float*>(p.column_sums ? workspace : nullptr);
     const cudaError_t error = launch_after<T, After::kDgelu>(p, partials, stream);
     if (error != cudaSuccess || !partials) return error;
