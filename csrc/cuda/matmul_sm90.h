@@ -1,5 +1,5 @@
-// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias with GELU, and
-// GELU's gradient with its sums over the rows. bfloat16 and float16.
+// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias with GELU,
+// and GELU's gradient with its sums over the rows. bfloat16 and float16.
 #pragma once
 
 #include "matmul.h"
