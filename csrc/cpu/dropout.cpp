@@ -16,8 +16,10 @@ Status dropout_forward(const DropoutForward<T>& p, Stream stream) {
     vectorised([&] {
       const T* x = p.x + begin;
       T* out = p.out + begin;
-      for_each_dropout_factor<A>(dropout, begin, end - begin,
-                                 [&](int64_t i, A factor) { store(out[i], A(x[i]) * factor); });
+      for_each_dropout_factor<A>(dropout, begin, end - begin, [&](int64_t from, int64_t to, const auto& factor) {
+#pragma omp simd
+        for (int64_t i = from; i < to; ++i) store(out[i], A(x[i]) * factor(i));
+      });
     });
   });
   return {};

@@ -66,15 +66,15 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Calls fn(i, factor) for i in [0, size): dropout multiplies element begin + i of dense data by this factor. To be
-// called inside vectorised().
+// Divides [0, size) into runs and calls fn(from, to, factor) for each: dropout multiplies element begin + i of dense
+// data by factor(i), for i in [from, to). Without dropout it is one run of ones. To be called inside vectorised().
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
+  if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });
   const A kept = A(dropout.factor);
   for_each_dropout_run(dropout, begin, begin + size, [&](int64_t from, int64_t to, const uint16_t* bits) {
     const int64_t first = from - begin;
-#pragma omp simd
-    for (int64_t k = 0; k < to - from; ++k) fn(first + k, bits[k] >= dropout.threshold ? kept : A(0));
+    fn(first, to - begin, [&](int64_t i) { return bits[i - first] >= dropout.threshold ? kept : A(0); });
   });
 }
 

@@ -3,12 +3,19 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <vector>
 
 #include "dropout.h"
 #include "simd.h"
 
 namespace gptkernels::cpu {
 namespace {
+
+// A row of `value` in place of a weight or bias that is absent, so that the loops have one form.
+template <typename T>
+std::vector<T> row_if_absent(const T* row, int64_t width, accumulate_t<T> value) {
+  return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
+}
 
 // The row to normalise: x, or dropout(x + x_bias) + residual, which is written to p.sum first.
 template <typename T, typename X>
@@ -19,19 +26,17 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
     if (p.residual == nullptr) return x;
   const T* residual = p.residual + row * p.width;
   T* sum = p.sum + row * p.width;
-  const auto add = [&](const auto& value) {
-    if (dropout.on) {
-      for_each_dropout_factor<A>(dropout, row * p.width, p.width,
-                                 [&](int64_t i, A factor) { store(sum[i], value(i) * factor + A(residual[i])); });
+  const T* bias = p.x_bias;
+  const auto add = [&](int64_t begin, int64_t end, const auto& factor) {
+    if (bias) {
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) store(sum[i], (A(x[i]) + A(bias[i])) * factor(i) + A(residual[i]));
     } else {
 #pragma omp simd
-      for (int64_t i = 0; i < p.width; ++i) store(sum[i], value(i) + A(residual[i]));
+      for (int64_t i = begin; i < end; ++i) store(sum[i], A(x[i]) * factor(i) + A(residual[i]));
     }
   };
-  if (const T* bias = p.x_bias)
-    add([&](int64_t i) { return A(x[i]) + A(bias[i]); });
-  else
-    add([&](int64_t i) { return A(x[i]); });
+  for_each_dropout_factor<A>(dropout, row * p.width, p.width, add);
   return sum;
 }
 
@@ -57,15 +62,8 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
 
   p.mean[row] = mean + rest;
   p.rstd[row] = rstd;
-  if (p.weight && p.bias) {
 #pragma omp simd
-    for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
-  } else {
-    for (int64_t i = 0; i < p.width; ++i) {
-      const A norm = (A(x[i]) - mean - rest) * rstd;
-      store(out[i], norm * (p.weight ? A(p.weight[i]) : A(1)) + (p.bias ? A(p.bias[i]) : A(0)));
-    }
-  }
+  for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
 }
 
 // dweight, dbias and dx_bias are sums over rows. The rows are divided into groups, as many as the number of rows asks
@@ -98,22 +96,26 @@ struct Dropped {
   Dropout dropout = {};
 };
 
-// With g = dout * weight and c = x - mean:  dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)). The first pass over the
-// row computes the sums of g and g * c. Those of c rather than of c * rstd, whose roundings do not cancel: the gradient
-// of a constant dout would not be 0. The pass also adds the row's terms to dweight and dbias, since it has read x and
-// dout.
-template <bool kSums, typename T, typename X, typename Weight>
-void backward_row(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t row,
-                  Partial<accumulate_t<T>> sums, const Weight& weight) {
+// With g = dout * weight and c = x - mean:  dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
+template <typename A>
+struct Means {
+  A g, gc;
+};
+
+// The first pass over a row. Of g * c rather than of g * c * rstd, whose roundings do not cancel: the gradient of a
+// constant dout would not be 0. The pass also adds the row's terms to dweight and dbias, since it has read x and dout.
+template <bool kSums, typename T, typename X>
+Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
   const X* dout = p.dout + row * p.width;
+  const T* weight = p.weight;
   const A mean = p.mean[row];
   const A rstd = p.rstd[row];
   const auto [sum_g, sum_gc] = sum_two<A>(p.width, [&](int64_t i, A& sum_g, A& sum_gc) {
     const A d = A(dout[i]);
     const A c = A(x[i]) - mean;
-    const A g = d * weight(i);
+    const A g = d * A(weight[i]);
     sum_g += g;
     sum_gc += g * c;
     if constexpr (kSums) {
@@ -121,42 +123,57 @@ void backward_row(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, i
       sums.dbias[i] += d;
     }
   });
-  if (!p.dx) return;
+  return {sum_g / A(p.width), sum_gc / A(p.width)};
+}
+
+// Writes a row of dx, and of dresidual, and adds it to the sums of dx_bias.
+template <typename T, typename X>
+void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t row, Means<accumulate_t<T>> means,
+              accumulate_t<T>* dx_bias) {
+  using A = accumulate_t<T>;
+  const T* x = p.x + row * p.width;
+  const X* dout = p.dout + row * p.width;
+  const T* weight = p.weight;
   X* dx = p.dx + row * p.width;
-  const A avg_g = sum_g / A(p.width);
-  const A slope = sum_gc / A(p.width) * rstd * rstd;
-  const auto gradient = [&](int64_t i) { return (A(dout[i]) * weight(i) - avg_g - (A(x[i]) - mean) * slope) * rstd; };
-  const auto write = [&](const auto& value) {
-    if (dropped.dresidual) {
-      T* dresidual = dropped.dresidual + row * p.width;
-      const auto write_both = [&](int64_t i, A factor) {
-        const A found = value(i);
-        store(dresidual[i], found);
-        store(dx[i], found * factor);
-        if constexpr (kSums) sums.dx_bias[i] += found * factor;
-      };
-      if (dropped.dropout.on) {
-        for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, write_both);
+  const A mean = p.mean[row];
+  const A rstd = p.rstd[row];
+  const A avg_g = means.g;
+  const A slope = means.gc * rstd * rstd;
+  const auto gradient = [&](int64_t i) {
+    return (A(dout[i]) * A(weight[i]) - avg_g - (A(x[i]) - mean) * slope) * rstd;
+  };
+  // Calls write(i, gradient) for [begin, end); it returns what dx is before its rounding.
+  const auto write_run = [&](int64_t begin, int64_t end, const auto& write) {
+    const auto with = [&](const auto& value) {
+      if (p.dx_bias) {
+#pragma omp simd
+        for (int64_t i = begin; i < end; ++i) dx_bias[i] += write(i, value(i));
       } else {
 #pragma omp simd
-        for (int64_t i = 0; i < p.width; ++i) write_both(i, A(1));
+        for (int64_t i = begin; i < end; ++i) write(i, value(i));
       }
-    } else if (p.dx_bias) {
-#pragma omp simd
-      for (int64_t i = 0; i < p.width; ++i) {
-        const A found = value(i);
-        store(dx[i], found);
-        sums.dx_bias[i] += found;
-      }
-    } else {
-#pragma omp simd
-      for (int64_t i = 0; i < p.width; ++i) store(dx[i], value(i));
-    }
+    };
+    if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr)
+      with([&](int64_t i) { return gradient(i) + A(dsum[i]); });
+    else
+      with(gradient);
   };
-  if (const T* dsum = p.dsum ? p.dsum + row * p.width : nullptr)
-    write([&](int64_t i) { return gradient(i) + A(dsum[i]); });
-  else
-    write(gradient);
+  if (dropped.dresidual) {
+    T* dresidual = dropped.dresidual + row * p.width;
+    const auto write_both = [&](int64_t begin, int64_t end, const auto& factor) {
+      write_run(begin, end, [&](int64_t i, A found) {
+        store(dresidual[i], found);
+        store(dx[i], found * factor(i));
+        return found * factor(i);
+      });
+    };
+    for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, write_both);
+  } else {
+    write_run(0, p.width, [&](int64_t i, A found) {
+      store(dx[i], found);
+      return found;
+    });
+  }
 }
 
 template <typename T, typename X>
@@ -166,18 +183,10 @@ void backward_group(const LayernormBackward<T, X>& p, const Dropped<T>& dropped,
   const bool sums_wanted = p.dweight || p.dbias || p.dx_bias;
   const auto sums = partial(p, group);
   if (sums_wanted) std::fill_n(sums.dweight, 3 * p.width, accumulate_t<T>(0));
-  const auto rows = [&](const auto& weight) {
-    for (int64_t row = begin; row < end; ++row) {
-      if (sums_wanted)
-        backward_row<true>(p, dropped, row, sums, weight);
-      else
-        backward_row<false>(p, dropped, row, sums, weight);
-    }
-  };
-  if (p.weight)
-    rows([&](int64_t i) { return accumulate_t<T>(p.weight[i]); });
-  else
-    rows([](int64_t) { return accumulate_t<T>(1); });
+  for (int64_t row = begin; row < end; ++row) {
+    const auto means = sums_wanted ? gradient_means<true>(p, row, sums) : gradient_means<false>(p, row, sums);
+    if (p.dx) write_dx(p, dropped, row, means, sums.dx_bias);
+  }
 }
 
 template <typename T, typename X>
@@ -199,7 +208,11 @@ void add_groups(const LayernormBackward<T, X>& p, int64_t groups, int64_t begin,
 }
 
 template <typename T, typename X>
-void forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
+void forward(LayernormForward<T, X> p, const Dropout& dropout, Stream stream) {
+  const auto ones = row_if_absent(p.weight, p.width, 1);
+  const auto zeros = row_if_absent(p.bias, p.width, 0);
+  if (p.weight == nullptr) p.weight = ones.data();
+  if (p.bias == nullptr) p.bias = zeros.data();
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t row = begin; row < end; ++row) forward_row(p, dropout, row);
@@ -208,7 +221,9 @@ void forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream str
 }
 
 template <typename T, typename X>
-void backward(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, Stream stream) {
+void backward(LayernormBackward<T, X> p, const Dropped<T>& dropped, Stream stream) {
+  const auto ones = row_if_absent(p.weight, p.width, 1);
+  if (p.weight == nullptr) p.weight = ones.data();
   const int64_t groups = row_groups(p.rows);
   parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {
     vectorised([&] {
