@@ -10,7 +10,8 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMostItems = 4;      // packs per thread where several warps share a row
+constexpr int kLeastItems = 3;  // packs per thread where several warps share a row; fewer never are the least work
+constexpr int kMostItems = 4;
 constexpr int kMostWarpItems = 7;  // where one warp has a row
 
 // Rows with more elements per thread than this keep 16-bit packs from one pass to the next, not float32 values, which
@@ -57,7 +58,7 @@ RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_thr
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
     if (threads * (items - 1) >= packs && items > 1) continue;  // the same threads need one item less
     const int64_t most = max_threads(items);
-    if (threads > most || (items > kMostItems && threads > kWarp)) continue;
+    if (threads > most || (threads > kWarp && (items < kLeastItems || items > kMostItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
     const int64_t cost = shared * (items * kPack<T> + kSumsCost);
     if (best.items == 0 || cost < least) best = {int(threads), items, packs == threads * items}, least = cost;
@@ -79,7 +80,7 @@ void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)
     with_constant<1, kMostWarpItems>(shape.items, [&](auto i) { with_items(std::type_identity<Warp>(), i); });
   else
-    with_constant<1, kMostItems>(shape.items, [&](auto i) { with_items(std::type_identity<Team>(), i); });
+    with_constant<kLeastItems, kMostItems>(shape.items, [&](auto i) { with_items(std::type_identity<Team>(), i); });
 }
 
 }  // namespace gptkernels::cuda
