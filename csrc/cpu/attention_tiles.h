@@ -293,29 +293,37 @@ void few_scores(A* scores, const Tile& tile, A sign, Rows<A> query, int64_t widt
   }
 }
 
+// Room on the stack for heads of up to kSize channels. What works in it takes any size, and is compiled once.
 template <typename A, int kSize>
-struct alignas(64) ForwardScratch {
-  A query[kSize * kTile];  // transposed, unless there are few
-  A out[kSize * kTile];    // as query
-  A key[kTile * kSize];
-  A value[kTile * kSize];
-  A scores[kTile * kTile];
+struct alignas(64) ForwardRoom {
+  A rows[4][kSize * kTile];
+};
+
+template <typename A>
+struct ForwardScratch {
+  template <int kSize>
+  explicit ForwardScratch(ForwardRoom<A, kSize>& room)
+      : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
+
+  A* query;  // transposed, unless there are few
+  A* out;    // as query
+  A* key;
+  A* value;
+  alignas(64) A scores[kTile * kTile];
   A keep[kTile * kTile];
   A maximum[kTile];
   A sum[kTile];
   A decay[kTile];
 };
 
-// Not inlined, so that its scratch is on the stack once.
-template <int kSize, typename T>
-[[gnu::noinline]] void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
-                                     int64_t query) {
+template <typename T>
+void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
+                   ForwardScratch<accumulate_t<T>>& at) {
   using A = accumulate_t<T>;
   using V = Vector<A>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
-  ForwardScratch<A, kSize> at;
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
 
@@ -406,28 +414,46 @@ template <int kSize, typename T>
 }
 
 // Tiles of queries [begin, end) of all heads, in pairs of an early and a late one: all pairs see equally many keys.
+// Not inlined, so that the room for one size alone is on the stack.
 template <int kSize, typename T>
-void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
+[[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
+  ForwardRoom<accumulate_t<T>, kSize> room;
+  ForwardScratch<accumulate_t<T>> scratch(room);
   const int64_t tiles = up_to(p.sizes.queries, kTile) / kTile, pairs = (tiles + 1) / 2;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t b = task / pairs / p.sizes.heads, h = task / pairs % p.sizes.heads, first = task % pairs;
-    forward_tiles<kSize>(p, dropout, b, h, first * kTile);
-    if (const int64_t last = tiles - 1 - first; last != first) forward_tiles<kSize>(p, dropout, b, h, last * kTile);
+    forward_tiles(p, dropout, b, h, first * kTile, scratch);
+    if (const int64_t last = tiles - 1 - first; last != first) forward_tiles(p, dropout, b, h, last * kTile, scratch);
   }
 }
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
 template <typename A, int kSize>
-struct alignas(64) BackwardScratch {
-  A query_transposed[kSize * kTile];
-  A dout_transposed[kSize * kTile];
-  A dquery[kSize * kTile];  // transposed
-  A query[kTile * kSize];
-  A dout[kTile * kSize];
-  A key[kTile * kSize];
-  A value[kTile * kSize];
-  A probabilities[kTile * kTile];
+struct alignas(64) BackwardRoom {
+  A rows[7][kSize * kTile];
+};
+
+template <typename A>
+struct BackwardScratch {
+  template <int kSize>
+  explicit BackwardScratch(BackwardRoom<A, kSize>& room)
+      : query_transposed(room.rows[0]),
+        dout_transposed(room.rows[1]),
+        dquery(room.rows[2]),
+        query(room.rows[3]),
+        dout(room.rows[4]),
+        key(room.rows[5]),
+        value(room.rows[6]) {}
+
+  A* query_transposed;
+  A* dout_transposed;
+  A* dquery;  // transposed
+  A* query;
+  A* dout;
+  A* key;
+  A* value;
+  alignas(64) A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
   A logsumexp[kTile];  // its negative, in units of ln 2, in two parts
@@ -459,14 +485,13 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
 }
 
 // One tile of queries of head h against all its keys: writes dquery, adds to dkey and dvalue (Tk, size up to 16).
-template <int kSize, typename T>
-[[gnu::noinline]] void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h,
-                                      int64_t query, accumulate_t<T>* dkey, accumulate_t<T>* dvalue) {
+template <typename T>
+void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
+                    accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
   using A = accumulate_t<T>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
-  BackwardScratch<A, kSize> at;
   Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
   const bool few = tile.rows <= kFewQueries;
@@ -574,8 +599,11 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
 // heads that read one head of the keys, from the front and from the back in turn. The only task of a head of keys
 // writes their gradients, and leaves its sums, which are in the cache, to the next one.
 template <int kSize, typename T>
-void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits, int64_t begin, int64_t end) {
+[[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
+                                      int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
+  BackwardRoom<A, kSize> room;
+  BackwardScratch<A> scratch(room);
   const AttentionSizes& s = p.sizes;
   const int64_t tiles = up_to(s.queries, kTile) / kTile, shared = s.heads / s.key_heads;
   const int64_t slab = s.keys * up_to(s.head_size, 16);
@@ -586,7 +614,7 @@ void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64
     for (int64_t unit = 0; unit * splits < shared * tiles; ++unit) {
       const int64_t i = unit * splits + (unit % 2 ? splits - 1 - split : split);
       if (i < shared * tiles)
-        backward_tiles<kSize>(p, dropout, b, kh * shared + i / tiles, i % tiles * kTile, dkey, dkey + slab);
+        backward_tiles(p, dropout, b, kh * shared + i / tiles, i % tiles * kTile, dkey, dkey + slab, scratch);
     }
     if (splits == 1) add_splits(p, b, kh, 0, s.keys, dkey, 1);
   }
