@@ -17,6 +17,8 @@ ROWS = [0, 1, 5]
 VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+# All that an op's registration, which opcheck checks, can tell apart: sums are float64 beside float64, else float32.
+registered_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 all_widths = pytest.mark.parametrize("width", WIDTHS)
 all_rows = pytest.mark.parametrize("rows", ROWS)
 all_views = pytest.mark.parametrize("view", VIEWS)

@@ -180,8 +180,8 @@ def test_probabilities_are_not_differentiable(device):
     assert not probs.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype, device):
+def test_opcheck(device):
+    dtype = torch.bfloat16  # float32 is test_every_op_passes'
     qkv, dout = (t.requires_grad_() for t in inputs((2, 5, 2, 3), dtype, device))
     torch.library.opcheck(ops.attention_probabilities, (qkv, 2))
     torch.library.opcheck(ops.attention_probabilities, (qkv, 2, 0.5))

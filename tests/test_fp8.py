@@ -479,8 +479,8 @@ WITHOUT_SUMS = ("test_schema", "test_autograd_registration", "test_faketensor")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
-@all_dtypes
-def test_opcheck(dtype, device):
+def test_opcheck(device):
+    dtype = torch.bfloat16  # float32 is test_every_op_passes'
     check = torch.library.opcheck
     x, weight, bias = inputs(20, 32, 48, dtype, device)
     proj = randn(16, 48, dtype=dtype, device=device)

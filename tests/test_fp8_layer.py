@@ -262,9 +262,8 @@ WITHOUT_PRODUCTS = "test_autograd_registration", "test_faketensor", "test_aot_di
 
 
 @pytest.mark.parametrize("values", [True, False])
-@all_dtypes
-def test_opcheck(dtype, values, device):
-    args = arguments(dtype, device, values)
+def test_opcheck(values, device):
+    args = arguments(torch.bfloat16, device, values)  # float32 is test_every_op_passes'
     torch.library.opcheck(ops.fp8_layer, (*args, *OPTIONS))
     outputs = ops.fp8_layer(*args, *OPTIONS)
     for mask in ([True] * 14, [False, True] * 7, [False] * 14):

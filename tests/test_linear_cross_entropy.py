@@ -429,7 +429,7 @@ def test_dynamic_export(options, device):
     torch.testing.assert_close(exported.module()(*arguments), function(*arguments))
 
 
-@all_dtypes
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)  # float16 keeps no gradients
 @all_reductions
 def test_opcheck(reduction, dtype, device):
     x, weight, targets = problem(2, 3, dtype=dtype, device=device, requires_grad=True)

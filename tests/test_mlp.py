@@ -287,8 +287,8 @@ def test_gradcheck(device):
     assert torch.autograd.gradgradcheck(lambda *t: ours(t[0], t[1], None, t[2], None), (x, fc_weight, proj_weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck(dtype, device):
+def test_opcheck(device):
+    dtype = torch.bfloat16  # float32 is test_every_op_passes'
     args = [t.requires_grad_() for t in inputs(4, 8, 16, dtype, device)]
     torch.library.opcheck(ops.mlp, args)
     x, fc_weight, _, proj_weight, _ = args

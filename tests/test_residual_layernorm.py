@@ -21,6 +21,7 @@ from helpers import (
     numbers,
     raises,
     randn,
+    registered_dtypes,
     tolerance,
 )
 from test_layernorm import standardised
@@ -243,7 +244,7 @@ def test_gradcheck(device):
     assert torch.autograd.gradgradcheck(lambda *args: ours(*args, None, None)[1] ** 2, (x, residual))
 
 
-@all_dtypes
+@registered_dtypes
 def test_opcheck(dtype, device):
     x, residual, weight, bias = (t.requires_grad_() for t in inputs(4, 7, dtype, device))
     torch.library.opcheck(ops.residual_layernorm, (x, residual, weight, bias))
@@ -386,7 +387,7 @@ def test_gradcheck_with_a_bias_of_x(device):
         assert torch.autograd.gradgradcheck(lambda *args: ours_biased(*args)[1] ** 2, args)
 
 
-@all_dtypes
+@registered_dtypes
 def test_opcheck_with_a_bias_of_x(dtype, device):
     x, residual, weight, bias = (t.requires_grad_() for t in inputs(4, 7, dtype, device))
     x_bias = randn(7, dtype=dtype, device=device, requires_grad=True)
@@ -614,7 +615,7 @@ def test_dropout_gradcheck(make, device):
         assert torch.autograd.gradgradcheck(lambda *args, f=ours: f(*args, None, None)[1] ** 2, (x, residual))
 
 
-@all_dtypes
+@registered_dtypes
 def test_dropout_opcheck(dtype, device):
     x, residual, weight, bias, x_bias = args = [t.requires_grad_() for t in biased_inputs(4, 7, dtype, device)]
     dropout = 0.3, *numbers(device)
