@@ -1263,8 +1263,7 @@ def test_opcheck(device):
     q, k, v, dout = (t.requires_grad_() for t in tensors(2, 4, 2, 5, 7, 3, torch.float32, device))
     op, backward = ops.scaled_dot_product_attention, ops.scaled_dot_product_attention_backward
     bounds = [torch.tensor([0, 3], dtype=torch.int32, device=device), None]
-    for options in (
-        (),
+    for options in (  # causality alone is test_every_op_passes'
         (None, 0.0, True, None, 2),
         (torch.rand(5, 7, device=device) < 0.5, 0.5, False, 0.3, 0, *bounds, *numbers(device)),
     ):

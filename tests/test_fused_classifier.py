@@ -140,6 +140,8 @@ def test_padded_columns_take_no_part(vocab_size, width, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wherever_a_row_is_kept(width, dtype, device):
     """On CUDA: registers, shared memory of a part of a multiprocessor, of one, of two or more, or nowhere."""
+    if device.type == "cpu" and width > 131072:
+        pytest.skip("a CPU keeps no row")
     check(*inputs(9, width, dtype, device))
     check(*inputs(2, width + 1, dtype, device))
 
@@ -148,7 +150,7 @@ def test_wherever_a_row_is_kept(width, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_follow_each_other(width, dtype, device):
     """More rows than a device holds at a time, with ignored ones among them: slots are loaded again, or skipped."""
-    logits, targets, _ = inputs(1200, width, dtype, device)
+    logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
     losses, dlogits = ops.fused_classifier(logits, targets)
     in_place_losses, in_place_dlogits = in_place(logits, targets)
