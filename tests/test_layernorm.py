@@ -86,6 +86,7 @@ def test_many_rows(rows, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_wherever_a_row_is_kept(rows, width, dtype, device):
     """One warp's registers, several warps', shared memory with rows following each other, nowhere."""
+    rows = min(rows, 1100) if device.type == "cpu" else rows  # all of a CPU's groups of rows, some one row larger
     check(inputs(rows, width, dtype, device), randn(rows, width, dtype=dtype, device=device))
 
 
