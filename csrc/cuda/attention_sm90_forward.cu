@@ -591,9 +591,9 @@ template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
   const bool dropout = p.dropout.probability > 0;
   const auto masked = [&]<int HS, Masks kMasks>() {
-    if constexpr (HS == 64 || kMasks == Masks::kBool)  // nothing else has dropout
-      if (dropout) return launch<T, HS, false, true, false, kMasks>(p, stream);
-    return launch<T, HS, false, false, false, kMasks>(p, stream);
+    if (!dropout) return launch<T, HS, false, false, false, kMasks>(p, stream);
+    if constexpr (HS == 64 || kMasks == Masks::kBool) return launch<T, HS, false, true, false, kMasks>(p, stream);
+    return cudaErrorNotSupported;  // attention_forward_sm90_serves() excludes it
   };
   const auto with = [&]<int HS, bool kCausal>() {
     if constexpr (!kCausal)
