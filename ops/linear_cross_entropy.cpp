@@ -133,16 +133,16 @@ std::optional<Chunk> exponentials(const Launcher& launcher, const CrossEntropy& 
   const Matrix x = part(p.x, begin, count);
   const bool rows_only = x.column_stride == 1 && p.weight.column_stride == 1 && !(dloss && dloss->dim() != 0);
   if (x.tensor.scalar_type() != ScalarType::BFloat16 || !rows_only) return std::nullopt;
-  const auto target = chunk_classifier<bfloat16>(p, losses, out, begin, count);
+  const auto classic = chunk_classifier<bfloat16>(p, losses, out, begin, count);
   ExpClassifier classifier = {.exponentials = pointer<bfloat16>(out.tensor),
                               .gradients = gradients.want_x || gradients.want_weight,
                               .factors = nullptr,
                               .scaled_x = nullptr,
-                              .losses = target.losses,
+                              .losses = classic.losses,
                               .x = pointer<bfloat16>(x.tensor) + x.offset,
                               .weight = pointer<bfloat16>(p.weight.tensor) + p.weight.offset,
-                              .targets = target.targets,
-                              .targets_are_int64 = target.targets_are_int64,
+                              .targets = classic.targets,
+                              .targets_are_int64 = classic.targets_are_int64,
                               .dloss = pointer<float>(dloss),
                               .rows = count,
                               .columns = p.columns(),

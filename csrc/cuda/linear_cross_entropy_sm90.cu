@@ -1,5 +1,5 @@
-// Exponentials of the logits in place of the logits. A pass over them, which reads and writes as many bytes as the
-// three products of the head together, is saved: the finishing warps of the product have the time for it.
+// Exponentials of the logits in place of the logits. The classifier's pass over them, which reads and writes all, is
+// saved: the finishing warps of the product have the time for it.
 //
 //   before    a row's shift c, from its target's logit, which a warp computes by itself
 //   product   E = e^(logit - c), without the target's; the sums of every 256 columns; E at the target by itself
@@ -105,12 +105,12 @@ struct ExpArguments : TileProduct<bfloat16> {
 
 // Sums of four rows over the lanes: of row i to the lanes 8i to 8i + 7.
 __device__ float reduce_four(const float (&of_row)[4], int lane) {
-  const bool upper = lane & 16, odd = lane & 8;
-  float first = upper ? of_row[2] : of_row[0], second = upper ? of_row[3] : of_row[1];
-  first += __shfl_xor_sync(~0u, upper ? of_row[0] : of_row[2], 16);
-  second += __shfl_xor_sync(~0u, upper ? of_row[1] : of_row[3], 16);
-  float sum = odd ? second : first;
-  sum += __shfl_xor_sync(~0u, odd ? first : second, 8);
+  const bool last_two = lane & 16, second = lane & 8;  // of the rows that this lane keeps
+  float even = last_two ? of_row[2] : of_row[0], odd = last_two ? of_row[3] : of_row[1];
+  even += __shfl_xor_sync(~0u, last_two ? of_row[0] : of_row[2], 16);
+  odd += __shfl_xor_sync(~0u, last_two ? of_row[1] : of_row[3], 16);
+  float sum = second ? odd : even;
+  sum += __shfl_xor_sync(~0u, second ? even : odd, 8);
 #pragma unroll
   for (int distance = 4; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
   return sum;
@@ -119,7 +119,7 @@ __device__ float reduce_four(const float (&of_row)[4], int lane) {
 #endif
 
 // Columns of tiles come one after the other: their part of the weight is read from memory once, and x from the L2
-// cache. kRedo: only blocks with rows to be redone, of which the logits are stored.
+// cache. kOfRedo: only blocks with rows to be redone, of which the logits are stored.
 template <bool kOfRedo>
 struct ExpFinish {
   using Arguments = ExpArguments;
@@ -213,8 +213,7 @@ struct ExpFinish {
 
 constexpr int kAfterRows = 32, kAfterParts = 8;  // of a block; threads that add up a row's sums
 
-// Returns the row's factor. The target's gradient is most of a row's, so it is that one which the factor makes exact of
-// the rounded E.
+// Returns the row's factor, with which the target's gradient is exact though its E is rounded: it is most of the row's.
 __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
   const int target = state.targets[row];
   if (target == kNone) {
