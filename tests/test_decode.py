@@ -77,6 +77,8 @@ def logits_of_all(model, tokens):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_the_formula(shape, batch, dtype, device):
+    if device.type == "cpu" and shape == "wide" and batch == 1:
+        pytest.skip("slow on a CPU, which has one kernel for all")
     model = make(dtype, device, **SHAPES[shape])
     tokens = torch.randint(65, (batch, min(model.config.block_size, 12)), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
@@ -90,6 +92,8 @@ def test_against_the_formula(shape, batch, dtype, device):
 )
 def test_one_long_sequence(shape, dtype, device):
     """Its keys are spread over the blocks of a cluster."""
+    if device.type == "cpu" and shape == "124M":
+        pytest.skip("slow on a CPU, which has one kernel for all")
     layers = {} if shape == "256" else {"n_layer": 1}
     model = make(dtype, device, **SHAPES[shape] | layers, block_size=1024)
     tokens = torch.randint(65, (1, 1024), device=device)

@@ -529,7 +529,7 @@ def test_dropout_probabilities_and_unused_outputs(used, p, dtype, device):
 @pytest.mark.parametrize("width", [96, 512, 768, 1000, 1024, 1600, 2048, 3072, 8192])
 @all_dtypes
 def test_dropout_of_many_rows(width, dtype, device):
-    rows = 400_000 // width
+    rows = (400_000 if device.type == "cuda" else 100_000) // width
     douts = [randn(rows, width, dtype=dtype, device=device) for _ in range(2)]
     for make in (inputs, biased_inputs):
         check_dropout(make(rows, width, dtype, device), douts, 0.2, *numbers(device))
