@@ -100,7 +100,7 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
-# torch's 2500 files of Python are compiled when they are imported, if they ever are.
+# torch's Python files are compiled when they are imported, if they ever are.
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --no-compile torch==$(TORCH)
