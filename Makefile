@@ -100,10 +100,9 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------
 
-# torch's Python files are compiled when they are imported, if they ever are.
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --no-compile torch==$(TORCH)
+	.venv/bin/pip install --quiet torch==$(TORCH)
 	.venv/bin/pip install --quiet -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
