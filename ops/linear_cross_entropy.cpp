@@ -117,71 +117,48 @@ struct Gradients {
         dweight(allocate(want_weight ? shape_of(weight) : Shape{0}, dweight_dtype, weight)) {}
 };
 
-// What a chunk leaves in the place of its logits: their gradient, or what `factors` make of it row by row.
-struct Chunk {
-  Matrix dlogits;
-  Matrix x;                // whose product with dlogits is the gradient of the weight
-  OptionalTensor factors;  // (rows), or absent
-};
-
 #ifdef GPTKERNELS_CUDA
 
-// The losses, and the gradient of the logits but for a factor of each row, where no pass over the logits is needed.
-std::optional<Chunk> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
-                                  const Matrix& out, const OptionalTensor& dloss, const Gradients& gradients,
-                                  int64_t begin, int64_t count) {
+// Rows begin .. begin + count without a pass over their logits, where that is possible: their losses, their dx, and in
+// dlogits what becomes the gradient by a factor of each row. Returns the rows of x with these factors, for dweight.
+std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
+                                   const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
+                                   int64_t begin, int64_t count) {
   const Matrix x = part(p.x, begin, count);
   const bool rows_only = x.column_stride == 1 && p.weight.column_stride == 1 && !(dloss && dloss->dim() != 0);
   if (x.tensor.scalar_type() != ScalarType::BFloat16 || !rows_only) return std::nullopt;
-  const auto classic = chunk_classifier<bfloat16>(p, losses, out, begin, count);
-  ExpClassifier classifier = {.exponentials = pointer<bfloat16>(out.tensor),
-                              .gradients = gradients.want_x || gradients.want_weight,
-                              .factors = nullptr,
-                              .scaled_x = nullptr,
-                              .losses = classic.losses,
-                              .x = pointer<bfloat16>(x.tensor) + x.offset,
-                              .weight = pointer<bfloat16>(p.weight.tensor) + p.weight.offset,
-                              .targets = classic.targets,
-                              .targets_are_int64 = classic.targets_are_int64,
-                              .dloss = pointer<float>(dloss),
-                              .rows = count,
-                              .columns = p.columns(),
-                              .inner = x.columns,
-                              .x_stride = x.row_stride,
-                              .weight_stride = p.weight.row_stride,
-                              .vocab_size = p.vocab_size,
-                              .ignore_index = p.ignore_index,
-                              .first_row = begin};
+  ExpClassifier classifier = {chunk_classifier<bfloat16>(p, losses, dlogits, begin, count)};
+  classifier.dlogits = pointer<bfloat16>(dlogits.tensor) + dlogits.offset;
+  classifier.dlosses = pointer<float>(dloss);
+  classifier.x = pointer<bfloat16>(x.tensor) + x.offset;
+  classifier.weight = pointer<bfloat16>(p.weight.tensor) + p.weight.offset;
+  classifier.inner = x.columns;
+  classifier.x_stride = x.row_stride;
+  classifier.weight_stride = p.weight.row_stride;
   if (!exp_classifier_takes(classifier)) return std::nullopt;
-  Chunk chunk = {.dlogits = out, .x = x, .factors = std::nullopt};
-  if (classifier.gradients) {
-    chunk.factors = allocate({count}, ScalarType::Float, x.tensor);
-    classifier.factors = pointer<float>(chunk.factors);
-  }
-  if (gradients.want_weight) {
-    chunk.x = matrix(allocate({count, x.columns}, x.tensor));
-    classifier.scaled_x = pointer<bfloat16>(chunk.x.tensor);
-  }
+  OptionalTensor factors;
+  if (gradients.want_x || gradients.want_weight) factors = allocate({count}, ScalarType::Float, x.tensor);
+  const Matrix scaled = gradients.want_weight ? matrix(allocate({count, x.columns}, x.tensor)) : x;
+  classifier.factors = pointer<float>(factors);
+  classifier.scaled_x = gradients.want_weight ? pointer<bfloat16>(scaled.tensor) : nullptr;
   const Tensor scratch = workspace(exp_classifier_workspace(classifier), x.tensor);
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
-  return chunk;
-}
-
-// dx = dlogits weight, times the factors before it is rounded.
-void scaled_product(const Launcher& launcher, const Matrix& dx, const Chunk& chunk, const Matrix& weight) {
-  const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
-  matmul(launcher, matrix(product), chunk.dlogits, weight);
-  launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
-                                   pointer<float>(chunk.factors), dx.rows, dx.columns, launcher.stream()));
+  if (gradients.want_x) {  // the factors come before the product is rounded
+    const Matrix dx = part(matrix(gradients.dx), begin, count);
+    const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
+    matmul(launcher, matrix(product), dlogits, p.weight);
+    launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
+                                     pointer<float>(factors), dx.rows, dx.columns, launcher.stream()));
+  }
+  return scaled;
 }
 
 #else
 
-std::optional<Chunk> exponentials(const Launcher&, const CrossEntropy&, const Tensor&, const Matrix&,
-                                  const OptionalTensor&, const Gradients&, int64_t, int64_t) {
+std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const Tensor&, const Matrix&,
+                                   const OptionalTensor&, const Gradients&, int64_t, int64_t) {
   return std::nullopt;
 }
-void scaled_product(const Launcher&, const Matrix&, const Chunk&, const Matrix&) {}
 
 #endif
 
@@ -199,18 +176,14 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
   do {  // also once for no rows: their sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
-    std::optional<Chunk> done;
-    if (!logits) done = exponentials(launcher, p, losses, here, dlosses, gradients, begin, count);
-    if (!done) {
+    std::optional<Matrix> x;
+    if (!logits) x = exponentials(launcher, p, losses, here, dlosses, gradients, begin, count);
+    if (!x) {
+      x = part(p.x, begin, count);
       classify(launcher, p, losses, logits ? part(matrix(*logits), begin, count) : here, here, dlosses, begin, count);
-      done = Chunk{.dlogits = here, .x = part(p.x, begin, count), .factors = std::nullopt};
+      if (gradients.want_x) matmul(launcher, part(matrix(gradients.dx), begin, count), here, p.weight);
     }
-    if (gradients.want_x) {
-      const Matrix dx = part(matrix(gradients.dx), begin, count);
-      done->factors ? scaled_product(launcher, dx, *done, p.weight) : matmul(launcher, dx, done->dlogits, p.weight);
-    }
-    if (gradients.want_weight)
-      matmul(launcher, matrix(sum), done->dlogits.transposed(), done->x, {.accumulate = begin > 0});
+    if (gradients.want_weight) matmul(launcher, matrix(sum), here.transposed(), *x, {.accumulate = begin > 0});
     begin += count;
   } while (begin < p.rows());
   if (gradients.want_weight && sum.get() != gradients.dweight.get()) {

@@ -14,7 +14,7 @@ from benchmarks.harness import roof
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
 BEFORE_PRODUCT = re.compile(r"Memset")  # which cuBLAS launches with it
-NO_PRODUCT = re.compile(r"ExpFinish<true>")  # of rows that are done again: there are none
+REDO = "ExpFinish<true>"  # a product of rows that are done again: there are none
 AFTER_PRODUCT = re.compile(r"splitKreduce|weight_segments")  # which adds up what blocks have of a product
 
 # What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
@@ -143,7 +143,7 @@ def pieces(
 def _what(launch: Launch, products: collections.Counter) -> str:
     """The part of the op; `products` counts each call's."""
     names = PRODUCTS.get(launch.op)
-    if names and PRODUCT.search(launch.kernel) and not NO_PRODUCT.search(launch.kernel):
+    if names and PRODUCT.search(launch.kernel) and REDO not in launch.kernel:
         products[launch.call] += 1
         return names[(products[launch.call] - 1) % len(names)]
     if names and BEFORE_PRODUCT.search(launch.kernel):
@@ -153,7 +153,7 @@ def _what(launch: Launch, products: collections.Counter) -> str:
     if not names:
         return ""
     parts = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
-    parts |= {"exp_classifier": "factors", "ExpFinish<true>": "factors"}
+    parts |= {"exp_classifier": "factors", REDO: "factors"}
     parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
     if launch.op.startswith("fp8_layer"):
         parts |= {"layernorm": "norms", "attention": "attention"}

@@ -294,15 +294,15 @@ void few_scores(A* scores, const Tile& tile, A sign, Rows<A> query, int64_t widt
 }
 
 // Room on the stack for heads of up to kSize channels. What works in it takes any size, and is compiled once.
-template <typename A, int kSize>
-struct alignas(64) ForwardRoom {
-  A rows[4][kSize * kTile];
+template <typename A, int kSize, int kArrays>
+struct alignas(64) Room {
+  A rows[kArrays][kSize * kTile];
 };
 
 template <typename A>
 struct ForwardScratch {
   template <int kSize>
-  explicit ForwardScratch(ForwardRoom<A, kSize>& room)
+  explicit ForwardScratch(Room<A, kSize, 4>& room)
       : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
 
   A* query;  // transposed, unless there are few
@@ -417,7 +417,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
 // Not inlined, so that the room for one size alone is on the stack.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
-  ForwardRoom<accumulate_t<T>, kSize> room;
+  Room<accumulate_t<T>, kSize, 4> room;
   ForwardScratch<accumulate_t<T>> scratch(room);
   const int64_t tiles = up_to(p.sizes.queries, kTile) / kTile, pairs = (tiles + 1) / 2;
   for (int64_t task = begin; task < end; ++task) {
@@ -429,15 +429,10 @@ template <int kSize, typename T>
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-template <typename A, int kSize>
-struct alignas(64) BackwardRoom {
-  A rows[7][kSize * kTile];
-};
-
 template <typename A>
 struct BackwardScratch {
   template <int kSize>
-  explicit BackwardScratch(BackwardRoom<A, kSize>& room)
+  explicit BackwardScratch(Room<A, kSize, 7>& room)
       : query_transposed(room.rows[0]),
         dout_transposed(room.rows[1]),
         dquery(room.rows[2]),
@@ -602,7 +597,7 @@ template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
-  BackwardRoom<A, kSize> room;
+  Room<A, kSize, 7> room;
   BackwardScratch<A> scratch(room);
   const AttentionSizes& s = p.sizes;
   const int64_t tiles = up_to(s.queries, kTile) / kTile, shared = s.heads / s.key_heads;

@@ -8,6 +8,8 @@
 //
 // E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit. As in the classifier,
 // the sum leaves the target out, so that a small loss keeps its digits.
+#include <utility>
+
 #include "common/reduce.cuh"
 #include "fused_classifier.cuh"
 #include "linear_cross_entropy_sm90.h"
@@ -40,7 +42,7 @@ struct RowState {
 };
 
 int64_t workspace_words(const ExpClassifier& p) {
-  return (3 + tiles_across(p.columns)) * p.rows + 2 * tiles_down(p.rows) + 1;
+  return (3 + tiles_across(p.width)) * p.rows + 2 * tiles_down(p.rows) + 1;
 }
 
 RowState row_state(const ExpClassifier& p, void* workspace) {
@@ -51,7 +53,7 @@ RowState row_state(const ExpClassifier& p, void* workspace) {
   return {.shifts = floats(p.rows),
           .targets = ints(p.rows),
           .at_target = floats(p.rows),
-          .sums = floats(tiles_across(p.columns) * p.rows),
+          .sums = floats(tiles_across(p.width) * p.rows),
           .block_redo = ints(tiles_down(p.rows)),
           .redo_blocks = ints(tiles_down(p.rows)),
           .redo_count = ints(1)};
@@ -231,8 +233,8 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   const float ratio = others / own;
   p.losses[row] = isinf(ratio) ? logf(others) - logf(own) : log1pf(ratio);
   const bfloat16 rounded = narrow<bfloat16>(others);
-  if (p.gradients) p.exponentials[row * p.columns + target] = -rounded;
-  return (p.dloss ? *p.dloss : 1.0f) / sum * (others > kLeast ? others / widen(rounded) : 1.0f);
+  if (p.factors) p.dlogits[row * p.width + target] = -rounded;
+  return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kLeast ? others / widen(rounded) : 1.0f);
 }
 
 // By a warp. A factor of 0 makes 0 of any number.
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(kAfterRows* kAfterParts)
 #pragma unroll
     for (int i = 1; i < kAfterParts; ++i) sum += parts[i][threadIdx.x];
     const float factor = finish_row(p, state, row, sum);
-    if (p.gradients) p.factors[row] = factor;
+    if (p.factors) p.factors[row] = factor;
     factors[threadIdx.x] = factor;
   }
   if (!p.scaled_x) return;
@@ -277,21 +279,6 @@ __global__ void __launch_bounds__(kSimpleThreads)
   if (*state.redo_count == 0) return;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x)
     if (state.targets[row] == kRedo) classify_row<kPack<bfloat16>>(p, row);
-}
-
-FusedClassifierForward<bfloat16> classifier_of(const ExpClassifier& p) {
-  return {.losses = p.losses,
-          .dlogits = p.exponentials,
-          .logits = p.exponentials,
-          .targets = p.targets,
-          .targets_are_int64 = p.targets_are_int64,
-          .dlosses = p.dloss,
-          .dlosses_per_row = false,
-          .rows = p.rows,
-          .width = p.columns,
-          .vocab_size = p.vocab_size,
-          .ignore_index = p.ignore_index,
-          .first_row = p.first_row};
 }
 
 // ---- dx -------------------------------------------------------------------------------------------------------------
@@ -312,7 +299,7 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
   return {.a = p.x,
           .b = p.weight,
           .rows = p.rows,
-          .columns = p.columns,
+          .columns = p.width,
           .inner = p.inner,
           .a_ld = p.x_stride,
           .b_ld = p.weight_stride};
@@ -325,11 +312,11 @@ bool exp_classifier_takes(const ExpClassifier& p) {
   constexpr int64_t kMostTerms = 4096;  // with more the product's own time counts for more than the pass
   const ProductChoice wanted = product_choice();
   if (wanted == ProductChoice::kCublas || !takes(operands(p))) return false;
-  const int64_t tiles = tiles_down(p.rows) * tiles_across(p.columns);
-  const double within = static_cast<double>(p.rows * p.columns) / static_cast<double>(tiles * kTileElements);
+  const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);
+  const double within = static_cast<double>(p.rows * p.width) / static_cast<double>(tiles * kTileElements);
   const bool faster = busy(tiles) * within >= kUsed && p.inner <= kMostTerms;
   return (faster || wanted == ProductChoice::kOwn) && p.inner % kPack<bfloat16> == 0 &&
-         all_aligned(p.exponentials, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
+         all_aligned(p.dlogits, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
 }
 
 int64_t exp_classifier_workspace(const ExpClassifier& p) {
@@ -340,8 +327,8 @@ cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream strea
   const RowState state = row_state(p, workspace);
   const dim3 before(kWarp, kBeforeWarps), after(kAfterRows, kAfterParts);
   exp_classifier_before_kernel<<<grid_size(ceil_div(p.rows, kBeforeWarps)), before, 0, stream>>>(p, state);
-  ExpArguments product = {make_product<false>(operands(p), p.exponentials, static_cast<const bfloat16*>(nullptr)),
-                          state, static_cast<int>(p.vocab_size), p.gradients};
+  ExpArguments product = {make_product<false>(operands(p), p.dlogits, static_cast<const bfloat16*>(nullptr)), state,
+                          static_cast<int>(p.vocab_size), p.factors != nullptr};
   cudaError_t error = launch<ExpFinish<false>, false>(product, stream);
   if (error != cudaSuccess) return error;
   exp_classifier_after_kernel<<<grid_size(ceil_div(p.rows, kAfterRows)), after, 0, stream>>>(p, state,
@@ -349,7 +336,7 @@ cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream strea
   product.store = true;
   error = launch<ExpFinish<true>, false>(product, stream);
   if (error != cudaSuccess) return error;
-  exp_classifier_redo_kernel<<<2 * multiprocessors(), kSimpleThreads, 0, stream>>>(classifier_of(p), state);
+  exp_classifier_redo_kernel<<<2 * multiprocessors(), kSimpleThreads, 0, stream>>>(p, state);
   return cudaGetLastError();
 }
 

@@ -12,25 +12,14 @@ namespace gptkernels::cuda {
 //
 // A row whose E overflows (a loss of more than 69) takes its logits and fused_classifier's kernel: E is its
 // dlogits then, and its factor 1.
-struct ExpClassifier {
-  bfloat16* exponentials;  // (N, Vp): E
-  bool gradients;          // whether E and the factors are wanted, not the losses alone
-  float* factors;          // (N)
-  bfloat16* scaled_x;      // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
-  float* losses;           // (N)
-  const bfloat16* x;       // (N, C), rows x_stride apart
-  const bfloat16* weight;  // (Vp, C), rows weight_stride apart
-  const void* targets;     // (N) int64 or int32
-  bool targets_are_int64;
-  const float* dloss;  // one for all rows, or null: 1
-  int64_t rows;        // N
-  int64_t columns;     // Vp
-  int64_t inner;       // C
+struct ExpClassifier : FusedClassifierForward<bfloat16> {  // dlogits take E, and are its logits for rows done again
+  const bfloat16* x;                                       // (N, C), rows x_stride apart
+  const bfloat16* weight;                                  // (Vp, C), rows weight_stride apart
+  int64_t inner;                                           // C
   int64_t x_stride;
   int64_t weight_stride;
-  int64_t vocab_size;  // V, from 1 to Vp
-  int64_t ignore_index;
-  int64_t first_row;  // the number of row 0 in an error, where these are some of a longer list
+  float* factors;      // (N); or null: neither E nor factors are wanted, only the losses
+  bfloat16* scaled_x;  // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
 };
 
 // Whether this is possible, and faster than a product and a pass.

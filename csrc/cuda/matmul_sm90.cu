@@ -1,6 +1,4 @@
 // Products for sm_90a with a bias and GELU, or with GELU's gradient.
-#include <algorithm>
-
 #include "common/partial_sums.cuh"
 #include "gelu.cuh"
 #include "matmul_sm90.cuh"

@@ -28,6 +28,7 @@
 #include "common/hopper.cuh"
 #include "common/launch.cuh"
 #include "common/mma.cuh"
+#include "common/packed.cuh"
 #include "common/tensor_map.cuh"
 #include "common/warpgroups.cuh"
 #include "common/wgmma.cuh"
