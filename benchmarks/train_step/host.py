@@ -1,4 +1,4 @@
-"""The host's time: for the parts of a step, for a layer, and for the operators that a layer is made of."""
+"""The host's time: for the parts of a step, also of plain torch's, for a layer, and for the operators of a layer."""
 
 import statistics
 import time
@@ -8,42 +8,62 @@ import torch
 
 from benchmarks.harness.report import markdown
 from benchmarks.harness.timing import host_times
-from benchmarks.train_step.variants import groups
+from benchmarks.train_step.torch_gpt2 import GPT2 as TorchGPT2
+from benchmarks.train_step.variants import groups, torchs_update
 from gptkernels.models import GPT2
 from gptkernels.ops import ops
 from gptkernels.optim import AdamW
 
 LENGTH = 64  # of the one sequence, so that the device takes less time than the host
 ROUNDS, WARM_UP = 60, 15
+PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Milliseconds of the parts of a step, and microseconds of the operators: without and with the backward."""
+    """Milliseconds of the parts of a step, ours and plain torch's; microseconds of operators, and with the backward."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
-    model = GPT2(config, device, dtype)
-    model.load_state_dict(weights)
-    return {"step": _parts(model, length, device), "calls": _calls(model, length, dtype, device)}
+    model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
+    for either in (model, plain):
+        either.load_state_dict(weights)
+    return {"step": _parts(model, plain, length, device), "calls": _calls(model, length, dtype, device)}
 
 
-def _parts(model, length, device):
+def _parts(model, plain, length, device):
+    """Of both models, in turns."""
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
-    rounds = []
-    for _ in range(ROUNDS):
-        marks = [time.perf_counter()]
-        loss = model(tokens, tokens, return_logits=False)[1]
-        marks.append(time.perf_counter())
-        loss.backward()
-        marks.append(time.perf_counter())
+
+    def update():
         optimizer.step()
         optimizer.zero_grad()
-        marks.append(time.perf_counter())
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        rounds.append([1e3 * (b - a) for a, b in pairwise(marks)])
-    parts = (statistics.median(values) for values in zip(*rounds[WARM_UP:], strict=True))
-    return dict(zip(["forward", "backward", "update"], parts, strict=True))
+
+    ours = lambda: model(tokens, tokens, return_logits=False)[1], update
+    variants = {
+        "ours": (*ours, True),
+        "ours, backward in the caller's thread": (*ours, False),
+        "torch-eager": (lambda: plain(tokens, tokens), torchs_update(plain), True),
+    }
+    rounds = [{name: _round(*of, device) for name, of in variants.items()} for _ in range(ROUNDS)]
+
+    def medians(name):
+        return (statistics.median(values) for values in zip(*(r[name] for r in rounds[WARM_UP:]), strict=True))
+
+    return {name: dict(zip(PARTS, medians(name), strict=True)) for name in variants}
+
+
+def _round(loss, update, threads, device):
+    marks = [time.perf_counter()]
+    result = loss()
+    marks.append(time.perf_counter())
+    with torch.autograd.set_multithreading_enabled(threads):
+        result.backward()
+    marks.append(time.perf_counter())
+    update()
+    marks.append(time.perf_counter())
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return [1e3 * (b - a) for a, b in pairwise(marks)]
 
 
 def _calls(model, length, dtype, device):
@@ -77,9 +97,10 @@ def _calls(model, length, dtype, device):
 
 def tables(found) -> list[str]:
     """What ``measured`` returned."""
-    step = {**found["step"], "in all": sum(found["step"].values())}
+    steps = {name: {**parts, "in all": sum(parts.values())} for name, parts in found["step"].items()}
+    rows = [[part, *(f"{of[part]:.2f}" for of in steps.values())] for part in (*PARTS, "in all")]
     return [
-        markdown(["", "ms"], [[name, f"{value:.2f}"] for name, value in step.items()], texts=1),
+        markdown(["", *(f"{name}, ms" for name in steps)], rows, texts=1),
         markdown(
             ["", "forward, us", "with backward, us"],
             [[name, *(f"{value:.1f}" for value in values)] for name, values in found["calls"].items()],

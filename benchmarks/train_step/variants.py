@@ -76,7 +76,7 @@ def _ours(variant, model, context) -> Step:
 
 
 def _torchs(variant, model, context) -> Step:
-    update = _torchs_update(model)
+    update = torchs_update(model)
     modes = {"torch-compile": "default", "torch-compile-reduce-overhead": "reduce-overhead"}
     call = model if variant == "torch-eager" else torch.compile(model, mode=modes[variant], dynamic=False)
 
@@ -97,7 +97,7 @@ def _device(model):
     return next(model.parameters()).device
 
 
-def _torchs_update(model) -> Callable[[], None]:
+def torchs_update(model) -> Callable[[], None]:
     """Clip and fused AdamW; of 16-bit parameters on float32 masters, which the optimizer itself does not know."""
     fused = _device(model).type == "cuda"
     parameters = list(model.parameters())

@@ -13,13 +13,13 @@ namespace gptkernels::cuda {
 // A row whose E overflows (a loss of more than 69) takes its logits and fused_classifier's kernel: E is its
 // dlogits then, and its factor 1.
 struct ExpClassifier : FusedClassifierForward<bfloat16> {  // dlogits take E, and are its logits for rows done again
-  const bfloat16* x;                                       // (N, C), rows x_stride apart
-  const bfloat16* weight;                                  // (Vp, C), rows weight_stride apart
-  int64_t inner;                                           // C
-  int64_t x_stride;
-  int64_t weight_stride;
-  float* factors;      // (N); or null: neither E nor factors are wanted, only the losses
-  bfloat16* scaled_x;  // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
+  const bfloat16* x = nullptr;                             // (N, C), rows x_stride apart
+  const bfloat16* weight = nullptr;                        // (Vp, C), rows weight_stride apart
+  int64_t inner = 0;                                       // C
+  int64_t x_stride = 0;
+  int64_t weight_stride = 0;
+  float* factors = nullptr;      // (N); or null: neither E nor factors are wanted, only the losses
+  bfloat16* scaled_x = nullptr;  // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
 };
 
 // Whether this is possible, and faster than a product and a pass.
