@@ -375,8 +375,8 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     capsys.readouterr()
     assert curves(["--from", *map(str, parts), "--json", str(joined), "--plot", str(tmp_path / "curves.png")]) == 0
     out = capsys.readouterr().out
-    assert "| bfloat16 | 60 |" in out
-    assert "% at the end; validation " in out
+    assert "| bfloat16 | 0 | 60 |" in out
+    assert out.count("%") == 3 * 3  # of each other variant: at most, at the end, in validation
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
@@ -406,16 +406,34 @@ def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch)
     assert curves(["--from", str(kept)]) == 0
 
 
+def trained_shortly(folder, name, *options):
+    from benchmarks.curves.__main__ import main as curves
+
+    path = folder / f"{name}.json"
+    assert curves([*SMALL_CURVES, "--steps=52", "--val-batches=0", *options, "--json", str(path)]) == 0
+    return path
+
+
+def test_curves_are_compared_with_the_first_of_their_seed(token_files, tmp_path, capsys):
+    from benchmarks.curves.__main__ import joined
+    from benchmarks.curves.show import differences, tables
+
+    seeds = [trained_shortly(tmp_path, seed, *token_files, "--variants=bf16,fp8", f"--seed={seed}") for seed in "10"]
+    found = joined(seeds, pytest.fail)
+    assert [(c["settings"]["seed"], c["variant"]) for c in found] == list(itertools.product((0, 1), ("bf16", "fp8")))
+    ends = [differences(found[i + 1], found[i])[-1] for i in (0, 2)]
+    shown = "\n".join(tables(found))
+    for end in ends:
+        assert f"| {end:+.2%} |" in shown
+    assert f"mean of 2 seeds: {sum(ends) / 2:+.2%}, standard error {abs(ends[0] - ends[1]) / 2:.2%}." in shown
+
+
 def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, capsys):
     from benchmarks.curves.__main__ import main as curves
 
-    files = []
-    for seed in "01":
-        files.append(str(tmp_path / f"{seed}.json"))
-        options = ["--steps=2", "--variants=bf16", "--val-batches=0", f"--seed={seed}"]
-        assert curves([*SMALL_CURVES, *token_files, *options, "--json", files[-1]]) == 0
+    files = [trained_shortly(tmp_path, w, *token_files, "--variants=bf16", f"--warm-up={w}") for w in (1, 2)]
     with pytest.raises(SystemExit):
-        curves(["--from", *files])
+        curves(["--from", *map(str, files)])
     assert "different settings" in capsys.readouterr().err
 
 

@@ -1,7 +1,7 @@
 """``python -m benchmarks.curves``: trains GPT-2 with and without float8 products from one seed, and draws the losses.
 
-The file of ``--json`` is brought up to date every few steps. Variants may be trained by several processes, each with a
-file of its own; ``--from A.json B.json`` joins them.
+The file of ``--json`` is brought up to date every few steps. Variants and seeds may be trained by several processes,
+each with a file of its own; ``--from A.json B.json`` joins them.
 """
 
 import argparse
@@ -74,12 +74,13 @@ def save(path, curves):
 
 
 def joined(paths, error):
-    """All files' curves. They must have been trained in the same way."""
+    """All files' curves, by seed. But for the seed they must have been trained in the same way."""
     curves = [curve for path in paths for curve in json.loads(path.read_text())["curves"]]
     for curve in curves[1:]:
-        if curve["settings"] != curves[0]["settings"]:
+        if {**curve["settings"], "seed": None} != {**curves[0]["settings"], "seed": None}:
             error(f"these are of different settings: {curves[0]['settings']} and {curve['settings']}")
-    return sorted(curves, key=lambda curve: list(VARIANTS).index(curve["variant"]))
+    order = list(VARIANTS)
+    return sorted(curves, key=lambda curve: (curve["settings"]["seed"], order.index(curve["variant"])))
 
 
 def _trained(arguments, error):

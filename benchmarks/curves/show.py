@@ -7,8 +7,9 @@ from benchmarks.harness.machine import title
 from benchmarks.harness.report import markdown
 
 AVERAGED = 50  # steps: losses of single batches differ more than the curves do
-HEADER = ["", "steps", "ms a step", "last loss", f"mean of the last {AVERAGED}", "validation"]
-COLOURS = ["#1f4e9c", "#ee7733", "#33a27f", "#aa6fc0"]
+HEADER = ["", "seed", "steps", "ms a step", "last loss", f"mean of the last {AVERAGED}", "validation"]
+BESIDE = ["above {} at most", "at the end", "in validation"]
+COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#ee7733", "#33a27f", "#aa6fc0"], strict=True))
 
 
 def smoothed(losses):
@@ -21,39 +22,60 @@ def differences(curve, other):
     return [a / b - 1 for a, b in zip(smoothed(curve["losses"]), smoothed(other["losses"]), strict=False)]
 
 
+def first_of_seed(curve, curves):
+    """The curve that this one is compared with: the first of its seed, from the same weights and batches."""
+    return next(other for other in curves if other["settings"]["seed"] == curve["settings"]["seed"])
+
+
 def tables(curves) -> list[str]:
-    """The machine, a line a curve, and how far each is from the first."""
-    shown = [_machine(curves), markdown(HEADER, [_line(curve) for curve in curves], texts=1)]
-    shown += [_beside(curve, curves[0]) for curve in curves[1:] if differences(curve, curves[0])]
-    return shown
+    """The machine, a line a curve with how far it is from the first of its seed, and the means over the seeds."""
+    header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in BESIDE)]
+    shown = [
+        _machine(curves),
+        markdown(header, [_line(curve, first_of_seed(curve, curves)) for curve in curves], texts=1),
+    ]
+    return [*shown, *_over_seeds(curves)]
 
 
 def _machine(curves):
     s = curves[0]["settings"]
     shape = f"{s['layers']} layers of {s['width']} channels, vocabulary {s['vocabulary']}, T={s['length']}"
-    what = f"{shape}, B={s['batch']}, seed {s['seed']}, learning rate {s['learning_rate']:g} ({s['schedule']})"
+    what = f"{shape}, B={s['batch']}, learning rate {s['learning_rate']:g} ({s['schedule']})"
     return f"{title(curves[0]['machine'])}. {what}, {s['warm_up']} steps of warm-up."
 
 
-def _line(curve):
+def _line(curve, first):
     losses = curve["losses"]
-    cells = [VARIANTS[curve["variant"]], str(len(losses))]
+    cells = [VARIANTS[curve["variant"]], str(curve["settings"]["seed"]), str(len(losses))]
     if not losses:
-        return [*cells, *[""] * 4]
+        return [*cells, *[""] * 7]
     cells.append(f"{1e3 * curve['seconds'] / len(losses):.1f}")
     cells += [f"{losses[-1]:.4f}", f"{statistics.fmean(losses[-AVERAGED:]):.4f}"]
-    return [*cells, "" if curve["validation"] is None else f"{curve['validation']:.4f}"]
+    cells.append("" if curve["validation"] is None else f"{curve['validation']:.4f}")
+    return [*cells, *("" if x is None else f"{x:+.2%}" for x in _beside(curve, first))]
 
 
 def _beside(curve, first):
+    """How far above the first: the smoothed losses at most, at the end; the validation's. None where unknown."""
     found = differences(curve, first)
-    at = max(range(len(found)), key=lambda i: abs(found[i]))
-    names = VARIANTS[curve["variant"]], VARIANTS[first["variant"]]
-    line = f"Means of {AVERAGED} steps of {names[0]} beside {names[1]}: {found[at]:+.2%} where they differ most (from "
-    line += f"step {at}), {found[-1]:+.2%} at the end"
-    if None not in (curve["validation"], first["validation"]):
-        line += f"; validation {curve['validation'] / first['validation'] - 1:+.2%}"
-    return line + "."
+    if curve is first or not found:
+        return [None] * 3
+    known = None not in (curve["validation"], first["validation"])
+    return [max(found, key=abs), found[-1], curve["validation"] / first["validation"] - 1 if known else None]
+
+
+def _over_seeds(curves) -> list[str]:
+    """A line for each variant that was trained from several seeds."""
+    lines = []
+    for variant in dict.fromkeys(curve["variant"] for curve in curves):
+        beside = [_beside(curve, first_of_seed(curve, curves))[1] for curve in curves if curve["variant"] == variant]
+        ends = [x for x in beside if x is not None]
+        if len(ends) > 1:
+            mean, error = statistics.fmean(ends), statistics.stdev(ends) / len(ends) ** 0.5
+            lines.append(
+                f"At the end, {VARIANTS[variant]}, mean of {len(ends)} seeds: {mean:+.2%}, standard error {error:.2%}."
+            )
+    return lines
 
 
 def draw(curves, path):
@@ -66,19 +88,22 @@ def draw(curves, path):
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9, 6.5), height_ratios=(2.2, 1), sharex=True, layout="constrained"
     )
-    for curve, colour in zip(curves, COLOURS, strict=False):
-        losses, means = curve["losses"], smoothed(curve["losses"])
-        above.plot(losses, color=colour, linewidth=0.5, alpha=0.35)
-        above.plot(_middles(means), means, color=colour, linewidth=1.8, label=VARIANTS[curve["variant"]])
-        if curve is not curves[0]:
-            found = differences(curve, curves[0])
-            below.plot(_middles(found), [100 * x for x in found], color=colour, linewidth=1.5)
+    for curve in curves:
+        losses, means, colour = curve["losses"], smoothed(curve["losses"]), COLOURS[curve["variant"]]
+        first = first_of_seed(curve, curves)
+        seen = curve["variant"] in {other["variant"] for other in curves[: curves.index(curve)]}
+        above.plot(losses, color=colour, linewidth=0.5, alpha=0.35 / len({c["settings"]["seed"] for c in curves}))
+        label = None if seen else VARIANTS[curve["variant"]]
+        above.plot(_middles(means), means, color=colour, linewidth=1.5, label=label)
+        if curve is not first:
+            found = differences(curve, first)
+            below.plot(_middles(found), [100 * x for x in found], color=colour, linewidth=1.2)
     above.set(ylabel="loss, nats a token", yscale="log")
     above.legend(frameon=False)
     above.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     above.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     below.axhspan(-0.5, 0.5, color="#eeeeee")
-    below.axhline(0, color=COLOURS[0], linewidth=1.5)
+    below.axhline(0, color=COLOURS[curves[0]["variant"]], linewidth=1.5)
     below.set(ylabel=f"means of {AVERAGED},\n% above {curves[0]['variant']}", xlabel="step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
