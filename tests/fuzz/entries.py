@@ -351,16 +351,19 @@ def mlp(draw):
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_formula(q, k, v, scale=None, product=torch.matmul):
-    """(..., T, HS) each."""
+def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None):
+    """(..., T, HS) each; ``seen`` says which keys each query sees, None is causal; ``added`` is for scaled scores."""
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return product(scores.masked_fill(future, -math.inf).softmax(-1), v)
+    if added is not None:
+        scores = scores + added.masked_fill(added == -math.inf, 0)
+    seen = causal(q) if seen is None else seen
+    nothing = ~seen.any(-1, keepdim=True)
+    p = scores.masked_fill(~seen, -math.inf).masked_fill(nothing, 0).softmax(-1)
+    return product(p.masked_fill(nothing, 0), v)
 
 
-def causal_scores(q, k):
-    future = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-    return backwards(q, k.mT).masked_fill(future, -math.inf)
+def causal(q):
+    return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
 def backwards(a, b):
@@ -373,24 +376,30 @@ def backwards(a, b):
 
 
 class FlashAttention(torch.autograd.Function):
-    """Causal attention in torch ops, rounded where FlashAttention-2 and -3 round: the yardstick of kernels that take
-    powers of 2 and save out and logsumexp in place of the probabilities."""
+    """Attention in torch ops, rounded where FlashAttention-2 and -3 round: the yardstick of kernels that take powers of
+    2 and save out and logsumexp in place of the probabilities."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale):
+    def forward(ctx, q, k, v, scale, seen, added):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         q, k, v = q.detach(), k.detach(), v.detach()
-        scores = causal_scores((q * (-1 if scale < 0 else 1)).to(wide), k.to(wide))
+        seen = causal(q) if seen is None else seen
+        scores = backwards((q * (-1 if scale < 0 else 1)).to(wide), k.to(wide).mT)
         ctx.units = abs(scale) / math.log(2)
         if scale == 0:
-            scores = scores.masked_fill(scores > -math.inf, 0.0)
+            scores = scores * 0
             ctx.units = 1.0
-        origin = power_of_two_origin(scores, q.dtype) * ctx.units
-        p = multiply_subtract(scores, ctx.units, origin).exp2()
+        if added is not None:
+            scores = (scores.double() * abs(scale) + added).to(wide)
+            ctx.units = 1 / math.log(2)
+        scores = scores.masked_fill(~seen, -math.inf)
+        origin = power_of_two_origin(scores, q.dtype).double() * ctx.units
+        p = multiply_subtract(scores, ctx.units, origin).to(wide).exp2()
         total = p.sum(-1, keepdim=True)
-        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total)).to(q.dtype)
-        logsumexp = origin * math.log(2) + total.log()
+        nothing = total == 0
+        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total.masked_fill(nothing, 1))).to(q.dtype)
+        logsumexp = (origin * math.log(2) + total.masked_fill(nothing, 1).log()).to(wide)
         ctx.save_for_backward(q, k, v, out, scores, logsumexp)
         ctx.scale, ctx.wide = scale, wide
         return out
@@ -400,11 +409,17 @@ class FlashAttention(torch.autograd.Function):
         q, k, v, out, scores, logsumexp = ctx.saved_tensors
         dtype, wide = q.dtype, ctx.wide
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
-        p = multiply_subtract(scores, ctx.units, logsumexp / math.log(2)).exp2()
+        in_units = logsumexp / math.log(2)  # the lowest number overflows
+        in_units = torch.where(in_units.isinf(), logsumexp.double() / math.log(2), in_units.double())
+        p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
         ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
         dv = p.to(dtype).to(wide).mT @ dout
-        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None
+        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None, None, None
+
+
+def flash_attention(q, k, v, scale=None, seen=None, added=None):
+    return FlashAttention.apply(q, k, v, scale, seen, added)
 
 
 def power_of_two_origin(scores, dtype):
@@ -414,6 +429,7 @@ def power_of_two_origin(scores, dtype):
     largest probability is 1 and has no rounding. Here it is the largest of some columns, the first among them.
     """
     largest = scores.amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == -math.inf, 0)
     if dtype.itemsize > 2:
         return largest
     some = torch.arange(scores.shape[-1], device=scores.device) % 32 < 8
@@ -474,8 +490,8 @@ def packed_attention(draw, name, kernel, torchs):
 @entry
 def attention(draw):
     if draw.chance("functional", 0.5):
-        return packed_attention(draw, "causal_attention", G.causal_attention, FlashAttention.apply)
-    return packed_attention(draw, "attention", lambda *args: ops.attention(*args)[0], FlashAttention.apply)
+        return packed_attention(draw, "causal_attention", G.causal_attention, flash_attention)
+    return packed_attention(draw, "attention", lambda *args: ops.attention(*args)[0], flash_attention)
 
 
 @entry(weight=0.5)
@@ -488,21 +504,78 @@ def attention_probabilities(draw):
     )
 
 
+def attention_mask(draw, batch, heads, queries, keys, dtype):
+    """None, or what a query sees or has added to its scores, of a shape that broadcasts; some rows hide all keys."""
+    kind = draw.choose("mask", ("none", "bool", "added"), (4, 3, 3))
+    if kind == "none":
+        return None
+    sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
+    shape = [1 if draw.chance(f"one mask for all {name}", 0.4) else size for name, size in sizes.items()]
+    share = draw.choose("hidden", (0.3, 0.0, 0.9, 1.0))
+    hidden = torch.rand(shape, generator=draw.generator("hidden")).to(draw.device) < share
+    if kind == "bool":
+        return draw.layout("attn_mask", ~hidden)
+    lowest = draw.choose("lowest", (-math.inf, torch.finfo(dtype).min))
+    added = torch.randn(shape, generator=draw.generator("added")).to(draw.device) * 2
+    return draw.layout("attn_mask", added.to(dtype).masked_fill(hidden, lowest))
+
+
+def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end):
+    """(B, NH, Tq, Tk), or of a shape that broadcasts to it."""
+    device = next((t.device for t in (mask, key_begin, key_end) if t is not None), None)
+    row, column = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    seen = (column <= row + query_offset) if is_causal else (column >= 0).expand(queries, keys)
+    for bound, inside in (key_begin, column.__ge__), (key_end, column.__lt__):
+        if bound is not None:
+            seen = seen & inside(bound[:, None, None, None])
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask != -math.inf)
+    return seen
+
+
 @entry
 def scaled_dot_product_attention(draw):
     dtype = draw.dtype()
-    shape = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
+    batch, heads, queries = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
+    keys = draw.size("keys", 150, 1) if draw.chance("another number of keys", 0.4) else queries
+    group = draw.choose("heads of a key head", (1, 2, 3), (6, 1, 1))
     head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
     scale = draw.choose("scale", (None, 0.125, 1.0))
+    is_causal = draw.choose("is_causal", (True, False))
+    options = {"is_causal": is_causal, "scale": scale, "query_offset": 0}
+    if is_causal:
+        options["query_offset"] = draw.choose("query_offset", (0, 1, 60, -1), (6, 1, 1, 1))
     denormal = attention_takes_denormals(draw, dtype)
-    names = "query", "key", "value"
-    args = {name: draw.tensor(name, (*shape, head), dtype, special="none", denormal=denormal) for name in names}
+    args = {
+        "query": draw.tensor("query", (batch, heads * group, queries, head), dtype, special="none", denormal=denormal)
+    }
+    for name in ("key", "value"):
+        args[name] = draw.tensor(name, (batch, heads, keys, head), dtype, special="none", denormal=denormal)
+    args["attn_mask"] = attention_mask(draw, batch, heads * group, queries, keys, dtype)
+    for name in ("key_begin", "key_end"):
+        here = draw.chance(f"has {name}", 0.15)
+        args[name] = draw.indices(name, (batch,), keys + 1, torch.int32) if here else None
+
+    def ours(query, key, value, attn_mask, key_begin, key_end):
+        bounds = {"key_begin": key_begin, "key_end": key_end}
+        return ops.scaled_dot_product_attention(query, key, value, attn_mask, **options, **bounds)[0]
+
+    def of(function):
+        def call(query, key, value, mask, key_begin, key_end):
+            seen = seen_keys(queries, keys, is_causal, options["query_offset"], mask, key_begin, key_end)
+            key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+            added = None if mask is None or mask.dtype == torch.bool else mask
+            return function(query, key, value, scale, seen=seen.to(query.device), added=added)
+
+        return call
+
     return Call(
-        f"scaled_dot_product_attention(query, key, value, is_causal=True, scale={scale})",
-        lambda *qkv: ops.scaled_dot_product_attention(*qkv, is_causal=True, scale=scale)[0],
-        lambda *qkv: FlashAttention.apply(*qkv, scale),
-        lambda *qkv: attention_formula(*qkv, scale),
+        f"scaled_dot_product_attention(query, key, value, attn_mask, {options}, key_begin, key_end)",
+        ours,
+        of(flash_attention),
+        of(attention_formula),
         args,
+        fixed=("attn_mask",),
         any_threads=False,
         denormal_gradients=denormal,
         nan_gradients=False,
