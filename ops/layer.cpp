@@ -35,7 +35,7 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
                  double values_dropout_p, const OptionalTensor& values_seed, const OptionalTensor& values_offset,
                  double attention_dropout_p, const OptionalTensor& attention_seed,
                  const OptionalTensor& attention_offset, double out_dropout_p, const OptionalTensor& out_seed,
-                 const OptionalTensor& out_offset) {
+                 const OptionalTensor& out_offset, bool keep_post_gelu) {
   constexpr const char* op = "layer";
   const bool tanh = is_tanh(op, approximate);
   if (!values && (values_bias || values_dropout_p != 0))
@@ -54,10 +54,10 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
                          {out_dropout_p, out_seed, out_offset});
   }();
   const auto [out, pre_gelu, post_gelu] = [&]() -> std::tuple<Tensor, Tensor, Tensor> {
-    if (tanh) return mlp_op(second.out, fc_weight, fc_bias, proj_weight, std::nullopt);
+    if (tanh) return mlp_op(second.out, fc_weight, fc_bias, proj_weight, std::nullopt, keep_post_gelu);
     const Tensor pre = linear_op(second.out, fc_weight, fc_bias);
     const Tensor post = gelu_op(pre, approximate);
-    return {linear_op(post, proj_weight, std::nullopt), pre, post};
+    return {linear_op(post, proj_weight, std::nullopt), pre, keep_post_gelu ? post : absent(post)};
   }();
   return {out,         first.sum ? *first.sum : absent(stream),
           first.mean,  first.rstd,
@@ -100,7 +100,8 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
                         {true, mask[kFcWeight], mask[kFcBias], mask[kProjWeight]});
   } else {
     Tensor dpost;
-    std::tie(dpost, dproj_weight, none) = linear_backward_op(dout, post_gelu, proj_weight, {true, mask[kProjWeight]});
+    std::tie(dpost, dproj_weight, none) = linear_backward_op(dout, kept_or_again(post_gelu, pre_gelu, approximate),
+                                                             proj_weight, {true, mask[kProjWeight]});
     std::tie(dnorm, dfc_weight, dfc_bias) = linear_backward_op(gelu_backward_op(dpost, pre_gelu, approximate), norm_2,
                                                                fc_weight, {true, mask[kFcWeight], mask[kFcBias]});
   }

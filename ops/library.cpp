@@ -88,9 +88,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_backward(Tensor dout, Tensor x, Tensor weight, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
+  // A post_gelu that is not kept has no elements, and the backward computes it again.
   m.def(
-      "mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias) "
-      "-> (Tensor out, Tensor pre_gelu, Tensor post_gelu)");
+      "mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias, "
+      "bool keep_post_gelu=True) -> (Tensor out, Tensor pre_gelu, Tensor post_gelu)");
   m.def(
       "mlp_backward(Tensor dout, Tensor x, Tensor fc_weight, Tensor proj_weight, Tensor pre_gelu, Tensor post_gelu, "
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
@@ -192,7 +193,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, int num_heads, float? scale, "
       "float eps_1, float eps_2, str approximate, float values_dropout_p=0.0, Tensor? values_seed=None, "
       "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
-      "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) "
+      "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, "
+      "bool keep_post_gelu=True) "
       "-> (Tensor out, Tensor sum_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, Tensor qkv, Tensor attended, "
       "Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, Tensor pre_gelu, "
       "Tensor post_gelu)");

@@ -36,7 +36,8 @@ Shape out_shape(const Tensor& x, const Tensor& proj_weight) {
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
-                                          const Tensor& proj_weight, const OptionalTensor& proj_bias) {
+                                          const Tensor& proj_weight, const OptionalTensor& proj_bias,
+                                          bool keep_post_gelu) {
   constexpr const char* op = "mlp";
   check_operands(op, x, fc_weight, proj_weight);
   check_like(op, "fc_bias", fc_bias, "x", x);
@@ -51,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
   matmul(launcher, matrix(post_gelu), matrix(x), matrix(fc_weight).transposed(),
          {.bias = dense(fc_bias), .pre_gelu = pre_gelu});
   matmul(launcher, matrix(out), matrix(post_gelu), matrix(proj_weight).transposed(), {.bias = dense(proj_bias)});
-  return {out, pre_gelu, post_gelu};
+  return {out, pre_gelu, keep_post_gelu ? post_gelu : absent(x)};
 }
 
 // With u = pre_gelu: du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, and the two weights' gradients. The
@@ -67,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   check_like(op, "post_gelu", post_gelu, "x", x);
   check_shape(op, "dout", dout, out_shape(x, proj_weight));
   check_shape(op, "pre_gelu", pre_gelu, hidden_shape(x, fc_weight));
-  check_shape(op, "post_gelu", post_gelu, hidden_shape(x, fc_weight));
+  if (!is_absent(post_gelu)) check_shape(op, "post_gelu", post_gelu, hidden_shape(x, fc_weight));
 
   const Launcher launcher(op, x);
   Tensor dx = allocate_if(output_mask[0], shape_of(x), x);
@@ -77,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   const bool proj_bias_wanted = output_mask.size() > 4 && output_mask[4];
   Tensor dproj_bias = output_mask.size() > 4 ? allocate_if(proj_bias_wanted, {proj_weight.size(0)}, x) : Tensor();
   const Matrix dout_rows = matrix(dense(dout));
-  if (output_mask[3]) matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(post_gelu));
+  if (output_mask[3])
+    matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(kept_or_again(post_gelu, pre_gelu, "tanh")));
   if (proj_bias_wanted) column_sums(launcher, dproj_bias, dout_rows);
   if (output_mask[0] || output_mask[1] || output_mask[2]) {
     const Matrix weight = matrix(proj_weight), du = allocate_intermediate(dout_rows, weight);

@@ -220,6 +220,10 @@ inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
 
+inline bool is_absent(const Tensor& t) {
+  return t.dim() == 1 && t.size(0) == 0;
+}
+
 inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }

@@ -17,8 +17,14 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
 Tensor gelu_op(const Tensor& x, const std::string& approximate);
 Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& approximate);
 
+// post_gelu; GELU of pre_gelu where it was not kept.
+inline Tensor kept_or_again(const Tensor& post_gelu, const Tensor& pre_gelu, const std::string& approximate) {
+  return is_absent(post_gelu) ? gelu_op(pre_gelu, approximate) : post_gelu;
+}
+
 std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
-                                          const Tensor& proj_weight, const OptionalTensor& proj_bias);
+                                          const Tensor& proj_weight, const OptionalTensor& proj_bias,
+                                          bool keep_post_gelu);
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,

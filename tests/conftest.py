@@ -26,6 +26,13 @@ def device(request):
     return torch.device(request.config.getoption("--device"))
 
 
+@pytest.fixture
+def sm_90a(device):
+    """For tests of kernels that nothing else has."""
+    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("for sm_90a")
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(1234)

@@ -147,6 +147,21 @@ def test_the_same_bits(wide, low, transposed, approximate, device):
     assert_equal(ops.layer_backward(*given), by_operators_backward(*given[:2], args, given[2:15], approximate))
 
 
+@pytest.mark.parametrize("approximate", FORMS)
+@pytest.mark.parametrize(("wide", "low"), [PAIRS[1], PAIRS[-2]], ids=str)
+def test_a_gelu_that_is_computed_again(wide, low, approximate, device):
+    """The other outputs have the same bits, and the gradients those from the GELU as an operator of its own."""
+    args = arguments(wide, low, device)
+    *outputs, post = ops.layer(*args, *options(approximate), keep_post_gelu=False)
+    assert post.shape == (0,)
+    assert_equal(outputs, ops.layer(*args, *options(approximate))[:-1])
+    again = [*outputs, ops.gelu(outputs[-1], approximate=approximate)]
+    every = [True] * 14
+    found = ops.layer_backward(*backward_arguments(args, [*outputs, post], approximate, every))
+    assert_equal(found, ops.layer_backward(*backward_arguments(args, again, approximate, every)))
+    torch.library.opcheck(ops.layer, (*args, *options(approximate)), {"keep_post_gelu": False})
+
+
 @pytest.mark.parametrize("probabilities", PROBABILITIES, ids=str)
 @pytest.mark.parametrize(("wide", "low"), [PAIRS[0], PAIRS[2], PAIRS[-2]], ids=str)
 def test_dropout(wide, low, probabilities, device):

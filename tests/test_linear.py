@@ -146,10 +146,8 @@ def test_special_values_of_either_product(value, product, device):
         assert torch.equal(a[keep], b[keep])
 
 
-def test_the_kernel_for_sm_90a_runs(device):
+def test_the_kernel_for_sm_90a_runs(device, sm_90a):
     """The gradients of c_attn's weight and bias by one product, by default and without a column sum."""
-    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for sm_90a")
     x, weight, _ = inputs(65536, 768, 2304, torch.bfloat16, device)
     dout = randn(65536, 2304, dtype=torch.bfloat16, device=device)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

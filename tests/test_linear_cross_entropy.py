@@ -528,10 +528,8 @@ def test_captured_in_a_graph(device):
 
 
 @pytest.fixture
-def exponentials(device, monkeypatch):
+def exponentials(sm_90a, monkeypatch):
     """Our own product of the head, at every size that it can have."""
-    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for sm_90a")
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
@@ -684,10 +682,8 @@ def test_exponentials_in_a_graph(exponentials, device):
         assert torch.equal(a, b)
 
 
-def test_the_kernels_for_sm_90a_run(device):
+def test_the_kernels_for_sm_90a_run(device, sm_90a):
     """GPT-2's head, by default: no kernel reads the logits once more."""
-    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for sm_90a")
     x, weight, targets = head(4096, 768, 50304, device, scale=0.02)
     x.requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

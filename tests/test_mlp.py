@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-import gptkernels  # noqa: F401
+import gptkernels.functional as G
 from helpers import (
     all_dtypes,
     all_rows,
@@ -181,10 +181,8 @@ def test_special_values_of_either_product(value, product, device):
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-def test_the_kernels_for_sm_90a_run(transposed, device):
+def test_the_kernels_for_sm_90a_run(transposed, device, sm_90a):
     """GPT-2's products at the sizes where they are faster, by default and in a CUDA graph."""
-    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for sm_90a")
     args = with_weights(inputs(4096, 768, 3072, torch.bfloat16, device), transposed)
     x, fc_weight, _, proj_weight, _ = args
     dout, pre_gelu, post_gelu = ops.mlp(*args)
@@ -285,6 +283,36 @@ def test_gradcheck(device):
         assert torch.autograd.gradgradcheck(ops.mlp, args)
     x, fc_weight, _, proj_weight, _ = args
     assert torch.autograd.gradgradcheck(lambda *t: ours(t[0], t[1], None, t[2], None), (x, fc_weight, proj_weight))
+
+
+@pytest.mark.parametrize("hidden", [17, 256])
+@all_dtypes
+def test_a_gelu_that_is_computed_again(hidden, dtype, device):
+    """Nothing of post_gelu's size is kept; the result has the same bits, and the gradients are as exact."""
+    args, dout = inputs(70, 64, hidden, dtype, device), randn(70, 64, dtype=dtype, device=device)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = G.mlp(*(t.requires_grad_() for t in args), recompute_gelu=True)
+    assert sum(t.shape == (70, hidden) for t in kept) == 1
+    args = tuple(t.detach() for t in args)
+    assert torch.equal(out, ours(*args))
+    assert_as_exact_with_gradients(lambda *t: G.mlp(*t, recompute_gelu=True), torchs, exact, args, dout, NAMES)
+
+
+def test_derivatives_of_a_gelu_that_is_computed_again(device):
+    def again(*args):
+        return ops.mlp(*args, keep_post_gelu=False)
+
+    args = [t.requires_grad_() for t in inputs(3, 2, 4, torch.float64, device)]
+    assert torch.autograd.gradcheck(lambda *t: again(*t)[:2], args, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(lambda *t: again(*t)[:2], args)
+    out, pre_gelu, post_gelu = (t.detach() for t in again(*args))
+    assert post_gelu.shape == (0,)
+    torch.library.opcheck(ops.mlp, (*args, False))
+    torch.library.opcheck(ops.mlp_backward, (out, args[0], args[1], args[3], pre_gelu, post_gelu, [True] * 5))
+    x = randn(5, 3, 2, dtype=torch.float64, device=device)
+    mapped = torch.vmap(torch.func.grad(lambda t: G.mlp(t, *args[1:], recompute_gelu=True).sum()))(x)
+    assert torch.equal(mapped, torch.vmap(torch.func.grad(lambda t: G.mlp(t, *args[1:]).sum()))(x))
 
 
 def test_opcheck(device):

@@ -87,6 +87,40 @@ def test_recomputed(options, device, monkeypatch):
     compare(model, monkeypatch)
 
 
+@pytest.mark.parametrize("options", ["plain", "exact GELU"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+def test_gelus_that_are_computed_again(options, autocast, device, monkeypatch):
+    """A block keeps a quarter less; on the CPU all bits are those of keeping everything."""
+    model = model_of(device, **OPTIONS[options])
+    plain, kept = step(model, autocast), [kept_bytes(model, autocast)]
+    for block in model.transformer.h:
+        block.mlp.recompute_gelu = True
+    compare(model, monkeypatch, autocast)
+    kept.append(kept_bytes(model, autocast))
+    low = autocast or torch.float32
+    assert kept[0] - kept[1] == 3 * 2 * T * 4 * 32 * low.itemsize
+    if device.type == "cpu":
+        again = step(model, autocast)
+        assert all(torch.equal(plain[name], again[name]) for name in plain)
+
+
+def kept_bytes(model, autocast):
+    """What the graph of a loss keeps."""
+    sizes = {}
+
+    def note(tensor):
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    device = next(model.parameters()).device
+    with (
+        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+        torch.autocast(device.type, autocast, enabled=autocast is not None),
+    ):
+        _ = model(*batch(device), return_logits=False)[1]
+    return sum(sizes.values())
+
+
 @pytest.mark.parametrize(
     "frozen", ["transformer.h.0", "transformer.h.1", "ln_", "attn", "mlp", "bias", "weight", "transformer.w"]
 )

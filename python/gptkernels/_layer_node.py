@@ -50,6 +50,7 @@ class Plan(NamedTuple):
     transposed: bool  # the matrices are (in, out)
     low: torch.dtype  # of matrix products
     adds_past: bool = True  # without values: the first norm's backward adds the gradient that goes past it
+    recompute_gelu: bool = False  # the GELU's output is not kept
 
 
 _TRACING = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
@@ -149,6 +150,7 @@ class _Layer(torch.autograd.Function):
                 mask = (True, *needs[8:], False)
                 dnormed, *found[8:], _ = ops.mlp_backward.default(dout, normed_2, fc_w, proj_w, pre, post, mask)
             else:
+                post = ops.gelu.default(pre, approximate="none") if plan.recompute_gelu else post
                 dpost, found[10], _ = ops.linear_backward.default(dout, post, proj_w, (True, needs[10], False))
                 dpre = ops.gelu_backward.default(dpost, pre, approximate="none")
                 dnormed, *found[8:10] = ops.linear_backward.default(dpre, normed_2, fc_w, (True, *needs[8:10]))
@@ -227,7 +229,7 @@ def _call(
     out, total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, total_2, *rest = ops.layer.default(
         stream, values, bias, norm_1_w, norm_1_b, qkv_w, qkv_b, out_w, out_b, norm_2_w, norm_2_b, fc_w, fc_b, proj_w,
         plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
-        *dropouts[0], *dropouts[1], *dropouts[2],
+        *dropouts[0], *dropouts[1], *dropouts[2], not plan.recompute_gelu,
     )  # fmt: skip
     first = stream if values is None else total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp
     return (total_2, out, qkv), (qkv_w, out_w, fc_w, proj_w), (*first, total_2, *rest)
@@ -296,11 +298,12 @@ def _compute(
     normed_2, total_2, mean_2, rstd_2 = _add_and_norm(added, parameters[5], dropouts[2], total_1, norm, low)
     del added
     if plan.tanh:
-        out, pre, post = ops.mlp.default(normed_2, fc_w, fc_b, proj_w, None)
+        out, pre, post = ops.mlp.default(normed_2, fc_w, fc_b, proj_w, None, not plan.recompute_gelu)
     else:
         pre = ops.linear.default(normed_2, fc_w, fc_b)
         post = ops.gelu.default(pre, approximate="none")
         out = ops.linear.default(post, proj_w, None)
+        post = post.new_empty(0) if plan.recompute_gelu else post
     kept = (
         *(total_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp),
         *(total_2, mean_2, rstd_2, normed_2, pre, post),

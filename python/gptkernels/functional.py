@@ -202,7 +202,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return ops.linear.default(input, weight, bias)
 
 
-def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None) -> Tensor:
+def mlp(
+    x: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    recompute_gelu: bool = False,
+) -> Tensor:
     """GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU.
 
     Args:
@@ -211,11 +218,12 @@ def mlp(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tenso
         fc_bias: (H), or None.
         proj_weight: (C, H).
         proj_bias: (C), or None.
+        recompute_gelu: keep the GELU's input for the backward, but not its output (..., H), and compute it again.
 
     Returns:
         (..., C).
     """
-    return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias)[0]
+    return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, not recompute_gelu)[0]
 
 
 def fp8_linear(

@@ -206,9 +206,15 @@ class MLP(torch.nn.Module):
         activation: "gelu_tanh", or "gelu" for the exact one.
         fp8: of the two linear layers (:class:`Linear`).
 
+    Attributes:
+        recompute_gelu: keep only the GELU's input for the backward, which computes its output (..., 4C) again. Without
+            effect where the two layers are called one by one, or multiply float8 numbers (8 bits are kept then).
+
     Raises:
         ValueError: there is no such activation, or with ``fp8`` n_embd is no multiple of 16.
     """
+
+    recompute_gelu: bool = False
 
     def __init__(
         self,
@@ -232,7 +238,7 @@ class MLP(torch.nn.Module):
         if self.activation == "gelu":
             return proj(functional.gelu(fc(x)))
         if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
-            return _two_layers(x, fc, proj, proj.bias)
+            return _two_layers(x, fc, proj, proj.bias, self.recompute_gelu)
         return proj(functional.gelu(fc(x), approximate="tanh"))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -246,7 +252,7 @@ class MLP(torch.nn.Module):
         if self.activation == "gelu":
             return proj.product(functional.gelu(fc(x)), None), proj.bias
         if is_unmodified(fc, Linear):
-            return _two_layers(x, fc, proj, None), proj.bias
+            return _two_layers(x, fc, proj, None, self.recompute_gelu), proj.bias
         return proj.product(functional.gelu(fc(x), approximate="tanh"), None), proj.bias
 
     def extra_repr(self) -> str:
@@ -254,7 +260,7 @@ class MLP(torch.nn.Module):
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
 
 
-def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None) -> Tensor:
+def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None, recompute_gelu: bool) -> Tensor:
     """Both layers, and GELU between them, as one operator if both have the same numbers."""
     eights = [layer.multiplies_fp8() for layer in (fc, proj)]
     if all(eights):
@@ -262,7 +268,7 @@ def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None) -
         return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
     if any(eights):
         return proj.product(functional.gelu(fc(x), approximate="tanh"), proj_bias)
-    return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias)
+    return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, recompute_gelu)
 
 
 class KeyValueCache:

@@ -337,9 +337,10 @@ def mlp(draw):
         "proj_weight": draw.tensor("proj_weight", (out, hidden), dtype, hidden**-0.5, special="nan"),
         "proj_bias": draw.tensor("proj_bias", (out,), dtype, special="nan") if draw.chance("proj bias", 0.7) else None,
     }
+    recompute_gelu = draw.chance("recompute_gelu", 0.3)
     return Call(
-        "mlp(x, fc_weight, fc_bias, proj_weight, proj_bias)",
-        G.mlp if draw.chance("functional", 0.5) else lambda *args: ops.mlp(*args)[0],
+        f"mlp(x, fc_weight, fc_bias, proj_weight, proj_bias, {recompute_gelu})",
+        lambda *args: G.mlp(*args, recompute_gelu),
         lambda x, *ws: torchs_linear(F.gelu(torchs_linear(x, *ws[:2]), approximate="tanh"), *ws[2:]),
         test_mlp.exact,
         args,

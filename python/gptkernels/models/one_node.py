@@ -81,7 +81,7 @@ def run(
         eight = fp8.Plan(epsilons, heads, histories[::2], histories[1::2])
         stream, values = fp8.apply_fp8_layer(eight, dropouts, stream, values, bias, *parameters)
         return stream, values, last_bias
-    plan = Plan(epsilons, heads, None, mlp.activation != "gelu", False, dtypes.low, False)
+    plan = Plan(epsilons, heads, None, mlp.activation != "gelu", False, dtypes.low, False, mlp.recompute_gelu)
     stream, values, _, _ = apply_layer(plan, dropouts, None, stream, values, bias, *parameters)
     return stream, values, last_bias
 

@@ -10,7 +10,9 @@ from gptkernels.ops.linear import fake_weight_gradient, linear_flops
 
 def _fake(
     stream, values, values_bias, norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, out_weight, out_bias, norm_2_weight,
-    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate, *dropouts,
+    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate, values_dropout_p=0.0,
+    values_seed=None, values_offset=None, attention_dropout_p=0.0, attention_seed=None, attention_offset=None,
+    out_dropout_p=0.0, out_seed=None, out_offset=None, keep_post_gelu=True,
 ):  # fmt: skip
     low, rows = qkv_weight, stream.shape[:-1]
 
@@ -23,9 +25,10 @@ def _fake(
 
     sum_1 = stream.new_empty((0,) if values is None else stream.shape)
     logsumexp = low.new_empty((rows[0], num_heads, rows[1]), dtype=accumulate_dtype(low.dtype))
+    post_gelu = hidden(fc_weight.shape[0]) if keep_post_gelu else low.new_empty(0)
     return (
         *(hidden(proj_weight.shape[0]), sum_1, *norm(), hidden(qkv_weight.shape[0]), hidden(stream.shape[-1])),
-        *(logsumexp, stream.new_empty(stream.shape), *norm(), hidden(fc_weight.shape[0]), hidden(fc_weight.shape[0])),
+        *(logsumexp, stream.new_empty(stream.shape), *norm(), hidden(fc_weight.shape[0]), post_gelu),
     )
 
 

@@ -20,10 +20,11 @@ from gptkernels.ops._vmap import rows, rows_and_sums
 from gptkernels.ops.linear import fake_weight_gradient, linear_flops
 
 
-def _fake(x, fc_weight, fc_bias, proj_weight, proj_bias):
+def _fake(x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu=True):
     rows = x.shape[:-1]
     pre_gelu = x.new_empty((*rows, fc_weight.shape[0]))
-    return x.new_empty((*rows, proj_weight.shape[0])), pre_gelu, torch.empty_like(pre_gelu)
+    post_gelu = torch.empty_like(pre_gelu) if keep_post_gelu else x.new_empty(0)
+    return x.new_empty((*rows, proj_weight.shape[0])), pre_gelu, post_gelu
 
 
 def _fake_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
@@ -37,11 +38,19 @@ def _fake_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_
     )
 
 
-def formula(x: Tensor, fc_weight: Tensor, fc_bias: Tensor | None, proj_weight: Tensor, proj_bias: Tensor | None):
+def formula(
+    x: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    keep_post_gelu: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     """out, pre_gelu and post_gelu in torch ops."""
     pre_gelu = F.linear(x, fc_weight, fc_bias)
     post_gelu = F.gelu(pre_gelu, approximate="tanh")
-    return F.linear(post_gelu, proj_weight, proj_bias), pre_gelu, post_gelu
+    out = F.linear(post_gelu, proj_weight, proj_bias)
+    return out, pre_gelu, post_gelu if keep_post_gelu else x.new_empty(0)
 
 
 class MLP(torch.autograd.Function):
@@ -51,10 +60,13 @@ class MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias):
-        """Save both sides of the GELU."""
-        out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, x, fc_weight, fc_bias, proj_weight, proj_bias)
-        ctx.save_for_backward(x, fc_weight, fc_bias, proj_weight, proj_bias, pre_gelu, post_gelu)
+    def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu):
+        """Save both sides of the GELU, or what is before it."""
+        tensors = x, fc_weight, fc_bias, proj_weight, proj_bias
+        out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, *tensors, keep_post_gelu)
+        if not keep_post_gelu:
+            ctx.mark_non_differentiable(post_gelu)
+        ctx.save_for_backward(*tensors, pre_gelu, post_gelu)
         ctx.set_materialize_grads(False)
         return out, pre_gelu, post_gelu
 
@@ -62,17 +74,20 @@ class MLP(torch.autograd.Function):
     def backward(ctx, dout, dpre_gelu, dpost_gelu):
         """By kernels from dout; by formula where pre_gelu or post_gelu were used as well."""
         *inputs, pre_gelu, post_gelu = ctx.saved_tensors
-        mask = ctx.needs_input_grad
+        mask = ctx.needs_input_grad[:5]
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:
-            return differentiate(formula, inputs, mask, (dout, dpre_gelu, dpost_gelu))
+            return *differentiate(formula, inputs, mask, (dout, dpre_gelu, dpost_gelu)), None
         x, fc_weight, _, proj_weight, _ = inputs
-        return present(ops.mlp_backward.default(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, mask), mask)
+        gradients = ops.mlp_backward.default(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, mask)
+        return *present(gradients, mask), None
 
 
 def backward_formula(
     dout: Tensor, x: Tensor, fc_weight: Tensor, proj_weight: Tensor, pre_gelu: Tensor, post_gelu: Tensor
 ) -> tuple[Tensor, ...]:
     """dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in torch ops."""
+    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # not kept
+        post_gelu = F.gelu(pre_gelu, approximate="tanh")
     du = torch.ops.aten.gelu_backward(dout @ proj_weight, pre_gelu, approximate="tanh")
     rows, dout_rows, du_rows, post_rows = (t.reshape(-1, t.shape[-1]) for t in (x, dout, du, post_gelu))
     return du @ fc_weight, du_rows.T @ rows, du_rows.sum(0), dout_rows.T @ post_rows, dout_rows.sum(0)
@@ -115,11 +130,16 @@ def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, pos
     return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
 
 
+def _mapped(op, size, in_dims, args):
+    """post_gelu is kept: an output without elements would have no dimension that is mapped over."""
+    return rows(0)(op, size, in_dims[:5], args[:5])
+
+
 fake("mlp", _fake)
 fake("mlp_backward", _fake_backward)
 autograd("mlp", MLP, jvp=by_formula(formula))
 autograd("mlp_backward", MLPBackward, jvp=by_formula(masked_backward_formula))
-vmap("mlp", rows(0))
+vmap("mlp", _mapped)
 vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
 autocast("mlp", cuda="lower", cpu="lower")
 flops("mlp", mlp_flops)

@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "autocast")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 SAMPLINGS = ("epochs", "random-offset")
 ACTIVATIONS = ("gelu_tanh", "gelu")
-RECOMPUTE = ("none", "blocks")
+RECOMPUTE = ("none", "gelu", "blocks")
 DEFAULT_FINAL_LR_FRACTION = 0.1
 FP8_ALIGNMENT = 16  # of gptkernels.ops.fp8, which imports torch
 MAX_SEED = 2**62 - 1
@@ -281,7 +281,10 @@ class TrainConfig:
     )
     compile: bool = _option(False, "compile the model with torch.compile", "speed")
     recompute: str = _option(
-        "none", "what is computed again in the backward pass, to save memory", "speed", choices=RECOMPUTE
+        "none",
+        "what is computed again in the backward pass, to save memory: the GELUs, or all of each layer",
+        "speed",
+        choices=RECOMPUTE,
     )
 
     def __post_init__(self) -> None:
@@ -305,6 +308,8 @@ class TrainConfig:
                 )
         if self.fp8_logits and not self.fp8_head:
             raise ValueError("--fp8-logits needs --fp8-head")
+        if self.fp8 and self.recompute == "gelu":
+            raise ValueError("--recompute gelu is without --fp8, which keeps 8 bits of what the GELU returns")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(
                 f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
     options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
     model = GPT2(GPT2Config(**sizes | options))
     model.transformer.recompute_blocks = config.recompute == "blocks"
+    for block in model.transformer.h:
+        cast(Any, block).mlp.recompute_gelu = config.recompute == "gelu"
     if weights is not None:
         model.load_state_dict(weights)
     return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
