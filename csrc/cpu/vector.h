@@ -20,7 +20,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0: the range's end, which -inf is moved to.
+// 2^-150 rounds to 0. At and below it exp2 gives 0 without computing it: a result that is rounded below the smallest
+// normal number takes an Intel processor more than a hundred cycles, and hidden keys have scores of -inf.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -47,9 +48,9 @@ struct Vector<float> {
     return {_mm512_mask_mov_ps(a.v, lowest, _mm512_setzero_ps())};
   }
   GPTKERNELS_INLINE Vector exp2(Vector a) {
-    const __m512 x = _mm512_max_ps(_mm512_set1_ps(kLowestExponent), a.v);  // keeps a NaN
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    return {_mm512_scalef_ps(power_of_fraction(Vector{_mm512_sub_ps(x, n)}).v, n)};
+    const __m512 n = _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __mmask16 above = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(kLowestExponent), _CMP_NLE_UQ);  // or NaN
+    return {_mm512_maskz_scalef_ps(above, power_of_fraction(Vector{_mm512_sub_ps(a.v, n)}).v, n)};
   }
 };
 
@@ -97,10 +98,11 @@ struct Vector<float> {
     return {_mm256_andnot_ps(_mm256_cmp_ps(a.v, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ), a.v)};
   }
   GPTKERNELS_INLINE Vector exp2(Vector a) {
-    const __m256 low = _mm256_max_ps(_mm256_set1_ps(kLowestExponent), a.v);  // keeps a NaN
-    const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), low);
+    const __m256 lowest = _mm256_set1_ps(kLowestExponent);
+    const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(lowest, a.v));  // keeps a NaN
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 p = power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v;
+    const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // or NaN
+    const __m256 p = _mm256_and_ps(above, power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v);
     // 2^n as two factors: it may be outside float's range. Only the second product can be denormal and is rounded.
     const __m256i e = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(e, 1);
