@@ -110,10 +110,10 @@ std::vector<DecodeLayer<T>> layers_of(const std::vector<Tensor>& tensors, bool b
 Tensor decode_op(const Tensor& sequences, const Tensor& lengths, const Tensor& wte, const Tensor& wpe,
                  const std::vector<Tensor>& layers, const Tensor& norm_weight, const OptionalTensor& norm_bias,
                  const Tensor& head, const Tensor& keys_values, int64_t num_heads, int64_t vocab_size, double eps,
-                 const std::string& approximate) {
+                 StringHandle approximate) {
+  const GeluForm form = form_of(take_string(approximate));
   const int64_t layer_count = check_arguments(sequences, lengths, wte, wpe, layers, norm_weight, norm_bias, head,
                                               keys_values, num_heads, vocab_size);
-  const GeluForm form = form_of(approximate);
 
   const Launcher launcher(op, wte);
   Tensor logits = allocate({sequences.size(0), head.size(0)}, wte);

@@ -120,17 +120,17 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
 // ---- the operators --------------------------------------------------------------------------------------------------
 
 Tensor fp8_linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
-                                   int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size, bool) {
+                                   int64_t ignore_index, StringHandle reduction_name, int64_t chunk_size, bool) {
   constexpr const char* op = "fp8_linear_cross_entropy";
-  const Reduction reduction = reduction_to_number(op, reduction_name);
+  const Reduction reduction = reduction_to_number(op, take_string(reduction_name));
   return cross_entropy_loss(checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size), reduction);
 }
 
 std::tuple<Tensor, Tensor, Tensor> fp8_linear_cross_entropy_with_gradients_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
-    const std::string& reduction_name, int64_t chunk_size, bool fp8_logits, const std::vector<bool>& output_mask) {
+    StringHandle reduction_name, int64_t chunk_size, bool fp8_logits, const std::vector<bool>& output_mask) {
   constexpr const char* op = "fp8_linear_cross_entropy_with_gradients";
-  const Reduction reduction = reduction_to_number(op, reduction_name);
+  const Reduction reduction = reduction_to_number(op, take_string(reduction_name));
   const CrossEntropy p = checked(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
 
   const Launcher launcher(op, x);

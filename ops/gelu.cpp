@@ -51,9 +51,21 @@ Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& 
   return dx;
 }
 
+namespace {
+
+Tensor gelu_boxed(const Tensor& x, StringHandle approximate) {
+  return gelu_op(x, take_string(approximate));
+}
+
+Tensor gelu_backward_boxed(const Tensor& dout, const Tensor& x, StringHandle approximate) {
+  return gelu_backward_op(dout, x, take_string(approximate));
+}
+
+}  // namespace
+
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
-  m.impl("gelu", TORCH_BOX(&gelu_op));
-  m.impl("gelu_backward", TORCH_BOX(&gelu_backward_op));
+  m.impl("gelu", TORCH_BOX(&gelu_boxed));
+  m.impl("gelu_backward", TORCH_BOX(&gelu_backward_boxed));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -31,12 +31,13 @@ Forward layer_op(const Tensor& stream, const OptionalTensor& values, const Optio
                  const OptionalTensor& qkv_bias, const Tensor& out_weight, const OptionalTensor& out_bias,
                  const OptionalTensor& norm_2_weight, const OptionalTensor& norm_2_bias, const Tensor& fc_weight,
                  const OptionalTensor& fc_bias, const Tensor& proj_weight, int64_t num_heads,
-                 std::optional<double> scale, double eps_1, double eps_2, const std::string& approximate,
+                 std::optional<double> scale, double eps_1, double eps_2, StringHandle approximate_name,
                  double values_dropout_p, const OptionalTensor& values_seed, const OptionalTensor& values_offset,
                  double attention_dropout_p, const OptionalTensor& attention_seed,
                  const OptionalTensor& attention_offset, double out_dropout_p, const OptionalTensor& out_seed,
                  const OptionalTensor& out_offset, bool keep_post_gelu) {
   constexpr const char* op = "layer";
+  const std::string approximate = take_string(approximate_name);
   const bool tanh = is_tanh(op, approximate);
   if (!values && (values_bias || values_dropout_p != 0))
     fail(op, "values_bias and values_dropout_p are of values, which are not given");
@@ -79,13 +80,14 @@ Backward layer_backward_op(const Tensor& dout, const OptionalTensor& dsum, const
                            const Tensor& norm_2, const Tensor& pre_gelu, const Tensor& post_gelu,
                            const OptionalTensor& norm_1_weight, const Tensor& qkv_weight, const Tensor& out_weight,
                            const OptionalTensor& norm_2_weight, const Tensor& fc_weight, const Tensor& proj_weight,
-                           int64_t num_heads, std::optional<double> scale, const std::string& approximate,
+                           int64_t num_heads, std::optional<double> scale, StringHandle approximate_name,
                            const std::vector<bool>& mask, double values_dropout_p, const OptionalTensor& values_seed,
                            const OptionalTensor& values_offset, double attention_dropout_p,
                            const OptionalTensor& attention_seed, const OptionalTensor& attention_offset,
                            double out_dropout_p, const OptionalTensor& out_seed, const OptionalTensor& out_offset,
                            bool has_values, bool adds_past) {
   constexpr const char* op = "layer_backward";
+  const std::string approximate = take_string(approximate_name);
   const bool tanh = is_tanh(op, approximate);
   if (has_values && !adds_past) fail(op, "adds_past must be true where there are values");
   const LayernormDropout values_dropout = {values_dropout_p, values_seed, values_offset};

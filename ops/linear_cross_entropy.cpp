@@ -236,18 +236,18 @@ Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction) {
 namespace {
 
 Tensor linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
-                               int64_t ignore_index, const std::string& reduction_name, int64_t chunk_size) {
+                               int64_t ignore_index, StringHandle reduction_name, int64_t chunk_size) {
   constexpr const char* op = "linear_cross_entropy";
-  const Reduction reduction = reduction_of(op, reduction_name);
+  const Reduction reduction = reduction_of(op, take_string(reduction_name));
   return cross_entropy_loss(checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size),
                             reduction);
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
-    const std::string& reduction_name, int64_t chunk_size, const std::vector<bool>& output_mask) {
+    StringHandle reduction_name, int64_t chunk_size, const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_cross_entropy_with_gradients";
-  const Reduction reduction = reduction_to_number(op, reduction_name);
+  const Reduction reduction = reduction_to_number(op, take_string(reduction_name));
   const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
 
   const Launcher launcher(op, x);
@@ -284,10 +284,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
 // Computes the logits a second time, now that dloss is known.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
-                                                            int64_t ignore_index, const std::string& reduction_name,
+                                                            int64_t ignore_index, StringHandle reduction_name,
                                                             int64_t chunk_size, const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_cross_entropy_backward";
-  const Reduction reduction = reduction_of(op, reduction_name);
+  const Reduction reduction = reduction_of(op, take_string(reduction_name));
   const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
   check_same_device(op, "dloss", dloss, "x", x);
   check_dtype(op, "dloss", dloss, p.accumulate());

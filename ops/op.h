@@ -214,6 +214,19 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
+// The text of an operator's argument, which is freed: to be called once. torch's own conversion to std::string, in its
+// headers up to 2.13 at least, leaks one each call. Small blocks that stay, among the large ones that a step frees,
+// keep a heap from using these again.
+inline std::string take_string(StringHandle handle) {
+  size_t length = 0;
+  const char* text = nullptr;
+  check_shim(torch_string_length(handle, &length));
+  check_shim(torch_string_c_str(handle, &text));
+  std::string taken(text, length);
+  check_shim(torch_delete_string(handle));
+  return taken;
+}
+
 // What a backward returns for an output that is not wanted: a tensor of no elements, which the Python rules turn into
 // None.
 inline Tensor absent(const Tensor& like) {
