@@ -1,5 +1,7 @@
 """What every op's test shares: shapes that break kernels, views, and the rule for how exact a kernel must be."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -210,6 +212,19 @@ def chi_square(counts):
 def by_operators(monkeypatch):
     """No block of ``GPT2`` is a node of autograd's graph any more."""
     monkeypatch.setattr("gptkernels.models.one_node.run", lambda *args: None)
+
+
+@contextlib.contextmanager
+def kept_sizes():
+    """The bytes of each tensor that autograd keeps meanwhile, by its address."""
+    sizes = {}
+
+    def note(tensor):
+        sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield sizes
 
 
 def node_names(loss):

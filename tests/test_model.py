@@ -18,7 +18,7 @@ from gptkernels.models.recompute import may_draw
 from gptkernels.nn import KeyValueCache
 from gptkernels.ops import ops
 from gptkernels.optim import AdamW
-from helpers import tolerance
+from helpers import kept_sizes, tolerance
 from reference_gpt2 import ReferenceGPT2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -343,16 +343,7 @@ def test_recomputed_blocks_give_the_same_gradients_to_the_bit(autocast, device):
     kept, gradients = [], []
     for recompute in (False, True):
         ours.transformer.recompute_blocks = recompute
-        sizes = {}
-
-        def note(tensor, sizes=sizes):
-            sizes[tensor.data_ptr()] = tensor.nbytes
-            return tensor
-
-        with (
-            torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            torch.autocast(device.type, torch.bfloat16, enabled=autocast),
-        ):
+        with kept_sizes() as sizes, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             _, loss = ours(tokens, targets, return_logits=False)
         kept.append(sum(sizes.values()))
         gradients.append(torch.autograd.grad(loss, list(ours.parameters())))

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.gpt2 import Block
-from helpers import by_operators, node_names
+from helpers import by_operators, kept_sizes, node_names
 
 V, T = 60, 16
 CONFIG = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": V, "block_size": T}
@@ -106,17 +106,8 @@ def test_gelus_that_are_computed_again(options, autocast, device, monkeypatch):
 
 def kept_bytes(model, autocast):
     """What the graph of a loss keeps."""
-    sizes = {}
-
-    def note(tensor):
-        sizes[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
     device = next(model.parameters()).device
-    with (
-        torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-        torch.autocast(device.type, autocast, enabled=autocast is not None),
-    ):
+    with kept_sizes() as sizes, torch.autocast(device.type, autocast, enabled=autocast is not None):
         _ = model(*batch(device), return_logits=False)[1]
     return sum(sizes.values())
 

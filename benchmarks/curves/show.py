@@ -88,12 +88,13 @@ def draw(curves, path):
     figure, (above, below) = plt.subplots(
         2, 1, figsize=(9, 6.5), height_ratios=(2.2, 1), sharex=True, layout="constrained"
     )
+    faint, named = 0.35 / len({curve["settings"]["seed"] for curve in curves}), set()
     for curve in curves:
         losses, means, colour = curve["losses"], smoothed(curve["losses"]), COLOURS[curve["variant"]]
         first = first_of_seed(curve, curves)
-        seen = curve["variant"] in {other["variant"] for other in curves[: curves.index(curve)]}
-        above.plot(losses, color=colour, linewidth=0.5, alpha=0.35 / len({c["settings"]["seed"] for c in curves}))
-        label = None if seen else VARIANTS[curve["variant"]]
+        above.plot(losses, color=colour, linewidth=0.5, alpha=faint)
+        label = None if curve["variant"] in named else VARIANTS[curve["variant"]]
+        named.add(curve["variant"])
         above.plot(_middles(means), means, color=colour, linewidth=1.5, label=label)
         if curve is not first:
             found = differences(curve, first)

@@ -50,11 +50,11 @@ inline float power_of_2(int32_t e) {
 
 // e^x is 0 below this. It is not computed there: a product that is rounded below the smallest normal number takes an
 // Intel processor more than a hundred cycles.
-constexpr float kLowestExponent = -104.0f;
+constexpr float kUnderflow = -104.0f;
 
 // e^x with an error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives NaN.
 inline float exp(float x) {
-  const bool underflow = x < kLowestExponent;
+  const bool underflow = x < kUnderflow;
   x = underflow ? 0.0f : std::min(x, 89.0f);  // above it is inf; std::min returns its first argument if it is NaN
   const Exponential e = exponential(x);
   // 2^exponent may be outside float's range, so multiply by two factors; only the second product can be denormal, so
@@ -66,7 +66,7 @@ inline float exp(float x) {
 // e^x for x <= 0, as in softmax. It takes a quarter fewer instructions than exp: there is one bound to check, the first
 // factor cannot overflow, and the second factor is a constant.
 inline float exp_nonpositive(float x) {
-  const bool underflow = x < kLowestExponent;
+  const bool underflow = x < kUnderflow;
   const Exponential e = exponential(underflow ? 0.0f : x);
   return underflow ? 0.0f : e.mantissa * power_of_2(e.exponent + 64) * 0x1p-64f;
 }
