@@ -662,13 +662,6 @@ def test_nan_and_infinity_in_masks(dtype, device):
     torch.testing.assert_close(out[:, :, good].double(), expected[:, :, good], **tolerance(dtype))
 
 
-def serves_lowest_values(dtype, device):
-    """Whether queries of nothing but lowest values are not taken for queries that see no key."""
-    if device.type == "cpu" or dtype == torch.float16:
-        return True
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def check_lowest(q, k, v, dout, **options):
     """`check` for masks that have such queries, whose logsumexp has no digits for the sum."""
     lowest = torch.finfo(q.dtype).min
@@ -677,7 +670,8 @@ def check_lowest(q, k, v, dout, **options):
     out, logsumexp = ours(q, k, v, **options)
     assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
     torch.testing.assert_close(logsumexp.double(), exact[1], rtol=1e-5, atol=1e-2)
-    dlogsumexp = randn(*logsumexp.shape, dtype=torch.float32, device=q.device).masked_fill(exact[1] < lowest / 2, 0)
+    dlogsumexp = randn(*logsumexp.shape, dtype=logsumexp.dtype, device=q.device)
+    dlogsumexp = dlogsumexp.masked_fill(exact[1] < lowest / 2, 0)
     found = gradients(lambda *t: ours(*t, **options), (q, k, v), (dout, dlogsumexp))
     torchs_own = gradients(lambda *t: formula(*t, **options), (q, k, v), (dout, dlogsumexp.to(q.dtype)))
     wanted = gradients(lambda *t: formula(*t, **wide), map(double, (q, k, v)), (double(dout), dlogsumexp.double()))
@@ -685,22 +679,30 @@ def check_lowest(q, k, v, dout, **options):
         assert_as_exact_as_torch(a, b, c, name)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize(("rows", "size"), [(65, 64), (300, 64), (200, 128)])
+@all_dtypes
+@pytest.mark.parametrize(("rows", "size"), [(3, 64), (4, 7), (40, 7), (65, 64), (90, 32), (300, 64), (200, 128)])
 def test_queries_of_nothing_but_lowest_values(rows, size, dtype, device):
     """As Hugging Face's additive masks have in place of padding on the left. The formula has the mean of all values
     there: beside such a value no score is seen. (Only float16's lowest leaves some bits of it.) Their logsumexp is not
     differentiated: its own formula has exp(score - logsumexp), 1 here.
     """
-    if not serves_lowest_values(dtype, device):
-        pytest.skip("these kernels take the lowest values for -inf")
     lowest = torch.finfo(dtype).min
-    q, k, v, dout = tensors(2, 4, 2, rows, rows, size, dtype, device)
-    seen = dict(block_masks(2, 4, rows, rows, device))["causal and left"]
+    batches = 2 if rows > 64 else 64  # many: the largest errors are compared
+    q, k, v, dout = tensors(batches, 4, 2, rows, rows, size, dtype, device)
+    seen = dict(block_masks(batches, 4, rows, rows, device))["causal and left"]
     mask = added(seen, lowest, dtype)
     some_hidden = mask.masked_fill(torch.arange(rows, device=device) % 3 == 1, -math.inf)
-    for of, causal in ((mask, False), (mask, True), (some_hidden, False)):
+    whole_rows = mask.new_zeros(rows, 1).masked_fill(torch.arange(rows, device=device).view(-1, 1) % 3 == 1, lowest)
+    for of, causal in ((mask, False), (mask, True), (some_hidden, False), (whole_rows, True)):
         check_lowest(q, k, v, dout, causal=causal, mask=of)
+
+
+def test_queries_of_nothing_but_lowest_values_by_tf32(device, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    rows = 200
+    seen = dict(block_masks(8, 4, rows, rows, device))["causal and left"]
+    mask = added(seen, torch.finfo(torch.float32).min, torch.float32)
+    check_lowest(*tensors(8, 4, 2, rows, rows, 64, torch.float32, device), mask=mask)
 
 
 @half_dtypes
@@ -714,8 +716,6 @@ def test_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device
     of all: its queries see no ordinary key.
     """
     one_kernel_on_a_cpu(device, size > 64 and dtype == torch.float16)
-    if form != "-inf" and not serves_lowest_values(dtype, device):
-        pytest.skip("these kernels take the lowest values for -inf")
     begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
     inputs = tensors(len(begin), 4, key_heads, rows, columns, size, dtype, device)
     i, j = torch.arange(rows, device=device).view(-1, 1), torch.arange(columns, device=device)
@@ -740,8 +740,7 @@ def test_masks_and_dropout(size, form, dtype, device):
     for name, mask in block_masks(2, 4, rows, rows, device):
         if form != "bool":
             hidden = -math.inf if form == "-inf" else torch.finfo(dtype).min
-            served = serves_lowest_values(dtype, device) and (device.type == "cpu" or size <= 64)  # with dropout
-            lowest_alone = name == "causal and left" and served
+            lowest_alone = name == "causal and left"
             mask = added(some_key(mask) if form == "lowest" and not lowest_alone else mask, hidden, dtype)
         options = {"mask": mask if form == "bool" else double(mask), "keep": keep, "p": dropout[0]}
         assert_as_exact_with_gradients(

@@ -13,6 +13,7 @@
 
 #include "../attention.h"
 #include "../philox.h"
+#include "attention_far_bias.cuh"
 #include "attention_order.cuh"
 #include "common/approximate.cuh"
 #include "common/launch.cuh"
@@ -22,8 +23,6 @@
 #include "dropout.cuh"
 
 namespace gptkernels::cuda {
-
-constexpr float kLn2 = 0.6931471805599453f;
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
@@ -430,7 +429,7 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   if (mask.allowed) {
     if (!mask.allowed[at]) score = -INFINITY;
   } else {
-    score = fmaf(static_cast<float>(mask.bias[at]), kLog2E, score);
+    score = add_bias(score, static_cast<float>(mask.bias[at]));
   }
 }
 
@@ -482,10 +481,9 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
                        if (!allowed) scores[m][n][e] = -INFINITY;
                      });
   else
-    for_mask<kM, kN>(mask.bias + base, row, rows, row_stride, column, columns, column_stride,
-                     [&](int m, int n, int e, T bias) {
-                       scores[m][n][e] = fmaf(static_cast<float>(bias), kLog2E, scores[m][n][e]);
-                     });
+    for_mask<kM, kN>(
+        mask.bias + base, row, rows, row_stride, column, columns, column_stride,
+        [&](int m, int n, int e, T bias) { scores[m][n][e] = add_bias(scores[m][n][e], static_cast<float>(bias)); });
 }
 
 // ---- dropout --------------------------------------------------------------------------------------------------------

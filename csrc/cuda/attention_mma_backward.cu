@@ -17,7 +17,7 @@ __device__ T* rows_of(const HeadsView<T>& t, int64_t b, int64_t h, int64_t row) 
 // What the kernel for dq hands to the other, of each row (B, NH, Tq).
 struct RowStatistics {
   float* delta;
-  float* correction;  // of exp(score - logsumexp), where float32 is exact
+  float* correction;  // of exp(score - logsumexp), where float32 is exact, and in the general kernels
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const T* value = rows_of(p.value, b, key_head, 0);
 
   const RowStatistics statistics(p.workspace, s);
+  const bool has_bias = kGeneral && p.mask.bias;
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       float sum = quad_dot(rows_of(p.dout, b, h, within), rows_of(p.out, b, h, within), head_size);
       if (p.dlogsumexp) sum -= p.dlogsumexp[statistic];
       delta[m][r] = inside && sees ? sum : 0;
-      reference[m][r] = sees ? logsumexp * kLog2E : 0;
+      reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
       if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
   // Where the window of the warp's first row ends, and that of its last.
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
-    if constexpr (kExact) {
+    if (kExact || has_bias) {
 #pragma unroll
       for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -186,11 +187,13 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scales[m][r] = static_cast<float>(gradient_scale(p));
-      if constexpr (kExact) {
+      if constexpr (kExact || kGeneral) {
         const float total = warp_reduce<Sum, 4>(sum[m][r]);
         const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
         if (at >= queries) continue;
-        const float correction = logsumexp_correction(total, p.logsumexp[head * queries + at]);
+        const float logsumexp = p.logsumexp[head * queries + at];
+        const bool corrects = kExact || (has_bias && logsumexp <= kFarBias);
+        const float correction = corrects ? logsumexp_correction(total, logsumexp) : 1;
         if (lane % 4 == 0) statistics.correction[head * queries + at] = correction;
         scales[m][r] *= correction;
       }
@@ -271,6 +274,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int narrow_begin = all_keys ? (p.mask.causal ? wide_begin + 16 * kM - 1 : 0) : INT_MAX;
 
   const RowStatistics statistics(p.workspace, s);
+  const bool has_bias = kGeneral && p.mask.bias;
   const auto copy_stage = [&](const Place& place, int stage) {
     const auto [h, start] = place;
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
@@ -280,7 +284,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
                                          queries - start, head_size);
     const float* const from[Shape::kStatistics] = {p.logsumexp, statistics.delta, statistics.correction};
 #pragma unroll
-    for (int i = 0; i < (kExact ? 3 : 2); ++i) {
+    for (int i = 0; i < (kExact || kGeneral ? 3 : 2); ++i) {
       const int query = static_cast<int>(threadIdx.x) - i * kQueries % kThreads;
       if (query < 0 || query >= kQueries) continue;
       const bool inside = start + query < queries;
@@ -335,14 +339,14 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const float own = logsumexp[8 * n + c];
-        const float reference = own == -INFINITY ? 0 : own * kLog2E;
+        const float reference = own == -INFINITY ? 0 : in_units_of_log2(own, has_bias);
 #pragma unroll
         for (int m = 0; m < kM; ++m)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float& weight = weights[m][n][2 * r + c];
             weight = exp2_approximately(fmaf(weight, factor, -reference));
-            if constexpr (kExact) weight *= correction[8 * n + c];
+            if constexpr (kExact || kGeneral) weight *= correction[8 * n + c];
           }
       }
 
@@ -424,7 +428,7 @@ bool attention_backward_mma_serves(const AttentionBackward<T>& p) {
 
 template <typename T>
 int64_t attention_backward_mma_workspace(const AttentionSizes& s) {
-  return (std::is_same_v<T, float> ? 2 : 1) * s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(float));
+  return 2 * s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(float));
 }
 
 template <typename T>

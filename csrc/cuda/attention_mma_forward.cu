@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
+  const bool has_bias = kGeneral && p.mask.bias;
   const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // of scores, to units of e
   const DropoutDraw dropout(p.dropout);
   float out[kM][kOut][4] = {}, maximum[kM][2], sum[kM][2] = {};
@@ -174,6 +175,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
       const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
       if (lane % 4 == 0 && at < queries)
         p.logsumexp[head * queries + at] = total == 0 ? -INFINITY
+                                           : has_bias ? logsumexp_of(maximum[m][r], total, true)
                                            : kExact   ? fmaf(maximum[m][r], natural, logf(total))
                                                       : fmaf(maximum[m][r] * factor, kLn2, logf(total));
       sum[m][r] = total == 0 ? 0 : (kGeneral ? static_cast<float>(dropout.keep_scale) : 1) / total;

@@ -3,6 +3,7 @@
 // rows 4 * ty + i and columns tx + 16 * j.
 #include <type_traits>
 
+#include "attention_far_bias.cuh"
 #include "attention_kernels.h"
 #include "common/launch.cuh"
 #include "dropout.cuh"
@@ -292,7 +293,9 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
     weight = gradient = 0;
     return 0;
   }
-  A probability = exp(fma(weight, static_cast<A>(p.scale), bias - p.logsumexp[row]));  // rounded once
+  const A origin = bias - p.logsumexp[row];
+  // Rounded once. A far bias takes the score's place, as in the forward.
+  A probability = exp(bias <= kFarBias ? origin : fma(weight, static_cast<A>(p.scale), origin));
   if (correction) probability *= correction[row];
   const A factor = !dropout.drops() ? A(1) : dropout.keeps(head, i, j) ? static_cast<A>(dropout.keep_scale) : A(0);
   weight = probability * factor;

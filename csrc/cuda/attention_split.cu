@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
       const float factor = total == 0 ? 0 : 1 / total;
       store_narrow<2>(p.out.data + b * p.out.batch + own.head * p.out.head + own.query * p.out.token + column,
                       {result.x * factor, result.y * factor});
-      if (column == 0) p.logsumexp[at] = total == 0 ? -INFINITY : fmaf(largest, kLn2, logf(total));
+      if (column == 0) p.logsumexp[at] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
     }
   }
 }
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   store_narrow<4>(
       p.out.data + head / s.heads * p.out.batch + head % s.heads * p.out.head + query * p.out.token + column,
       {result.x * factor, result.y * factor, result.z * factor, result.w * factor});
-  if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : fmaf(largest, kLn2, logf(total));
+  if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
 }
 
 // Blocks that do not split: each has the rows of a tile.

@@ -11,6 +11,7 @@ template <typename T>
 constexpr bool kSixteenBits = sizeof(T) == 2;
 
 constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // Beyond this, neighbouring floats are more than 1 apart: a rounded number is no origin for exponentials.
 constexpr float kFarFromZero = 0x1p24f;
