@@ -368,7 +368,7 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     command = [*SMALL_CURVES, *token_files]
     assert curves([*command, "--json", str(both)]) == 0
     assert "bf16: 25 steps, loss" in capsys.readouterr().out
-    variants = ["bf16", "fp8", "fp8-head", "fp8-logits"]
+    variants = ["bf16", "bf16-reversed", "fp8", "fp8-head", "fp8-logits"]
     parts = [tmp_path / f"{variant}.json" for variant in reversed(variants)]
     for part in parts:
         assert curves([*command, "--variants", part.stem, "--json", str(part)]) == 0
@@ -376,7 +376,7 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     assert curves(["--from", *map(str, parts), "--json", str(joined), "--plot", str(tmp_path / "curves.png")]) == 0
     out = capsys.readouterr().out
     assert "| bfloat16 | 0 | 60 |" in out
-    assert out.count("%") == 3 * 3  # of each other variant: at most, at the end, in validation
+    assert out.count("%") == 4 * 3  # of each other variant: at most, at the end, in validation
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
@@ -388,6 +388,8 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
         assert one["validation"] == other["validation"] > 0
     for one, other in itertools.combinations(found, 2):
         assert one["losses"] != other["losses"]
+    of_bf16, of_reversed = (curve["losses"] for curve in found[:2])
+    assert max(abs(a - b) for a, b in zip(of_bf16, of_reversed, strict=True)) < 1e-2
 
 
 def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from benchmarks.harness.report import markdown
 AVERAGED = 50  # steps: losses of single batches differ more than the curves do
 HEADER = ["", "seed", "steps", "ms a step", "last loss", f"mean of the last {AVERAGED}", "validation"]
 BESIDE = ["above {} at most", "at the end", "in validation"]
-COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#ee7733", "#33a27f", "#aa6fc0"], strict=True))
+COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#8a8a8a", "#ee7733", "#33a27f", "#aa6fc0"], strict=True))
 
 
 def smoothed(losses):

@@ -16,6 +16,7 @@ from gptkernels.training.schedule import Schedule
 
 VARIANTS = {
     "bf16": "bfloat16",
+    "bf16-reversed": "bfloat16, the sequences of a batch in reverse order: other roundings alone",
     "fp8": "float8 products in the layers",
     "fp8-head": "float8 products in the layers and the head's gradients",
     "fp8-logits": "float8 products in the layers, the head's gradients and its logits",
@@ -63,7 +64,7 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
     for i in range(settings["steps"]):
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(i)
-        result = step(data.next_batch())
+        result = step(_in_order(data.next_batch(), variant))
         if waiting:  # the step before: the device has the next one already
             note(waiting)
         waiting = result
@@ -86,6 +87,11 @@ def _model(variant, settings, device):
         **fp8_options(variant),
     )
     return GPT2(config).to(device, torch.bfloat16)
+
+
+def _in_order(batch, variant):
+    """Reversed, the gradients' sums are over the same terms in another order."""
+    return [part.flip(0) for part in batch] if variant.endswith("reversed") else batch
 
 
 def _loader(paths, settings, device, *, shuffle):

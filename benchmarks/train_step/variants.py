@@ -15,6 +15,8 @@ from gptkernels.optim import AdamW
 VARIANTS = {
     "ours": "gptkernels, eager",
     "ours-graph": "gptkernels.graphed_step",
+    "ours-recompute-gelu-graph": "gptkernels.graphed_step, GELUs computed again in the backward",
+    "ours-recompute-blocks-graph": "gptkernels.graphed_step, layers computed again in the backward",
     "ours-fp8-graph": "gptkernels.graphed_step, float8 products in the layers",
     "ours-fp8-head-graph": "the same, and in the gradients of the head",
     "ours-fp8-logits-graph": "the same, and for its logits",
@@ -38,6 +40,9 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
         model = GPT2(dataclasses.replace(config, **fp8_options(variant)), device, dtype)
+        model.transformer.recompute_blocks = "recompute-blocks" in variant
+        for block in model.transformer.h:
+            block.mlp.recompute_gelu = "recompute-gelu" in variant
     else:
         model = TorchGPT2(config).to(device, dtype)
     model.load_state_dict(weights)
