@@ -386,10 +386,20 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
         assert one["losses"][-1] < one["losses"][0]
         assert one["losses"] == other["losses"]
         assert one["validation"] == other["validation"] > 0
+    control = found.pop(1)["losses"]
+    assert max(abs(a - b) for a, b in zip(control, found[0]["losses"], strict=True)) < 1e-2
     for one, other in itertools.combinations(found, 2):
         assert one["losses"] != other["losses"]
-    of_bf16, of_reversed = (curve["losses"] for curve in found[:2])
-    assert max(abs(a - b) for a, b in zip(of_bf16, of_reversed, strict=True)) < 1e-2
+
+
+def test_the_control_has_its_batches_in_reverse_order():
+    from benchmarks.curves.train import CONTROL, VARIANTS, _in_order
+
+    batch = torch.arange(6).view(3, 2), torch.arange(6, 12).view(3, 2)
+    for variant in VARIANTS:
+        tokens, targets = _in_order(batch, variant)
+        assert tokens[:, 0].tolist() == ([4, 2, 0] if variant == CONTROL else [0, 2, 4])
+        assert (targets - tokens == 6).all()
 
 
 def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch):
@@ -428,6 +438,16 @@ def test_curves_are_compared_with_the_first_of_their_seed(token_files, tmp_path,
     for end in ends:
         assert f"| {end:+.2%} |" in shown
     assert f"mean of 2 seeds: {sum(ends) / 2:+.2%}, standard error {abs(ends[0] - ends[1]) / 2:.2%}." in shown
+    assert "control" not in shown
+
+    controls = [
+        {**found[i], "variant": "bf16-reversed", "losses": [1.1 * x for x in found[i]["losses"]]} for i in (0, 2)
+    ]
+    of_both = [(1 + end) / 1.05 - 1 for end in ends]
+    error = abs(of_both[0] - of_both[1]) / 2
+    shown = "\n".join(tables([found[0], controls[0], *found[1:3], controls[1], found[3]]))
+    assert f"the first curve and the control {sum(of_both) / 2:+.2%}, standard error {error:.2%}." in shown
+    assert "mean of 2 seeds: +10.00%, standard error 0.00%." in shown
 
 
 def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 import statistics
 
-from benchmarks.curves.train import VARIANTS
+from benchmarks.curves.train import CONTROL, VARIANTS
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import markdown
 
@@ -65,17 +65,33 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """A line for each variant that was trained from several seeds."""
+    """A line for each variant that was trained from several seeds: its mean above the first curves, and, where there is
+    a control, above the mean of both, which has less of one curve's luck."""
+    done = [curve for curve in curves if len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED]
+    firsts = {curve["settings"]["seed"]: curve for curve in curves if curve is first_of_seed(curve, curves)}
+    firsts = {seed: _end(curve) for seed, curve in firsts.items() if curve in done}
+    controls = {curve["settings"]["seed"]: _end(curve) for curve in done if curve["variant"] == CONTROL}
     lines = []
-    for variant in dict.fromkeys(curve["variant"] for curve in curves):
-        beside = [_beside(curve, first_of_seed(curve, curves))[1] for curve in curves if curve["variant"] == variant]
-        ends = [x for x in beside if x is not None]
-        if len(ends) > 1:
-            mean, error = statistics.fmean(ends), statistics.stdev(ends) / len(ends) ** 0.5
-            lines.append(
-                f"At the end, {VARIANTS[variant]}, mean of {len(ends)} seeds: {mean:+.2%}, standard error {error:.2%}."
-            )
+    for variant in list(dict.fromkeys(curve["variant"] for curve in curves))[1:]:
+        ends = {curve["settings"]["seed"]: _end(curve) for curve in done if curve["variant"] == variant}
+        ends = {seed: end for seed, end in ends.items() if seed in firsts}
+        if len(ends) < 2:
+            continue
+        above = _mean_and_error([end / firsts[seed] - 1 for seed, end in ends.items()])
+        line = f"At the end, {VARIANTS[variant]}, mean of {len(ends)} seeds: {above}"
+        if variant != CONTROL and ends.keys() <= controls.keys():
+            above = _mean_and_error([2 * end / (firsts[seed] + controls[seed]) - 1 for seed, end in ends.items()])
+            line += f"; above the mean of the first curve and the control {above}"
+        lines.append(line + ".")
     return lines
+
+
+def _end(curve):
+    return statistics.fmean(curve["losses"][-AVERAGED:])
+
+
+def _mean_and_error(shares):
+    return f"{statistics.fmean(shares):+.2%}, standard error {statistics.stdev(shares) / len(shares) ** 0.5:.2%}"
 
 
 def draw(curves, path):
