@@ -215,6 +215,18 @@ def by_operators(monkeypatch):
 
 
 @contextlib.contextmanager
+def tf32(allowed):
+    """With torch's setting that lets CUDA's float32 products be rounded to TF32."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32
+    matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
+@contextlib.contextmanager
 def kept_sizes():
     """The bytes of each tensor that autograd keeps meanwhile, by its address."""
     sizes = {}

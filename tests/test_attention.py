@@ -25,6 +25,7 @@ from helpers import (
     philox,
     raises,
     randn,
+    tf32,
     tolerance,
     warmed_up_and_captured,
 )
@@ -697,12 +698,12 @@ def test_queries_of_nothing_but_lowest_values(rows, size, dtype, device):
         check_lowest(q, k, v, dout, causal=causal, mask=of)
 
 
-def test_queries_of_nothing_but_lowest_values_by_tf32(device, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+def test_queries_of_nothing_but_lowest_values_by_tf32(device):
     rows = 200
     seen = dict(block_masks(8, 4, rows, rows, device))["causal and left"]
     mask = added(seen, torch.finfo(torch.float32).min, torch.float32)
-    check_lowest(*tensors(8, 4, 2, rows, rows, 64, torch.float32, device), mask=mask)
+    with tf32(True):
+        check_lowest(*tensors(8, 4, 2, rows, rows, 64, torch.float32, device), mask=mask)
 
 
 @half_dtypes
@@ -987,10 +988,8 @@ def test_tf32_follows_torch(size, device):
     q, k, v, dout = tensors(8, 4, 2, 150, 200, size, torch.float32, device)  # many: the largest errors are compared
     few = q[:, :, :5]
     options = {"causal": True, "offset": 50}
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed in (False, True):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
+    for allowed in (False, True):
+        with tf32(allowed):
             assert_as_exact_with_gradients(
                 lambda *t: ours(*t, **options)[0],
                 lambda *t: formula(*t, **options)[0],
@@ -1004,8 +1003,6 @@ def test_tf32_follows_torch(size, device):
             assert_as_exact_as_torch(
                 ours(few, k, v)[0], in_torch, formula(*map(double, (few, k, v)))[0], "out of few queries"
             )
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @all_dtypes

@@ -20,6 +20,7 @@ from helpers import (
     raises,
     randn,
     registered_dtypes,
+    tf32,
     tolerance,
 )
 
@@ -315,16 +316,12 @@ def test_tf32_follows_torch(device):
         pytest.skip("TF32 is CUDA's")
     x, weight, bias = inputs(64, 512, 64, torch.float32, device)
     error = {}
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed in (False, True, False):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
+    for allowed in (False, True, False):
+        with tf32(allowed):
             for b in (None, bias):
                 out = ours(x, weight, b)
                 error[allowed, b is None] = (out - exact(double(x), double(weight), double(b))).abs().max().item()
                 assert_as_exact_as_torch(out, torchs(x, weight, b), exact(double(x), double(weight), double(b)))
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
     for without_bias in (True, False):
         assert error[True, without_bias] > 20 * error[False, without_bias]
 
