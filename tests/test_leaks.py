@@ -17,7 +17,6 @@ from gptkernels.testing.cases import CASES, SMALL, Draw
 
 CALLS = 300
 
-
 FIELDS = (
     *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
     *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
@@ -26,6 +25,15 @@ FIELDS = (
 
 class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_garbage():
+    """The collector skips what is there already: hundreds of thousands of objects, which would take it a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def bytes_kept(call):
