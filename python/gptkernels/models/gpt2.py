@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast, overload
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
@@ -20,7 +19,7 @@ from gptkernels.models.config import GPT2Config
 from gptkernels.models.decoding import Draw, TokenStream, steps
 from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
-from gptkernels.models.recompute import may_draw
+from gptkernels.models.recompute import checkpointed, may_draw
 from gptkernels.ops import ops
 from gptkernels.ops.encoder import tied_encoder
 
@@ -156,9 +155,7 @@ class Transformer(torch.nn.Module):
         for i, layer in enumerate(self.h):
             if recompute:
                 draws = may_draw(layer, Block, *(() if pending is None else (pending.dropout,)))
-                stream, pending = checkpoint(
-                    _run, layer, stream, pending, use_reentrant=False, preserve_rng_state=draws
-                )
+                stream, pending = checkpointed(_run, layer, stream, pending, draws=draws)
             else:
                 stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
         return _add_and_norm(stream, pending, self.ln_f)[0]
