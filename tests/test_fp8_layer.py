@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import gptkernels
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.gpt2 import Block
+from gptkernels.models.transformer import Block
 from gptkernels.ops import ops
 from gptkernels.ops.fp8 import CALLS, new_history
 from helpers import by_operators, node_names

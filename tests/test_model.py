@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.gpt2 import Block
 from gptkernels.models.recompute import may_draw
+from gptkernels.models.transformer import Block
 from gptkernels.nn import KeyValueCache
 from gptkernels.ops import ops
 from gptkernels.optim import AdamW

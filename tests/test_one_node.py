@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.gpt2 import Block
+from gptkernels.models.transformer import Block
 from helpers import by_operators, kept_sizes, node_names
 
 V, T = 60, 16

@@ -17,6 +17,7 @@ from torch import Tensor
 from gptkernels import nn
 from gptkernels._modules import is_unmodified
 from gptkernels.models.recompute import may_draw
+from gptkernels.models.transformer import Block, Transformer
 from gptkernels.ops import ops
 
 if TYPE_CHECKING:
@@ -283,8 +284,6 @@ def _parameters(block: Any) -> Iterator[Tensor]:
 
 def _is_plain(model: "GPT2") -> bool:
     """Whether no module has been replaced, hooked or changed, and none drops elements now."""
-    from gptkernels.models.gpt2 import Block, Transformer
-
     transformer, eps = model.transformer, model.transformer.ln_f.eps
     heads, activation = model.config.n_head, model.config.activation
 

@@ -6,7 +6,7 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,162 +14,13 @@ from torch.autograd import forward_ad
 
 from gptkernels import functional, nn
 from gptkernels._modules import is_unmodified
-from gptkernels.models import one_node
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.decoding import Draw, TokenStream, steps
 from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
-from gptkernels.models.recompute import checkpointed, may_draw
+from gptkernels.models.transformer import Transformer
 from gptkernels.ops import ops
 from gptkernels.ops.encoder import tied_encoder
-
-
-class Pending(NamedTuple):
-    """What is yet to be added to the residual stream: (B, T, C), and a bias (C) or None; dropout is of their sum."""
-
-    values: Tensor
-    bias: Tensor | None
-    dropout: torch.nn.Module
-
-
-class Block(torch.nn.Module):
-    """A layer: ``x + dropout(attn(ln_1(x)))``, then ``x + dropout(mlp(ln_2(x)))``."""
-
-    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        C, bias = config.n_embd, config.bias
-        self.ln_1 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout, config.fp8)
-        self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
-        self.mlp = nn.MLP(C, bias, device, dtype, config.activation, config.fp8)
-        self.resid_dropout = nn.Dropout(config.dropout)  # of both additions
-
-    def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
-        return _add(*self.without_last_addition(x, None, cache))
-
-    def without_last_addition(
-        self, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
-    ) -> tuple[Tensor, Pending]:
-        """The layer without its last residual addition, which the next layer does.
-
-        An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
-        next layer, so the addition is passed on to it.
-
-        Args:
-            stream: (B, T, C), the residual stream.
-            pending: not yet added to the stream; None if nothing is pending.
-            cache: as in :meth:`forward`.
-
-        Returns:
-            The stream, and what is now to be added to it.
-        """
-        if cache is None:
-            found = one_node.run(self, stream, *((None, None, None) if pending is None else pending))
-            if found is not None:
-                stream, values, bias = found
-                return stream, Pending(values, bias, self.resid_dropout)
-        normed, stream = _add_and_norm(stream, pending, self.ln_1)
-        caches = () if cache is None else (cache,)
-        if is_unmodified(self.attn, nn.CausalSelfAttention):
-            values, bias = self.attn.without_bias(normed, *caches)
-        else:
-            values, bias = self.attn(normed, *caches), None
-        normed, stream = _add_and_norm(stream, Pending(values, bias, self.resid_dropout), self.ln_2)
-        if is_unmodified(self.mlp, nn.MLP):
-            values, bias = self.mlp.without_bias(normed)
-        else:
-            values, bias = self.mlp(normed), None
-        return stream, Pending(values, bias, self.resid_dropout)
-
-
-def _add(stream: Tensor, pending: Pending | None) -> Tensor:
-    if pending is None:
-        return stream
-    return stream + pending.dropout(_biased(pending))
-
-
-def _biased(pending: Pending) -> Tensor:
-    return pending.values if pending.bias is None else pending.values + pending.bias.to(pending.values.dtype)
-
-
-def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """``norm`` of the stream with what is pending, and that stream, in one kernel unless a module must be called."""
-    if pending is None or not is_unmodified(norm, nn.LayerNorm):
-        stream = _add(stream, pending)
-        return norm(stream), stream
-    values, bias, dropout = pending
-    p, training = 0.0, False
-    if is_unmodified(dropout, nn.Dropout):
-        p, training = cast(nn.Dropout, dropout).p, dropout.training
-    else:
-        values, bias = dropout(_biased(pending)), None
-    shape = norm.normalized_shape
-    return functional.residual_layer_norm(values, stream, shape, norm.weight, norm.bias, norm.eps, bias, p, training)
-
-
-def _run(
-    layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
-) -> tuple[Tensor, Pending | None]:
-    """A layer, whatever has become of it: the stream, and what is to be added to it."""
-    if is_unmodified(layer, Block):
-        return cast(Block, layer).without_last_addition(stream, pending, cache)
-    stream = _add(stream, pending)
-    return layer(stream) if cache is None else layer(stream, cache), None  # an adapter need not know of caches
-
-
-class Transformer(torch.nn.Module):
-    """All of GPT-2 but its head.
-
-    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of the
-    modules has been replaced, wrapped, hooked or parametrised: such a module is called.
-
-    Attributes:
-        recompute_blocks: keep nothing of a layer but its inputs for the backward pass, which runs the layer again.
-    """
-
-    recompute_blocks: bool = False
-
-    def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        C = config.n_embd
-        self.wte = nn.Embedding(config.padded_vocab_size, C, device=device, dtype=dtype)
-        self.wte.vocab_size = self.vocab_size = config.vocab_size
-        self.wpe = nn.Embedding(config.block_size, C, device=device, dtype=dtype)
-        self.drop = nn.Dropout(config.dropout)
-        self.h = torch.nn.ModuleList(Block(config, device, dtype) for _ in range(config.n_layer))
-        self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
-
-    def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """Tokens (B, T) -> the final norm's output (B, T, C).
-
-        With caches, one a layer, the tokens are those that follow what is in them.
-        """
-        return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
-
-    def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """What :meth:`forward` does with the sum of both embeddings, (B, T, C)."""
-        stream = self.drop(stream)
-        pending: Pending | None = None
-        recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
-        for i, layer in enumerate(self.h):
-            if recompute:
-                draws = may_draw(layer, Block, *(() if pending is None else (pending.dropout,)))
-                stream, pending = checkpointed(_run, layer, stream, pending, draws=draws)
-            else:
-                stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
-        return _add_and_norm(stream, pending, self.ln_f)[0]
-
-    def embeds_in_one(self) -> bool:
-        """Whether the two embeddings are one operator."""
-        return is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding)
-
-    def _embed(self, tokens: Tensor, start: int) -> Tensor:
-        """Tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
-        if self.embeds_in_one():
-            positions = self.wpe.weight[start:] if start else self.wpe.weight
-            return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)
-        return self.wte(tokens) + self.wpe(torch.arange(start, start + tokens.shape[1], device=tokens.device))
 
 
 class GPT2(Files, NanoGPT):

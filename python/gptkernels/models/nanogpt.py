@@ -1,15 +1,13 @@
 """What nanoGPT's `GPT` has and its users' scripts call."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from gptkernels.models.config import GPT2Config
+from gptkernels.models.transformer import Transformer
 from gptkernels.optim import AdamW
-
-if TYPE_CHECKING:
-    from gptkernels.models.config import GPT2Config
-    from gptkernels.models.gpt2 import Transformer
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -24,8 +22,8 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 class NanoGPT(torch.nn.Module):
     """The methods of :class:`GPT2` about its size and its optimizer, with nanoGPT's names."""
 
-    config: "GPT2Config"
-    transformer: "Transformer"
+    config: GPT2Config
+    transformer: Transformer
     lm_head: torch.nn.Linear
 
     def num_parameters(self) -> int:
