@@ -50,7 +50,7 @@ def _line(curve, first):
     if not losses:
         return [*cells, *[""] * 7]
     cells.append(f"{1e3 * curve['seconds'] / len(losses):.1f}")
-    cells += [f"{losses[-1]:.4f}", f"{statistics.fmean(losses[-AVERAGED:]):.4f}"]
+    cells += [f"{losses[-1]:.4f}", f"{_end(curve):.4f}"]
     cells.append("" if curve["validation"] is None else f"{curve['validation']:.4f}")
     return [*cells, *("" if x is None else f"{x:+.2%}" for x in _beside(curve, first))]
 
@@ -65,25 +65,31 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """A line for each variant that was trained from several seeds: its mean above the first curves, and, where there is
-    a control, above the mean of both, which has less of one curve's luck."""
-    done = [curve for curve in curves if len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED]
-    firsts = {curve["settings"]["seed"]: curve for curve in curves if curve is first_of_seed(curve, curves)}
-    firsts = {seed: _end(curve) for seed, curve in firsts.items() if curve in done}
-    controls = {curve["settings"]["seed"]: _end(curve) for curve in done if curve["variant"] == CONTROL}
+    """A line for each variant that was trained from several seeds: its mean above the first variant's curves.
+
+    Where there is a control, above the mean of both as well, which has less of one curve's luck.
+    """
+    ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
+    firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
     lines = []
-    for variant in list(dict.fromkeys(curve["variant"] for curve in curves))[1:]:
-        ends = {curve["settings"]["seed"]: _end(curve) for curve in done if curve["variant"] == variant}
-        ends = {seed: end for seed, end in ends.items() if seed in firsts}
-        if len(ends) < 2:
+    for variant, own in ends.items():
+        seeds = [seed for seed in own if seed in firsts]
+        if len(seeds) < 2:
             continue
-        above = _mean_and_error([end / firsts[seed] - 1 for seed, end in ends.items()])
-        line = f"At the end, {VARIANTS[variant]}, mean of {len(ends)} seeds: {above}"
-        if variant != CONTROL and ends.keys() <= controls.keys():
-            above = _mean_and_error([2 * end / (firsts[seed] + controls[seed]) - 1 for seed, end in ends.items()])
+        above = _mean_and_error([own[seed] / firsts[seed] - 1 for seed in seeds])
+        line = f"At the end, {VARIANTS[variant]}, mean of {len(seeds)} seeds: {above}"
+        if variant != CONTROL and all(seed in controls for seed in seeds):
+            above = _mean_and_error([2 * own[seed] / (firsts[seed] + controls[seed]) - 1 for seed in seeds])
             line += f"; above the mean of the first curve and the control {above}"
         lines.append(line + ".")
     return lines
+
+
+def _ends(curves, variant):
+    """The last mean of each whole curve of a variant, by its seed."""
+    of_variant = [curve for curve in curves if curve["variant"] == variant]
+    whole = [curve for curve in of_variant if len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED]
+    return {curve["settings"]["seed"]: _end(curve) for curve in whole}
 
 
 def _end(curve):
