@@ -14,10 +14,14 @@ __device__ T* rows_of(const HeadsView<T>& t, int64_t b, int64_t h, int64_t row) 
   return t.data + b * t.batch + h * t.head + row * t.token;
 }
 
+// Where float32 is exact, and where a mask may have far biases (attention_far_bias.cuh).
+template <bool kGeneral, bool kExact>
+constexpr bool kCorrects = kGeneral || kExact;
+
 // What the kernel for dq hands to the other, of each row (B, NH, Tq).
 struct RowStatistics {
   float* delta;
-  float* correction;  // of exp(score - logsumexp), where float32 is exact, and in the general kernels
+  float* correction;  // of exp(score - logsumexp), in kernels with kCorrects
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -187,7 +191,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       scales[m][r] = static_cast<float>(gradient_scale(p));
-      if constexpr (kExact || kGeneral) {
+      if constexpr (kCorrects<kGeneral, kExact>) {
         const float total = warp_reduce<Sum, 4>(sum[m][r]);
         const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
         if (at >= queries) continue;
@@ -284,7 +288,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
                                          queries - start, head_size);
     const float* const from[Shape::kStatistics] = {p.logsumexp, statistics.delta, statistics.correction};
 #pragma unroll
-    for (int i = 0; i < (kExact || kGeneral ? 3 : 2); ++i) {
+    for (int i = 0; i < (kCorrects<kGeneral, kExact> ? 3 : 2); ++i) {
       const int query = static_cast<int>(threadIdx.x) - i * kQueries % kThreads;
       if (query < 0 || query >= kQueries) continue;
       const bool inside = start + query < queries;
@@ -346,7 +350,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
           for (int r = 0; r < 2; ++r) {
             float& weight = weights[m][n][2 * r + c];
             weight = exp2_approximately(fmaf(weight, factor, -reference));
-            if constexpr (kExact || kGeneral) weight *= correction[8 * n + c];
+            if constexpr (kCorrects<kGeneral, kExact>) weight *= correction[8 * n + c];
           }
       }
 
