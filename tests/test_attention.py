@@ -329,6 +329,25 @@ def many_heads(device):
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+# (B, NH, KH, Tq, Tk, HS, causal, offset): several tiles for each multiprocessor of an H200, the last of a head ragged.
+RAGGED = [
+    (5, 12, 12, 700, 700, 64, False, 0), (16, 12, 12, 560, 560, 64, True, 0), (16, 6, 6, 700, 700, 64, True, 0),
+    (7, 25, 25, 700, 700, 64, True, 0), (8, 25, 25, 853, 502, 64, False, 0), (40, 12, 12, 257, 1030, 40, False, 0),
+    (33, 8, 2, 321, 321, 128, True, 0), (12, 12, 12, 961, 961, 72, False, 0), (9, 16, 16, 577, 900, 64, True, 323),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_ragged_tiles_on_every_multiprocessor(shape, dtype, device):
+    one_kernel_on_a_cpu(device, dtype == torch.float16)
+    b, heads, key_heads, *sizes, causal, offset = shape
+    if device.type == "cpu":
+        b, heads = 1, heads // key_heads
+        key_heads = 1
+    check(*tensors(b, heads, key_heads, *sizes, dtype, device), causal=causal, offset=offset)
+
+
 # (Tq, Tk, HS, causal, offset)
 MANY_HEADS = [
     (1, 1, 64, True, 0), (2, 1, 8, True, 0), (3, 200, 64, True, 7), (64, 64, 40, True, 0), (65, 65, 64, True, 0),
@@ -625,6 +644,16 @@ def test_masks_with_values(size, dtype, device):
 
 
 @half_dtypes
+@pytest.mark.parametrize("deviation", [3, 10, 30])
+@pytest.mark.parametrize(("rows", "size"), [(193, 64), (321, 40), (1000, 64), (193, 128)])
+def test_additive_masks_of_large_deviation(rows, size, deviation, dtype, device):
+    """The last tile's rows beyond the last query have no logsumexp: exp(score + mask) would overflow there."""
+    one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16 or deviation < 30)
+    mask = randn(rows, rows, dtype=dtype, device=device, scale=deviation)
+    check(*tensors(2, 4, 2, rows, rows, size, dtype, device), few_keys=True, mask=mask)
+
+
+@half_dtypes
 def test_masks_of_any_strides(dtype, device):
     rows = 200
     inputs = tensors(2, 2, 2, rows, rows, 64, dtype, device)
@@ -875,6 +904,12 @@ def test_scores_are_the_same_numbers_backward(tokens, device):
         logsumexp = 0.125 * 80 * double(q[0, 0, 0, 0]) ** 2 + math.log(tokens)
         allowed = (logsumexp / 2 + 8) * eps * (probabilities.mT @ double(dout).abs())
         assert ((double(dvalue) - probabilities.mT @ double(dout)).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("size", [160, 256])
+def test_wide_float32_heads_with_large_scores(size, device):
+    """A rounding error of a score, here a sum of many large terms, is one of its probability."""
+    check(*tensors(4, 4, 4, 150, 200, size, torch.float32, device), few_keys=True, causal=True, offset=1, scale=1.0)
 
 
 @all_dtypes

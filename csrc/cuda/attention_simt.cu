@@ -58,7 +58,8 @@ struct SimtShape {
   static constexpr int kWeightPitch = kSimtTile + kVector;
 };
 
-// scores = rows of x times rows of y, both (64, HS), summed as S; rows beyond the end count as 0.
+// scores = rows of x times rows of y, both (64, HS), summed as S; rows beyond the end count as 0. The terms of a chunk
+// of columns are summed by themselves: a single sum over 256 columns has several times the rounding error.
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64_t x_stride, int64_t x_rows, const T* y,
                               int64_t y_stride, int64_t y_rows, int head_size, accumulate_t<T>* shared) {
@@ -76,6 +77,7 @@ __device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64
       ys[row][column] = inside && row < y_rows ? static_cast<S>(y[row * y_stride + start + column]) : S(0);
     }
     __syncthreads();
+    S part[4][4] = {};
 #pragma unroll 4
     for (int c = 0; c < Shape::kChunk; c += Shape::kVector) {
       struct alignas(16) Vector {
@@ -92,8 +94,12 @@ __device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sums[i][j] += a[i].v[k] * b[j].v[k];
+          for (int j = 0; j < 4; ++j) part[i][j] += a[i].v[k] * b[j].v[k];
     }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[i][j] += part[i][j];
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)

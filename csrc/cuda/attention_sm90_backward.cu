@@ -252,9 +252,9 @@ __global__ void __launch_bounds__(BackwardShape<HS>::kThreads, 1)
       const bool inside = row < p.problem.queries;
       delta[r] = quad_sum(delta[r]);
       if (inside && p.dlogsumexp) delta[r] -= p.dlogsumexp[index];
-      const float logsumexp = inside ? p.logsumexp[index] : 0;
+      const float logsumexp = inside ? p.logsumexp[index] : -INFINITY;
       if constexpr (kDropout) delta[r] *= keep_probability(p.problem);
-      bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // no key seen: P = 0
+      bias[r] = logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E;  // P = 0 for a query that sees no key
       if (kMasks == Masks::kAdditive && mask_rows[r].shift != 0 && bias[r] != -INFINITY) {
         bias[r] = shifted_bias<T>(logsumexp, mask_rows[r]);
         if constexpr (has_uniform_rows<T>(kMasks)) clear_row(q, r);

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
       const int own_row = row + first_row + lane / 4 + 8 * r;
       const int64_t index = static_cast<int64_t>(head) * p.problem.queries + own_row;
       const bool inside = own_row < p.problem.queries;
-      logsumexp[r] = inside ? p.logsumexp[index] : 0;
+      logsumexp[r] = inside ? p.logsumexp[index] : -INFINITY;
       dlogsumexp[r] = inside && p.dlogsumexp ? p.dlogsumexp[index] : 0;
     }
     if constexpr (kMasks == Masks::kAdditive) {
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(DqueryShape::kThreads, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       delta[r] = quad_sum(delta[r]) - dlogsumexp[r];
-      bias[r] = logsumexp[r] == -INFINITY ? -INFINITY : -logsumexp[r] * kLog2E;  // no key seen: P = 0
+      bias[r] = logsumexp[r] == -INFINITY ? -INFINITY : -logsumexp[r] * kLog2E;  // P = 0 for a query that sees no key
       if constexpr (kMasks == Masks::kAdditive) {
         if (mask_rows[r].shift != 0 && bias[r] != -INFINITY) bias[r] = shifted_bias<T>(logsumexp[r], mask_rows[r]);
       }

@@ -22,6 +22,10 @@ constexpr int kWarpgroups = 4;  // that compute
 constexpr int kRows = 64 * kWarpgroups;
 constexpr int kKeys = 64;  // of a block
 constexpr int kStages = 8;
+// A warpgroup skips the blocks of a new tile that its queries do not see while it still holds the stage of the tile
+// before. It needs the stage after the skipped ones, and the loading warp refills a stage only when all warpgroups have
+// released it: so at most kStages - 2 are skipped, and the other unseen blocks are computed, masked.
+constexpr int kMostSkipped = kStages - 2;
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
 constexpr int kQueryBytes = kRows * kPanelRowBytes;
 constexpr int kKeyBytes = kKeys * kPanelRowBytes;
@@ -148,14 +152,15 @@ __global__ void __launch_bounds__(kThreads, 1) attention_forward_64_kernel(const
   int row, block;         // the first of them; the block of keys at hand
   int seen;               // so many blocks of keys are seen whole by all of them
 
-  // Starts on a tile, where all blocks are loaded that any of the tile's queries sees: the warpgroup's may see fewer.
+  // Starts on a tile. The blocks that any of the tile's queries sees are loaded; the warpgroup's queries may see fewer,
+  // or none where they are beyond the end.
   const auto open = [&](const QueryTile& tile) {
     row = tile.row + group * 64;
-    block = row < p.problem.queries ? blocks_of(row, 64) - 1 : 0;
+    block = max(row < p.problem.queries ? blocks_of(row, 64) - 1 : 0, tile.blocks - 1 - kMostSkipped);
     int end = p.problem.keys;
     if constexpr (kCausal) end = min(end, row + p.problem.query_offset + 1);
     seen = end / kKeys;
-    for (int passed = tile.blocks - 1 - block; passed > 0; --passed) {
+    for (int skipped = tile.blocks - 1 - block; skipped > 0; --skipped) {
       barrier_wait(full(stage.slot), stage.phase);
       barrier_arrive_if(elected(), empty(stage.slot));
       stage.advance();
