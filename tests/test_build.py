@@ -1,5 +1,6 @@
 """What the libraries may depend on, what the build says when something is missing, and csrc without torch."""
 
+import collections
 import os
 import re
 import shutil
@@ -166,6 +167,34 @@ def test_csrc_has_no_torch(tmp_path):
         check=True,
     )
     assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
+
+
+def types_defined(source):
+    """Yields the classes and enumerations that the text defines in named namespaces, as (namespace, name)."""
+    code = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", source, flags=re.S)
+    scopes = []  # one per open brace: the namespace's name, "" if it is anonymous, None if it is no namespace
+    namespace = r"\bnamespace\s*(?P<namespace>[\w:]*)\s*\{"
+    type_ = r"\b(?:struct|class|enum)\s+(?:class\s+)?(?:alignas\([^)]*\)\s*)?(?P<type>\w+)\s*(?::[^:;{}()][^;{}]*)?\{"
+    for match in re.finditer(rf"{namespace}|{type_}|[{{}}]", code):
+        if match[0] == "}":
+            scopes.pop()
+            continue
+        if match["type"] and all(scopes):
+            yield "::".join(scopes), match["type"]
+        scopes.append(match["namespace"])
+
+
+@needs_sources
+def test_one_definition_of_each_type():
+    """Two types of one name in one namespace are undefined behaviour, which neither compiler nor linker reports."""
+    found = collections.defaultdict(set)
+    for folder in ("csrc", "ops"):
+        for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
+            for namespace, name in types_defined(source.read_text()):
+                for device in ("cpu", "cuda"):
+                    found[namespace.replace("GPTKERNELS_DEVICE", device), name].add(source.name)
+    assert {"Matmul", "GemmBackend", "AlgorithmChoice"} <= {name for _, name in found}
+    assert {key: files for key, files in found.items() if len(files) > 1} == {}
 
 
 @needs_sources

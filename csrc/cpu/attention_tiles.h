@@ -87,8 +87,8 @@ struct Part {
   int64_t lane;
 };
 
-// A tile of scores: keys [begin, end) of sequence b for 64 queries of head h from `query` on.
-struct Tile {
+// A tile of scores: keys [begin, end) of one sequence by up to 64 queries of one head, starting at `query`.
+struct ScoreTile {
   int64_t batch;
   int64_t head;
   int64_t query;      // a multiple of 64
@@ -105,7 +105,7 @@ struct Tile {
 
 // fn(part) over the parts of a tile that some query sees: on the diagonal 16 keys at a time, for the lanes below it.
 template <typename T, typename Fn>
-void for_each_part(const Tile& tile, const AttentionMask<T>& mask, const Fn& fn) {
+void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn& fn) {
   if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
   for (int64_t first = 0; first < tile.keys(); first += 16) {
     const int64_t lane = (tile.begin + first - mask.query_offset - tile.query) / 16 * 16;
@@ -123,7 +123,7 @@ struct FarQueries {
 
   // Of the keys [begin, end) of a sequence.
   template <typename T>
-  FarQueries(const AttentionMask<T>& mask, const Tile& tile, int64_t begin, int64_t end) {
+  FarQueries(const AttentionMask<T>& mask, const ScoreTile& tile, int64_t begin, int64_t end) {
     if (!mask.bias || std::is_same_v<T, float16>) return;  // whose lowest value is -65504
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t last = mask.causal ? std::min(end, tile.query + i + mask.query_offset + 1) : end;
@@ -147,7 +147,7 @@ struct FarQueries {
 // The scores that a mask hides become -inf, others get their bias. Returns what the scores are still to be multiplied
 // by: `factor`, or 1 where it is in.
 template <typename T, typename A>
-A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask, const FarQueries<A>& far) {
+A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>& mask, const FarQueries<A>& far) {
   constexpr A kHidden = -Constants<A>::kInfinity;
   if (mask.allowed || mask.bias) {
     const int64_t start =
@@ -180,7 +180,7 @@ A apply_mask(A* scores, A factor, const Tile& tile, const AttentionMask<T>& mask
 
 // keep[j][i] = 1 / (1 - p) where the probability of key `aligned` + j and query tile.query + i is kept, else 0.
 template <typename A>
-void dropout_tile(A* keep, const Tile& tile, int64_t aligned, const Dropout& dropout, uint32_t head) {
+void dropout_tile(A* keep, const ScoreTile& tile, int64_t aligned, const Dropout& dropout, uint32_t head) {
   const A factor = A(dropout.factor);
   const int64_t groups = tile.lanes / 2;
   for (int64_t column = 0; column < up_to(tile.end - aligned, 16) / 4; ++column) {
@@ -284,7 +284,7 @@ constexpr int64_t kFewQueries = 4;
 
 // scores[j][i] = sign * query[i] . key[j]; the lanes beyond the queries are 0.
 template <typename A>
-void few_scores(A* scores, const Tile& tile, A sign, Rows<A> query, int64_t width, Rows<A> key) {
+void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t width, Rows<A> key) {
   for (int64_t j = 0; j < tile.keys(); ++j) {
     A* row = scores + j * kTile;
     for (int64_t i = 0; i < tile.lanes; ++i) row[i] = A(0);
@@ -324,7 +324,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
-  Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
+  ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
 
   const bool few = tile.rows <= kFewQueries;
@@ -487,7 +487,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
-  Tile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
+  ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = up_to(tile.rows, 16);
   const bool few = tile.rows <= kFewQueries;
   const int64_t row = few ? width : size;  // of keys and of values

@@ -24,7 +24,7 @@
 #include "fp8_gelu_sm90.h"
 #include "fp8_history.cuh"
 #include "gelu.cuh"
-#include "product_choice.h"
+#include "gemm_backend.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -498,9 +498,9 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    const ProductChoice wanted = product_choice();
-    return wanted != ProductChoice::kCublas && can_serve(product, pass) &&
-           (wanted == ProductChoice::kOwn || is_faster(product));
+    const GemmBackend wanted = gemm_backend();
+    return wanted != GemmBackend::kCublas && can_serve(product, pass) &&
+           (wanted == GemmBackend::kOwn || is_faster(product));
   }
 }
 

@@ -99,7 +99,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
 
 // The heuristic's choices, its best first. The partial sums of split-K are float32.
 template <typename T>
-std::vector<ProductChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t handle, int most) {
+std::vector<AlgorithmChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t handle, int most) {
   constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;
   constexpr uint32_t kScheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
   Problem<T> problem(p);
@@ -113,7 +113,7 @@ std::vector<ProductChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t h
   int count = 0;
   problem.first(cublasLtMatmulAlgoGetHeuristic(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
                                                &problem.out, &preference, most, found.data(), &count));
-  std::vector<ProductChoice> choices;
+  std::vector<AlgorithmChoice> choices;
   if (problem.status != CUBLAS_STATUS_SUCCESS) return choices;
   for (int i = 0; i < count; ++i)
     if (found[i].state == CUBLAS_STATUS_SUCCESS)
@@ -121,13 +121,13 @@ std::vector<ProductChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t h
   return choices;
 }
 
-Fp8Plan plan_of(const ProductChoice& choice) {
+Fp8Plan plan_of(const AlgorithmChoice& choice) {
   return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};
 }
 
 // Whether the algorithm can compute the product, in the workspace that it says.
 template <typename T>
-bool fits(const Fp8Matmul<T>& p, const ProductChoice& choice, cublasHandle_t handle) {
+bool fits(const Fp8Matmul<T>& p, const AlgorithmChoice& choice, cublasHandle_t handle) {
   Problem<T> problem(p);
   cublasLtMatmulHeuristicResult_t result = {};
   problem.first(cublasLtMatmulAlgoCheck(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
@@ -202,7 +202,7 @@ Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* worksp
   if (is_captured(stream)) return plan;
   constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
   const ProductKey key = key_of(p);
-  const auto fastest = time_choices(ask_heuristic(p, handle, kChoices), stream, [&](const ProductChoice& choice) {
+  const auto fastest = time_choices(ask_heuristic(p, handle, kChoices), stream, [&](const AlgorithmChoice& choice) {
     return product(p, plan_of(choice), workspace, handle, stream).ok();
   });
   Fp8Plan timed = fastest ? plan_of(*fastest) : plan;

@@ -12,9 +12,9 @@
 
 #include "common/reduce.cuh"
 #include "fused_classifier.cuh"
+#include "gemm_backend.h"
 #include "linear_cross_entropy_sm90.h"
 #include "matmul_sm90.cuh"
-#include "product_choice.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -310,12 +310,12 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 bool exp_classifier_takes(const ExpClassifier& p) {
   constexpr double kUsed = 0.85;        // of the multiprocessors' time on tiles, by what lies within the matrix
   constexpr int64_t kMostTerms = 4096;  // with more the product's own time counts for more than the pass
-  const ProductChoice wanted = product_choice();
-  if (wanted == ProductChoice::kCublas || !takes(operands(p))) return false;
+  const GemmBackend wanted = gemm_backend();
+  if (wanted == GemmBackend::kCublas || !takes(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);
   const double within = static_cast<double>(p.rows * p.width) / static_cast<double>(tiles * kTileElements);
   const bool faster = busy(tiles) * within >= kUsed && p.inner <= kMostTerms;
-  return (faster || wanted == ProductChoice::kOwn) && p.inner % kPack<bfloat16> == 0 &&
+  return (faster || wanted == GemmBackend::kOwn) && p.inner % kPack<bfloat16> == 0 &&
          all_aligned(p.dlogits, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
 }
 

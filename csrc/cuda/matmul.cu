@@ -216,7 +216,8 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
 
 // The heuristic's choices, its best first. The partial sums of split-K are in the compute type.
 template <typename T>
-std::vector<ProductChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle, int most) {
+std::vector<AlgorithmChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle,
+                                           int most) {
   constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;  // what NVIDIA advises for Hopper
   LtProblem<T> problem(p, key.compute);
   First& first = problem.first;
@@ -235,7 +236,7 @@ std::vector<ProductChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& k
   int count = 0;
   first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
                                        &preference, most, found.data(), &count));
-  std::vector<ProductChoice> choices;
+  std::vector<AlgorithmChoice> choices;
   if (first.status != CUBLAS_STATUS_SUCCESS) return choices;
   for (int i = 0; i < count; ++i)
     if (found[i].state == CUBLAS_STATUS_SUCCESS)
@@ -243,13 +244,13 @@ std::vector<ProductChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& k
   return choices;
 }
 
-MatmulPlan plan_of(const ProductChoice& choice) {
+MatmulPlan plan_of(const AlgorithmChoice& choice) {
   return {.fused = true, .algorithm = choice.algorithm, .workspace = choice.workspace};
 }
 
 // Whether the algorithm can compute the product, in the workspace that it says.
 template <typename T>
-bool fits(const Matmul<T>& p, const ProductKey& key, const ProductChoice& choice, cublasLtHandle_t handle) {
+bool fits(const Matmul<T>& p, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle) {
   LtProblem<T> problem(p, key.compute);
   cublasLtMatmulHeuristicResult_t result = {};
   problem.first(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
@@ -417,7 +418,7 @@ MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out
   if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
   if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
   const auto choices = ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
-  const auto fastest = time_choices(choices, stream, [&](const ProductChoice& choice) {
+  const auto fastest = time_choices(choices, stream, [&](const AlgorithmChoice& choice) {
     return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
   });
   MatmulPlan timed = fastest ? plan_of(*fastest) : plan;

@@ -22,7 +22,7 @@ constexpr const char* kVariable = "GPTKERNELS_MATMUL_CHOICES";
 constexpr const char* kFirstLine = "gptkernels: cuBLASLt's algorithms by product, format 2";
 constexpr size_t kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
-using Choices = std::map<ProductKey, ProductChoice>;
+using Choices = std::map<ProductKey, AlgorithmChoice>;
 
 // Where the files are; empty: nowhere.
 fs::path folder() {
@@ -47,7 +47,7 @@ fs::path file_of(int device) {
 }
 
 // A line has the key without the device, the workspace, and the algorithm's words.
-std::string line_of(const ProductKey& k, const ProductChoice& choice) {
+std::string line_of(const ProductKey& k, const AlgorithmChoice& choice) {
   std::ostringstream line;
   for (int64_t value : {int64_t(k.type),
                         int64_t(k.out_type),
@@ -86,7 +86,7 @@ void read_line(const std::string& text, int device, Choices& choices) {
   uint64_t words[kWords];
   for (uint64_t& word : words)
     if (!(line >> std::hex >> word)) return;
-  ProductChoice choice = {.workspace = v[20]};
+  AlgorithmChoice choice = {.workspace = v[20]};
   std::memcpy(&choice.algorithm, words, sizeof(words));
   const ProductKey key = {.device = device,
                           .type = static_cast<cudaDataType_t>(v[0]),
@@ -160,14 +160,14 @@ bool choices_are_timed() {
   return timed;
 }
 
-std::optional<ProductChoice> kept_choice(const ProductKey& key) {
+std::optional<AlgorithmChoice> kept_choice(const ProductKey& key) {
   const std::lock_guard lock(mutex);
   const Choices& choices = choices_of(key.device);
   const auto found = choices.find(key);
   return found == choices.end() ? std::nullopt : std::optional(found->second);
 }
 
-void keep_choice(const ProductKey& key, const ProductChoice& choice) {
+void keep_choice(const ProductKey& key, const AlgorithmChoice& choice) {
   const std::lock_guard lock(mutex);
   Choices& choices = choices_of(key.device);
   choices.insert_or_assign(key, choice);

@@ -35,7 +35,7 @@ inline uint32_t alignment(const void* pointer) {
   return static_cast<uint32_t>(address & -address);
 }
 
-struct ProductChoice {
+struct AlgorithmChoice {
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
@@ -45,9 +45,9 @@ bool choices_are_timed();
 
 // What an earlier call of keep_choice, in this process or another, has kept. The caller checks that it fits the
 // product: files can be damaged.
-std::optional<ProductChoice> kept_choice(const ProductKey& key);
+std::optional<AlgorithmChoice> kept_choice(const ProductKey& key);
 
 // Keeps a choice, in the file too if that can be written.
-void keep_choice(const ProductKey& key, const ProductChoice& choice);
+void keep_choice(const ProductKey& key, const AlgorithmChoice& choice);
 
 }  // namespace gptkernels::cuda

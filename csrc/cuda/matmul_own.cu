@@ -1,9 +1,9 @@
 #include "../device.h"
 #include "common/launch.cuh"
+#include "gemm_backend.h"
 #include "matmul_own.h"
 #include "matmul_sm90.h"
 #include "matmul_sm90_weight.h"
-#include "product_choice.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -34,10 +34,10 @@ bool weight_is_faster(const Matmul<T>& p) {
 
 template <typename T>
 OwnProduct own_product(const Matmul<T>& p) {
-  const ProductChoice wanted = product_choice();
-  if (wanted == ProductChoice::kCublas) return OwnProduct::kNone;
-  if (matmul_sm90_takes(p) && (wanted == ProductChoice::kOwn || tiles_are_faster(p))) return OwnProduct::kTiles;
-  if (matmul_sm90_weight_takes(p) && (wanted == ProductChoice::kOwn || weight_is_faster(p))) return OwnProduct::kWeight;
+  const GemmBackend wanted = gemm_backend();
+  if (wanted == GemmBackend::kCublas) return OwnProduct::kNone;
+  if (matmul_sm90_takes(p) && (wanted == GemmBackend::kOwn || tiles_are_faster(p))) return OwnProduct::kTiles;
+  if (matmul_sm90_weight_takes(p) && (wanted == GemmBackend::kOwn || weight_is_faster(p))) return OwnProduct::kWeight;
   return OwnProduct::kNone;
 }
 

@@ -5,7 +5,7 @@
 
 namespace gptkernels::cuda {
 
-// As product_choice() says.
+// Follows gemm_backend() and, by default, what was measured.
 template <typename T>
 OwnProduct own_product(const Matmul<T>& p);
 

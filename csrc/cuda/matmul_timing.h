@@ -72,13 +72,13 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
 // turns, so that a change of the clock is fair to all. Those that cannot be launched are left out; without any there is
 // no result. It waits for the device.
 template <typename Launch>
-std::optional<ProductChoice> time_choices(std::vector<ProductChoice> choices, Stream stream, const Launch& launch) {
+std::optional<AlgorithmChoice> time_choices(std::vector<AlgorithmChoice> choices, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;
-  std::erase_if(choices, [&](const ProductChoice& choice) { return !launch(choice); });
+  std::erase_if(choices, [&](const AlgorithmChoice& choice) { return !launch(choice); });
   if (choices.empty()) return std::nullopt;
   Timer timer(stream);
   for (int round = 0; round < kRounds; ++round)
-    for (const ProductChoice& choice : choices) timer.time([&] { launch(choice); });
+    for (const AlgorithmChoice& choice : choices) timer.time([&] { launch(choice); });
   const std::vector<float> times = timer.read();
   if (times.size() != kRounds * choices.size()) return choices[0];
   return choices[fastest(times, choices.size(), kRounds)];
