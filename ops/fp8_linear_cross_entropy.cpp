@@ -12,11 +12,9 @@ namespace {
 constexpr ScalarType kOperand = ScalarType::Float8_e4m3fn;  // x and weight
 constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // dlogits
 
-// float16's gradients would have to be computed when the loss scale is known, in the backward.
 CrossEntropy checked(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets, int64_t vocab_size,
                      int64_t ignore_index, int64_t chunk_size) {
-  if (x.scalar_type() != ScalarType::Float && x.scalar_type() != ScalarType::BFloat16)
-    fail(op, "x must be float32 or bfloat16, got ", describe(x.scalar_type()));
+  check_quantizable(op, "x", x);
   const CrossEntropy p = checked_cross_entropy(op, x, weight, targets, vocab_size, ignore_index, chunk_size);
   check_features(op, "the last dimension of x", p.x.columns);
   check_features(op, "the first dimension of weight", p.columns());
@@ -26,6 +24,13 @@ CrossEntropy checked(const char* op, const Tensor& x, const Tensor& weight, cons
 std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool transposed, bool values) {
   if (!transposed && !values) return std::nullopt;
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
+}
+
+// The gradient of t, in float32 for float16: without the loss scale, which the backward multiplies by, float16 would
+// underflow.
+Tensor gradient_if(bool wanted, const Tensor& t) {
+  const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
+  return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
 }
 
 // The operands, their gradients, and the memory of a chunk. What a gradient that is not wanted needs has no elements.
@@ -47,9 +52,11 @@ struct Gradients {
         want_weight(want_weight),
         logits(logits),
         scale(scale),
-        dx(allocate_if(want_x, shape_of(x), x)),
-        dweight(allocate_if(want_weight, shape_of(weight), weight)),
-        sum(want_weight && rows_of(x) > chunk ? allocate(shape_of(weight), ScalarType::Float, weight) : dweight),
+        dx(gradient_if(want_x, x)),
+        dweight(gradient_if(want_weight, weight)),
+        sum(want_weight && rows_of(x) > chunk && dweight.scalar_type() != ScalarType::Float
+                ? allocate(shape_of(weight), ScalarType::Float, weight)
+                : dweight),
         weight(operand(launcher, weight, want_x, logits)),
         x(operand(launcher, x, want_weight, logits)),
         dlogits(allocate({chunk, weight.size(0)}, kGradient, x)),
@@ -65,17 +72,15 @@ void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& 
 // Rows begin .. begin + count: their losses and dlogits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Gradients& g, int64_t begin, int64_t count) {
-  const auto launch = [&]<typename T>() {
-    auto classifier = chunk_classifier<T, Fp8Dlogit>(p, losses, logits, begin, count);
-    classifier.dlogits = pointer<Fp8Dlogit>(g.dlogits);
-    launcher.check(fused_classifier_forward(classifier, launcher.stream()));
-  };
   if (g.logits)
     rounded_logits(launcher, g, logits, begin, count);
   else
     chunk_logits(launcher, p, logits, begin, count);
-  if (logits.tensor.scalar_type() == ScalarType::Float) return launch.template operator()<float>();
-  launch.template operator()<bfloat16>();
+  dispatch_fp8(logits.tensor, [&]<typename T>() {
+    auto classifier = chunk_classifier<T, Fp8Dlogit>(p, losses, logits, begin, count);
+    classifier.dlogits = pointer<Fp8Dlogit>(g.dlogits);
+    launcher.check(fused_classifier_forward(classifier, launcher.stream()));
+  });
 }
 
 // Their dx = dlogits @ weight. Fast accumulation would lose what many small terms add to a few large ones.

@@ -162,7 +162,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
-  // The same loss, for 'mean' and 'sum'; the products of the gradients are float8 (docs/fp8.md).
+  // The same loss, for 'mean' and 'sum'; the products of the gradients are float8 (docs/fp8.md). _with_gradients
+  // returns float16's gradients in float32.
   m.def(
       "fp8_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1, bool fp8_logits=False) -> Tensor");

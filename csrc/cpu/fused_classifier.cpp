@@ -122,5 +122,6 @@ Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream str
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 template Status fused_classifier_forward(const FusedClassifierForward<float, Fp8Dlogit>&, Stream);
 template Status fused_classifier_forward(const FusedClassifierForward<bfloat16, Fp8Dlogit>&, Stream);
+template Status fused_classifier_forward(const FusedClassifierForward<float16, Fp8Dlogit>&, Stream);
 
 }  // namespace gptkernels::cpu

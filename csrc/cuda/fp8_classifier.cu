@@ -25,5 +25,6 @@ __device__ void store_narrow(Fp8Dlogit* p, const float (&values)[N]) {
 
 template Status fused_classifier_forward(const FusedClassifierForward<float, Fp8Dlogit>&, Stream);
 template Status fused_classifier_forward(const FusedClassifierForward<bfloat16, Fp8Dlogit>&, Stream);
+template Status fused_classifier_forward(const FusedClassifierForward<float16, Fp8Dlogit>&, Stream);
 
 }  // namespace gptkernels::cuda

@@ -70,7 +70,7 @@ def fp8_linear_cross_entropy(
     second derivative and none in forward mode: both raise a RuntimeError.
 
     Args:
-        x: (..., C), the last hidden layer, float32 or bfloat16; C is a multiple of 16.
+        x: (..., C), the last hidden layer, float32, bfloat16 or float16; C is a multiple of 16.
         weight: (Vp, C), the output embedding; Vp is a multiple of 16.
         targets: (...), int64 or int32.
         vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.

@@ -1,6 +1,7 @@
 """linear_cross_entropy with float8 products in its gradients, and if wanted for the logits that they are computed from.
 
 The gradient of a logit, softmax - onehot, is rounded to e5m2 after a multiplication by 2^15, the weight and x to e4m3.
+The gradients of float16 are kept in float32 until the backward multiplies them by the loss scale.
 """
 
 import torch
@@ -36,13 +37,15 @@ class FP8LinearCrossEntropy(torch.autograd.Function):
             ops.fp8_linear_cross_entropy_with_gradients.default, x, weight, targets, *options, ctx.needs_input_grad[:2]
         )
         ctx.save_for_backward(*gradients)
+        ctx.dtype = x.dtype
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         """Scale them."""
         refuse_second_derivatives()
-        return *scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2]), *(None,) * 6
+        scaled = scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2])
+        return *(None if g is None else g.to(ctx.dtype) for g in scaled), *(None,) * 6
 
 
 def _fake(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1, fp8_logits=False):
@@ -50,7 +53,10 @@ def _fake(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean"
 
 
 def _fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, fp8_logits, output_mask):
-    return fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask)
+    loss, *gradients = fake_with_gradients(
+        x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask
+    )
+    return loss, *(g.float() if x.dtype == torch.float16 else g for g in gradients)
 
 
 fake("fp8_linear_cross_entropy", _fake)

@@ -613,7 +613,7 @@ def linear_cross_entropy(draw: Draw) -> Call:
     return Call(lambda x, weight: ops.linear_cross_entropy(x, weight, targets, v), formula, formula, (x, weight), calls)
 
 
-@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16))
+@case(differentiable=False, dtypes=(torch.float32, torch.bfloat16, torch.float16))
 def fp8_linear_cross_entropy(draw: Draw) -> Call:
     """The loss, which is not of rounded numbers."""
     n, c, v, padded = draw.of((3, 16, 9, 16), (13, 48, 201, 208), (64, 64, 1000, 1024))
