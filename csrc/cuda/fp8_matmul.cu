@@ -34,41 +34,25 @@ cublasLtHandle_t lt(cublasHandle_t handle) {
   return reinterpret_cast<cublasLtHandle_t>(handle);
 }
 
-// The arguments of cublasLtMatmul, on the stack.
 template <typename T>
-struct Problem {
-  cublasLtMatmulDescOpaque_t operation;
-  cublasLtMatrixLayoutOpaque_t a;
-  cublasLtMatrixLayoutOpaque_t b;
-  cublasLtMatrixLayoutOpaque_t out;
-  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-
-  explicit Problem(const Fp8Matmul<T>& p) {
-    first(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-    set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
-    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(p.fast_accumulation));
-    if (kFusesBias<T> && p.bias) {
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
-    }
-    first(cublasLtMatrixLayoutInit(&a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
-    first(cublasLtMatrixLayoutInit(&b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
-    first(cublasLtMatrixLayoutInit(&out, kType<T>, p.columns, p.rows, p.columns));
+LtProblem lt_problem(const Fp8Matmul<T>& p) {
+  LtProblem problem;
+  problem.first(cublasLtMatmulDescInit(&problem.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+  problem.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
+  problem.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+  problem.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(p.fast_accumulation));
+  if (kFusesBias<T> && p.bias) {
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
   }
-
-  void first(cublasStatus_t next) {
-    if (status == CUBLAS_STATUS_SUCCESS) status = next;
-  }
-
-  template <typename V>
-  void set(cublasLtMatmulDescAttributes_t attribute, V value) {
-    first(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
-  }
-};
+  problem.first(cublasLtMatrixLayoutInit(&problem.a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
+  problem.first(cublasLtMatrixLayoutInit(&problem.b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
+  problem.first(cublasLtMatrixLayoutInit(&problem.out, kType<T>, p.columns, p.rows, p.columns));
+  return problem;
+}
 
 template <typename T>
 ProductKey key_of(const Fp8Matmul<T>& p) {
@@ -97,43 +81,10 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .gelu_alignment = alignment(nullptr)};
 }
 
-// The heuristic's choices, its best first. The partial sums of split-K are float32.
-template <typename T>
-std::vector<AlgorithmChoice> ask_heuristic(const Fp8Matmul<T>& p, cublasHandle_t handle, int most) {
-  constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;
-  constexpr uint32_t kScheme = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-  Problem<T> problem(p);
-  cublasLtMatmulPreferenceOpaque_t preference;
-  problem.first(cublasLtMatmulPreferenceInit(&preference));
-  problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                                                     &kMaxWorkspace, sizeof(kMaxWorkspace)));
-  problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &kScheme,
-                                                     sizeof(kScheme)));
-  std::vector<cublasLtMatmulHeuristicResult_t> found(most);
-  int count = 0;
-  problem.first(cublasLtMatmulAlgoGetHeuristic(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
-                                               &problem.out, &preference, most, found.data(), &count));
-  std::vector<AlgorithmChoice> choices;
-  if (problem.status != CUBLAS_STATUS_SUCCESS) return choices;
-  for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS)
-      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
-  return choices;
-}
+constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
 
 Fp8Plan plan_of(const AlgorithmChoice& choice) {
   return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};
-}
-
-// Whether the algorithm can compute the product, in the workspace that it says.
-template <typename T>
-bool fits(const Fp8Matmul<T>& p, const AlgorithmChoice& choice, cublasHandle_t handle) {
-  Problem<T> problem(p);
-  cublasLtMatmulHeuristicResult_t result = {};
-  problem.first(cublasLtMatmulAlgoCheck(lt(handle), &problem.operation, &problem.a, &problem.b, &problem.out,
-                                        &problem.out, &choice.algorithm, &result));
-  return problem.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
-         static_cast<int64_t>(result.workspaceSize) <= choice.workspace;
 }
 
 template <typename T>
@@ -141,8 +92,9 @@ Fp8Plan first_plan(const Fp8Matmul<T>& p, const ProductKey& key, cublasHandle_t 
   constexpr double kLeastFlops = 4e9;  // some microseconds
   const bool timed = choices_are_timed() && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops;
   if (timed)
-    if (const auto choice = kept_choice(key); choice && fits(p, *choice, handle)) return plan_of(*choice);
-  const auto choices = ask_heuristic(p, handle, 1);
+    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p), key, *choice, lt(handle)))
+      return plan_of(*choice);
+  const auto choices = ask_heuristic(lt_problem(p), key, lt(handle), kChoices);
   if (choices.empty()) return {};
   Fp8Plan plan = plan_of(choices[0]);
   plan.untimed = timed;
@@ -156,7 +108,7 @@ std::map<ProductKey, Fp8Plan> plans;
 template <typename T>
 MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                      Stream stream) {
-  Problem<T> problem(p);
+  LtProblem problem = lt_problem(p);
   const float alpha = p.alpha, beta = p.accumulate ? 1 : 0;
   problem.first(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
                                &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
@@ -200,11 +152,10 @@ template <typename T>
 Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                         Stream stream) {
   if (is_captured(stream)) return plan;
-  constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
   const ProductKey key = key_of(p);
-  const auto fastest = time_choices(ask_heuristic(p, handle, kChoices), stream, [&](const AlgorithmChoice& choice) {
-    return product(p, plan_of(choice), workspace, handle, stream).ok();
-  });
+  const auto fastest = time_choices(
+      ask_heuristic(lt_problem(p), key, lt(handle), kChoices), stream,
+      [&](const AlgorithmChoice& choice) { return product(p, plan_of(choice), workspace, handle, stream).ok(); });
   Fp8Plan timed = fastest ? plan_of(*fastest) : plan;
   timed.untimed = false;
   if (fastest) keep_choice(key, *fastest);

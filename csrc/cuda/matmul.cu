@@ -22,14 +22,6 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Keeps the first failure of a sequence of calls.
-struct First {
-  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;
-  void operator()(cublasStatus_t next) {
-    if (status == CUBLAS_STATUS_SUCCESS) status = next;
-  }
-};
-
 template <typename T>
 constexpr cudaDataType_t kDataType = CUDA_R_32F;
 template <>
@@ -143,6 +135,20 @@ bool may_fuse(const Matmul<T>& p) {
 }
 
 template <typename T>
+bool on_tensor_cores(cublasComputeType_t compute) {
+  return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+}
+
+// Whether cublasGemmEx, which does not tell its algorithm, may take one that leaves out terms (matmul_choices.cu): some
+// number of splits is larger than the terms after the last whole step, or than a step if there are none.
+template <typename T>
+bool may_lose_terms(const Matmul<T>& p, cublasComputeType_t compute) {
+  if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
+  const int64_t step = terms_of_a_step(kDataType<T>), rest = p.inner % step;
+  return p.inner / step > (rest > 0 ? rest : step);
+}
+
+template <typename T>
 cudaDataType_t out_type(const Matmul<T>& p) {
   return p.wide_out ? kDataType<accumulate_t<T>> : kDataType<T>;
 }
@@ -152,45 +158,41 @@ void* out_of(const Matmul<T>& p) {
   return p.wide_out ? static_cast<void*>(p.wide_out) : p.out;
 }
 
-// The arguments of cublasLtMatmul. The descriptors are on the stack: filling them in takes a few dozen stores. Only the
-// heuristic's answer is worth caching.
 template <typename T>
-struct LtProblem {
-  cublasLtMatmulDescOpaque_t operation;
-  cublasLtMatrixLayoutOpaque_t a;
-  cublasLtMatrixLayoutOpaque_t b;
-  cublasLtMatrixLayoutOpaque_t out;
-  First first;
-
-  LtProblem(const Matmul<T>& p, cublasComputeType_t compute) {
-    constexpr cudaDataType_t type = kDataType<T>;
-    first(cublasLtMatmulDescInit(&operation, compute, kDataType<accumulate_t<T>>));
-    set(CUBLASLT_MATMUL_DESC_TRANSA, cuda::operation(p.b_transposed));
-    set(CUBLASLT_MATMUL_DESC_TRANSB, cuda::operation(p.a_transposed));
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
-    if (const void* bias = p.bias) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (const void* matrix = gelu_matrix(p)) {
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, matrix);
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns);
-    }
-    const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld) {
-      first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
-    };
-    layout(a, type, p.b_transposed, p.inner, p.columns, p.b_ld);
-    layout(b, type, p.a_transposed, p.rows, p.inner, p.a_ld);
-    layout(out, out_type(p), false, p.rows, p.columns, p.out_ld);
+LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
+  constexpr cudaDataType_t type = kDataType<T>;
+  LtProblem problem;
+  problem.first(cublasLtMatmulDescInit(&problem.operation, compute, kDataType<accumulate_t<T>>));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSA, operation(p.b_transposed));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSB, operation(p.a_transposed));
+  problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
+  if (const void* bias = p.bias) problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  if (const void* matrix = gelu_matrix(p)) {
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, matrix);
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns);
   }
-
-  template <typename V>
-  void set(cublasLtMatmulDescAttributes_t attribute, V value) {
-    first(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
-  }
-};
+  const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld,
+                          int64_t stride) {
+    problem.first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
+    if (p.batches == 1) return;
+    const auto batches = static_cast<int32_t>(p.batches);
+    problem.first(cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof(batches)));
+    problem.first(
+        cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof(stride)));
+  };
+  layout(problem.a, type, p.b_transposed, p.inner, p.columns, p.b_ld, p.b_stride);
+  layout(problem.b, type, p.a_transposed, p.rows, p.inner, p.a_ld, p.a_stride);
+  layout(problem.out, out_type(p), false, p.rows, p.columns, p.out_ld, p.out_stride);
+  return problem;
+}
 
 template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
+  const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {  // of every batch's matrix
+    return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
+  };
   return {.device = device,
           .type = kDataType<T>,
           .b_type = kDataType<T>,
@@ -207,56 +209,18 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .b_transposed = p.b_transposed,
           .accumulate = p.accumulate,
           .fast_accumulation = false,
-          .out_alignment = alignment(out_of(p)),
-          .a_alignment = alignment(p.a),
-          .b_alignment = alignment(p.b),
+          .out_alignment = aligned(out_of(p), p.out_stride, p.wide_out ? sizeof(accumulate_t<T>) : sizeof(T)),
+          .a_alignment = aligned(p.a, p.a_stride, sizeof(T)),
+          .b_alignment = aligned(p.b, p.b_stride, sizeof(T)),
           .bias_alignment = alignment(p.bias),
-          .gelu_alignment = alignment(gelu_matrix(p))};
+          .gelu_alignment = alignment(gelu_matrix(p)),
+          .batches = p.batches};
 }
 
-// The heuristic's choices, its best first. The partial sums of split-K are in the compute type.
-template <typename T>
-std::vector<AlgorithmChoice> ask_heuristic(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle,
-                                           int most) {
-  constexpr uint64_t kMaxWorkspace = kMatmulTimingWorkspace;  // what NVIDIA advises for Hopper
-  LtProblem<T> problem(p, key.compute);
-  First& first = problem.first;
-  cublasLtMatmulPreferenceOpaque_t preference;
-  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    first(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
-  };
-  first(cublasLtMatmulPreferenceInit(&preference));
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspace);
-  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
-  std::vector<cublasLtMatmulHeuristicResult_t> found(most);
-  int count = 0;
-  first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                       &preference, most, found.data(), &count));
-  std::vector<AlgorithmChoice> choices;
-  if (first.status != CUBLAS_STATUS_SUCCESS) return choices;
-  for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS)
-      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
-  return choices;
-}
+constexpr int kChoices = 8;
 
 MatmulPlan plan_of(const AlgorithmChoice& choice) {
   return {.fused = true, .algorithm = choice.algorithm, .workspace = choice.workspace};
-}
-
-// Whether the algorithm can compute the product, in the workspace that it says.
-template <typename T>
-bool fits(const Matmul<T>& p, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle) {
-  LtProblem<T> problem(p, key.compute);
-  cublasLtMatmulHeuristicResult_t result = {};
-  problem.first(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                        &choice.algorithm, &result));
-  return problem.first.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
-         static_cast<int64_t>(result.workspaceSize) <= choice.workspace;
 }
 
 // The plans of this process, protected by the mutex.
@@ -267,19 +231,20 @@ std::map<ProductKey, MatmulPlan> plans;
 template <typename T>
 bool may_time(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kLeastFlops = 4e9;
-  const bool tensor_cores = sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
-  return tensor_cores && p.batches == 1 && p.alpha == 1 && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops &&
-         choices_are_timed();
+  return on_tensor_cores<T>(compute) && p.batches == 1 && p.alpha == 1 &&
+         2.0 * p.rows * p.columns * p.inner >= kLeastFlops && choices_are_timed();
 }
 
 template <typename T>
 MatmulPlan first_plan(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle) {
   const bool timed = may_time(p, key.compute);
   if (timed)
-    if (const auto choice = kept_choice(key); choice && fits(p, key, *choice, handle)) return plan_of(*choice);
+    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p, key.compute), key, *choice, handle))
+      return plan_of(*choice);
   MatmulPlan plan = {};
-  if (may_fuse(p))
-    if (const auto choices = ask_heuristic(p, key, handle, 1); !choices.empty()) plan = plan_of(choices[0]);
+  if (may_fuse(p) || may_lose_terms(p, key.compute))
+    if (const auto choices = ask_heuristic(lt_problem(p, key.compute), key, handle, kChoices); !choices.empty())
+      plan = plan_of(choices[0]);
   plan.untimed = timed && (plan.fused || !may_fuse(p));
   return plan;
 }
@@ -298,13 +263,13 @@ MatmulPlan lt_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle
 template <typename T>
 MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle,
                            Stream stream) {
-  LtProblem<T> problem(p, compute_type<T>(handle));
-  const accumulate_t<T> alpha = 1;
+  LtProblem problem = lt_problem(p, compute_type<T>(handle));
+  const auto alpha = static_cast<accumulate_t<T>>(p.alpha);
   const accumulate_t<T> beta = p.accumulate ? 1 : 0;
   problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
                                p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
                                &plan.algorithm, workspace, plan.workspace, stream));
-  return {.cublas = problem.first.status};
+  return {.cublas = problem.status};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -385,7 +350,8 @@ MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
     case OwnProduct::kNone: break;
   }
   const cublasComputeType_t compute = compute_type<T>(handle);
-  const MatmulPlan plan = may_fuse(p) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
+  const MatmulPlan plan =
+      may_fuse(p) || may_lose_terms(p, compute) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.fused || gelu_matrix(p) == nullptr) return plan;
   MatmulPlan first = matmul_plan(without_gelu(p), handle);
   first.own_gelu = true;
@@ -412,12 +378,12 @@ template <typename T>
 MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
                        cublasHandle_t handle, Stream stream) {
   if (is_captured(stream)) return plan;
-  constexpr int kChoices = 8;
   Matmul<T> p = plan.own_gelu ? without_gelu(given) : given;
   const ProductKey key = product_key(p, compute_type<T>(handle));
   if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
   if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
-  const auto choices = ask_heuristic(p, key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
+  const auto choices =
+      ask_heuristic(lt_problem(p, key.compute), key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
   const auto fastest = time_choices(choices, stream, [&](const AlgorithmChoice& choice) {
     return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
   });

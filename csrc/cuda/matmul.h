@@ -50,7 +50,7 @@ enum class OwnProduct {
 };
 
 struct MatmulPlan {
-  bool fused;      // by cublasLtMatmul with an epilogue; else by a plain product, and our kernel adds the bias
+  bool fused;      // by cublasLtMatmul, with an epilogue if any; else by cublasGemmEx, and our kernel adds the bias
   bool own_gelu;   // GELU and its gradient are computed by our kernels, after the product
   bool untimed;    // matmul_time may find a faster one
   OwnProduct own;  // by one of our own kernels instead

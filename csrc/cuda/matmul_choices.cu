@@ -1,5 +1,6 @@
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cctype>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <sstream>
 #include <string>
 
+#include "matmul.h"
 #include "matmul_choices.h"
 
 namespace gptkernels::cuda {
@@ -150,7 +152,69 @@ Choices& choices_of(int device) {
   return found->second;
 }
 
+// Whether the algorithm adds up all terms of the product's sums. Split-K divides a sum among blocks, which work in
+// steps of 128 bytes. cuBLASLt gives each block inner / splits terms, rounded down and then up to whole steps. If the
+// quotient is a whole number of steps, no block has the last inner % splits terms (examples/cublas_tail).
+bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
+  int32_t splits = 1;
+  size_t written = 0;
+  cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits, sizeof(splits), &written);
+  return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_of_a_step(key.type) != 0;
+}
+
+std::vector<AlgorithmChoice> ask_heuristic(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle, int most,
+                                           uint32_t reduction_schemes) {
+  cublasLtMatmulPreferenceOpaque_t preference;
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+  };
+  problem.first(cublasLtMatmulPreferenceInit(&preference));
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kMatmulTimingWorkspace});
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction_schemes);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
+  std::array<cublasLtMatmulHeuristicResult_t, kMostChoices> found;
+  int count = 0;
+  problem.first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
+                                               &problem.out, &preference, std::min(most, kMostChoices), found.data(),
+                                               &count));
+  std::vector<AlgorithmChoice> choices;
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return choices;
+  for (int i = 0; i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key))
+      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
+  return choices;
+}
+
 }  // namespace
+
+int64_t terms_of_a_step(cudaDataType_t type) {
+  switch (type) {
+    case CUDA_R_64F: return 16;
+    case CUDA_R_32F: return 32;
+    case CUDA_R_16F:
+    case CUDA_R_16BF: return 64;
+    default: return 128;
+  }
+}
+
+std::vector<AlgorithmChoice> ask_heuristic(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
+                                           int most) {
+  // The partial sums of split-K are in the compute type.
+  auto choices = ask_heuristic(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+  if (choices.empty()) choices = ask_heuristic(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_NONE);
+  return choices;
+}
+
+bool fits(LtProblem problem, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle) {
+  cublasLtMatmulHeuristicResult_t result = {};
+  problem.first(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                        &choice.algorithm, &result));
+  return problem.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
+         static_cast<int64_t>(result.workspaceSize) <= choice.workspace && adds_all_terms(choice.algorithm, key);
+}
 
 bool choices_are_timed() {
   static const bool timed = [] {

@@ -11,6 +11,7 @@
 #include <compare>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace gptkernels::cuda {
 
@@ -25,6 +26,7 @@ struct ProductKey {
   int64_t rows, columns, inner, out_ld, a_ld, b_ld;
   bool a_transposed, b_transposed, accumulate, fast_accumulation;
   uint32_t out_alignment, a_alignment, b_alignment, bias_alignment, gelu_alignment;
+  int64_t batches = 1;
 
   auto operator<=>(const ProductKey&) const = default;
 };
@@ -39,6 +41,37 @@ struct AlgorithmChoice {
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
+
+// The arguments of cublasLtMatmul without the data. They are on the stack: filling them in takes a few dozen stores.
+struct LtProblem {
+  cublasLtMatmulDescOpaque_t operation;
+  cublasLtMatrixLayoutOpaque_t a;
+  cublasLtMatrixLayoutOpaque_t b;
+  cublasLtMatrixLayoutOpaque_t out;
+  cublasStatus_t status = CUBLAS_STATUS_SUCCESS;  // the first failure
+
+  void first(cublasStatus_t next) {
+    if (status == CUBLAS_STATUS_SUCCESS) status = next;
+  }
+
+  template <typename V>
+  void set(cublasLtMatmulDescAttributes_t attribute, V value) {
+    first(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
+  }
+};
+
+constexpr int kMostChoices = 24;
+
+// The terms that cuBLASLt's kernels for Hopper read at once: 128 bytes of them.
+int64_t terms_of_a_step(cudaDataType_t type);
+
+// cuBLASLt's algorithms for the product, at most `most` and kMostChoices, the heuristic's best first. All of them add
+// up every term of a sum, which not every algorithm of cuBLASLt does.
+std::vector<AlgorithmChoice> ask_heuristic(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
+                                           int most);
+
+// Whether the algorithm can compute the product, in the workspace of the choice.
+bool fits(LtProblem problem, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle);
 
 // Whether products may be timed.
 bool choices_are_timed();
