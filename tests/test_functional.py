@@ -251,6 +251,17 @@ def test_cross_entropy_on_meta():
     assert logits.grad.shape == logits.shape
 
 
+@pytest.mark.parametrize("name", ["causal_attention", "scaled_dot_product_attention"])
+def test_attention_on_meta(name):
+    inputs = [torch.empty(2, 6, 8, 96, device="meta", requires_grad=True) for _ in range(3)]
+    mask = torch.empty(8, 8, dtype=torch.bool, device="meta")
+    packed = name == "causal_attention"
+    out = G.causal_attention(inputs[0][0], 4) if packed else getattr(G, name)(*inputs, mask, is_causal=True)
+    out.sum().backward()
+    assert out.shape == ((6, 8, 32) if packed else inputs[0].shape)
+    assert inputs[0].grad.shape == inputs[0].shape
+
+
 def test_cross_entropy_autocast_keeps_float64(device):
     logits, target = randn(5, 7, dtype=torch.float64, device=device), torch.randint(7, (5,), device=device)
     with torch.autocast(device.type, torch.bfloat16):

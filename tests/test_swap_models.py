@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
-from swapped import FAMILIES, all_families, assert_as_exact, made, our_dropout, results, three
+from swapped import FAMILIES, all_families, assert_as_exact, made, needs_transformers, our_dropout, results, three
 
 both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 
@@ -34,6 +34,18 @@ def test_matches_float64(family, autocast, device):
     except AssertionError:  # torch may be exact by luck: the gradient of one number that is 0 but for roundings
         assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
+
+
+@pytest.mark.parametrize("family", ["nanoGPT", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
+def test_meta_tensors(family):
+    """Outputs, loss and gradients have the shapes and dtypes that they have on the CPU."""
+    found = {}
+    for device in map(torch.device, ("cpu", "meta")):
+        model, call = made(family, "cpu")
+        model = gptkernels.swap(model).to(device)
+        model.config.pad_token_id = None  # transformers would search the tokens for it
+        found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
+    assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the head
 
 
 @both

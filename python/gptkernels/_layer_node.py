@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from gptkernels.ops import _forward, ops
+from gptkernels.ops._autocast import autocast_dtype, without_autocast
 from gptkernels.ops._below import below
 from gptkernels.ops._register import differentiate
 from gptkernels.ops.dropout import drop
@@ -75,11 +76,10 @@ def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
         return None
     if not compiled if torch.compiler.is_compiling() else _forward.active():
         return None
-    device = stream.device.type
-    autocast = torch.is_autocast_enabled(device)
-    low = torch.get_autocast_dtype(device) if autocast else stream.dtype
-    wide = torch.float32 if autocast else stream.dtype
-    return Dtypes(low, wide) if stream.dtype == wide else None
+    low = autocast_dtype(stream.device.type)
+    if low is None:
+        return Dtypes(stream.dtype, stream.dtype)
+    return Dtypes(low, torch.float32) if stream.dtype == torch.float32 else None
 
 
 class _Layer(torch.autograd.Function):
@@ -196,7 +196,7 @@ def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tu
     """The block's outputs. ``torch.compile`` calls it as it is, and records the operators of both passes."""
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
-        with torch.autocast(stream.device.type, enabled=False):
+        with without_autocast(stream.device.type):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
             return _compute(plan, dropouts, stream, values, bias, parameters, matrices)[0]
     return apply_layer(plan, dropouts, None, *tensors)[:3]  # type: ignore[no-any-return]
@@ -365,7 +365,7 @@ def _differentiably(
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
 
     def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        with torch.autocast(total.device.type, enabled=False):
+        with without_autocast(total.device.type):
             matrices = [t if t is None else t.to(plan.low) for t in (parameters[i] for i in MATRICES)]
             return _compute(plan, dropouts, total, None, None, parameters, matrices)[0]
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from gptkernels._linear_cross_entropy import check_reduction, fp8_linear_cross_entropy, linear_cross_entropy
 from gptkernels.ops import ops
+from gptkernels.ops._autocast import autocast_dtype
 from gptkernels.ops.attention import unpack
 
 __all__ = [
@@ -339,7 +340,7 @@ def scaled_dot_product_attention(
     - an ``attn_mask`` that requires grad, or whose dtype is neither bool nor the query's;
     - a value whose head size is not the key's, or a head size above 256;
     - batches or heads of query, key and value that differ but for ``enable_gqa``, so that they would be broadcast;
-    - fewer than 3 dimensions, nested or sparse tensors, other devices than CPU and CUDA, other or mixed dtypes.
+    - fewer than 3 dimensions, nested or sparse tensors, devices other than CPU, CUDA and meta, other or mixed dtypes.
 
     Args:
         query: (..., NH, Tq, HS).
@@ -399,12 +400,12 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
     """Why a call is torch's; None when it is ours."""
     tensors = (query, key, value)
     device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dtype = autocast_dtype(device)
 
     def seen_as(t: Tensor) -> torch.dtype:
         return t.dtype if dtype is None or not t.is_floating_point() or t.dtype == torch.float64 else dtype
 
-    if any(t.is_nested or t.layout != torch.strided for t in tensors) or device not in ("cpu", "cuda"):
+    if any(t.is_nested or t.layout != torch.strided for t in tensors) or device not in ("cpu", "cuda", "meta"):
         return "the tensors are nested, sparse, or on a device without kernels"
     if query.dim() < 3 or key.dim() != query.dim() or key.shape != value.shape or key.shape[-1] != query.shape[-1]:
         return "query, key and value have other numbers of dimensions than 3 or more, or other head sizes or lengths"
@@ -546,14 +547,9 @@ def cross_entropy(
     if reduction == "mean":
         loss = loss / _count(target, ignore_index)
     # As torch: the input's dtype, or float32 under autocast. The losses are float32.
-    return loss if _in_autocast(input.device.type) else loss.to(input.dtype)
+    return loss if autocast_dtype(input.device.type) else loss.to(input.dtype)
 
 
 def _count(targets: Tensor, ignore_index: int) -> Tensor:
     """The number of rows that are not ignored, on the targets' device."""
     return (targets != ignore_index).sum()
-
-
-def _in_autocast(device_type: str) -> bool:
-    """False also for device types that autocast does not know, such as "meta"."""
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)

@@ -6,7 +6,7 @@ however often it is used. Its cache cannot be called from Python; here is one of
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype that ``torch.autocast`` now casts to; None if it is off or does not know the device type (meta)."""
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """A context without autocast, for any device type."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gptkernels._modules import runs_only_its_forward
+from gptkernels.ops._autocast import autocast_dtype
 from gptkernels.swapping.classes import kind_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +22,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
     first = given[0]
     if first.device.type not in DEVICES:
         return f"there are no kernels for {first.device.type}"
-    autocast = first.device.type != "meta" and torch.is_autocast_enabled(first.device.type)
+    autocast = autocast_dtype(first.device.type) is not None
     for t in given:
         if type(t) not in _TENSORS:
             return f"a tensor is a {type(t).__name__}"

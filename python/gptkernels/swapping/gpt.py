@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptkernels._layer_node import Dtypes, dtypes_of
+from gptkernels.ops._autocast import autocast_dtype
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
@@ -238,7 +239,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
     """The loss in the dtype that F.cross_entropy gives it: float32 in autocast, else that of the logits."""
-    return loss if torch.is_autocast_enabled(x.device.type) else loss.to(x.dtype)
+    return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 
 def _why_not_whole(self: Any, idx: Tensor) -> str | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops import _forward, ops
+from gptkernels.ops._autocast import autocast_dtype, without_autocast
 from gptkernels.ops._below import below
 from gptkernels.ops._register import differentiate
 from gptkernels.ops.linear_cross_entropy import is_last_backward, scale_in_place
@@ -110,9 +111,8 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """
     if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _forward.active()):
         return None
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device)
-    low = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    autocast = autocast_dtype(hidden.device.type)
+    low = autocast or hidden.dtype
     dtypes = (torch.float32, low) if autocast else (low,)
     served = low in (torch.float32, torch.bfloat16) and hidden.dtype in dtypes and weight.dtype in dtypes
     return low if served else None
@@ -248,7 +248,7 @@ def _differentiably(
     """The backward as a function that can be differentiated: by the single operators' own autograd."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden.device.type):
             return _by_operators(hidden.to(ctx.low), weight.to(ctx.low), targets, ctx.ignore_index, ctx.divisor)
 
     return *differentiate(formula, (hidden, weight), ctx.needs_input_grad[:2], grads), None, None, None, None

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels.ops._autocast import autocast_dtype
 from gptkernels.swapping.checks import count, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 
@@ -74,9 +75,7 @@ def weight_of(module: Any) -> Tensor:
 
 def products_dtype(t: Tensor) -> torch.dtype:
     """What matrix products compute a tensor in: inside autocast its dtype, except for float64."""
-    device = t.device.type
-    autocast = device != "meta" and t.dtype != torch.float64 and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if autocast else t.dtype
+    return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
 @replacement("Embedding")

@@ -13,6 +13,7 @@ from torch import Tensor
 from gptkernels import functional
 from gptkernels._layer_node import NONE, Dropout
 from gptkernels.ops import ops
+from gptkernels.ops._autocast import autocast_dtype, without_autocast
 from gptkernels.swapping.checks import dropout_of, untouched
 from gptkernels.swapping.dropout import Draws, apply
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
@@ -58,7 +59,7 @@ def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: b
     values, x_bias, dropout = pending
     args = values, stream, *norm_of(module), x_bias, *dropout
     if narrow and _is_narrow(*args):  # inside autocast the operator has layer_norm's dtype, float32
-        with torch.autocast(stream.device.type, enabled=False):
+        with without_autocast(stream.device.type):
             normed, stream, _, _ = ops.residual_layernorm(*args)
     else:
         normed, stream, _, _ = ops.residual_layernorm(*args)
@@ -67,8 +68,7 @@ def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: b
 
 def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
     """Whether values have autocast's 16 bits, and all else is float32."""
-    device = stream.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device) or values.dtype != torch.get_autocast_dtype(device):
+    if values.dtype != autocast_dtype(stream.device.type):
         return False
     others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
     return values.dtype in (torch.bfloat16, torch.float16) and all(t.dtype == torch.float32 for t in others)
