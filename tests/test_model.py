@@ -280,6 +280,22 @@ def test_logits_loss_and_gradients(return_logits, bias, dtype, device):
     assert not ours.lm_head.weight.grad[65:].any()
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_meta_tensors(return_logits, compiled):
+    """First and, in eager mode, second derivatives have the parameters' shapes."""
+    model = GPT2(CONFIG, "meta")
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    logits, loss = call(*batch(device="meta"), return_logits=return_logits)
+    assert loss.is_meta
+    assert logits is None or logits.shape == (2, 16, 65)
+    gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=not compiled)
+    if not compiled:
+        sum(gradient.square().sum() for gradient in gradients).backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+    assert [g.shape for g in gradients] == [p.shape for p in model.parameters()]
+
+
 def test_logits_and_loss_are_differentiable_together(device):
     ours, reference = pair(device=device)
     tokens, targets = batch(device=device)
@@ -691,6 +707,19 @@ def test_generation_from_a_seed(device):
     once = ours.generate(tokens, 5)
     torch.manual_seed(4)
     assert torch.equal(ours.generate(tokens, 5), once)
+
+
+def test_another_default_device(device, tmp_path):
+    """Generation and files do not depend on it."""
+    ours, _ = pair(torch.float32, device)
+    tokens = torch.randint(65, (2, 3), device=device)
+    wanted = ours.generate(tokens, 18, temperature=0)
+    ours.save_checkpoint(tmp_path / "model.bin")
+    with torch.device("meta"):
+        again = GPT2.from_checkpoint(tmp_path / "model.bin", device)
+        found = again.generate(tokens, 18, temperature=0), again.generate([*tokens], 18, temperature=0)
+    assert torch.equal(found[0], wanted)
+    assert all(map(torch.equal, found[1], wanted))
 
 
 def test_generated_tokens_follow_the_distribution(device):

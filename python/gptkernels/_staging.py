@@ -60,7 +60,7 @@ class _Buffer:
     """A batch in pinned memory and on the device; `filled` is when it is there, `free` when it has been taken."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
-        self.pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in like]
+        self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]
         self.on_device = [torch.empty_like(t) for t in like]
         self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
         self.free.record()  # on_device may be memory that earlier work of this stream still uses

@@ -187,7 +187,7 @@ def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
 
 
 def _read_tensor(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+    tensor = torch.empty(shape, dtype=dtype, device="cpu")
     if file.readinto(tensor.view(torch.uint8).numpy()) != tensor.nbytes:  # type: ignore[attr-defined]
         raise ValueError(f"{file.name}: truncated while it was read")
     return tensor

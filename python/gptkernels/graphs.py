@@ -48,7 +48,7 @@ class StepResult:
         self._numbers = numbers
         self._arrived: torch.cuda.Event | None = None
         if numbers.is_cuda:
-            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self._numbers.copy_(numbers, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()

@@ -126,7 +126,7 @@ class DataLoader:
         """
         B, T = self.batch_size, self.sequence_length
         first = self.position + self.rank * B
-        batch = torch.empty(2, B, T, dtype=torch.int64, pin_memory=self.pin_memory)
+        batch = torch.empty(2, B, T, dtype=torch.int64, device="cpu", pin_memory=self.pin_memory)
         tokens, targets = batch.numpy()
         for row, start in enumerate(self._starts(first, first + B)):
             window = self.data[start : start + T + 1]

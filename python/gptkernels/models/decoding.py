@@ -19,6 +19,7 @@ from gptkernels._modules import is_unmodified
 from gptkernels.models.recompute import may_draw
 from gptkernels.models.transformer import Block, Transformer
 from gptkernels.ops import ops
+from gptkernels.ops._autocast import autocast_dtype
 
 if TYPE_CHECKING:
     from gptkernels.models.gpt2 import GPT2
@@ -162,7 +163,7 @@ class _State:
         self.same_length = min(lengths, default=T) == T
         self.sequences, self.lengths, self.keys_values = buffers
         self.sequences[:, :T] = prompt
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
         self._prompts = self.lengths[:, None].clone()
         capacity = self.keys_values.shape[4]
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
@@ -241,7 +242,7 @@ class _Weights(NamedTuple):
     @classmethod
     def of(cls, model: "GPT2", prompt: Tensor) -> "_Weights | None":
         """Those of a model whose modules would compute just that; None if they must be called."""
-        if prompt.shape[0] > MOST_SEQUENCES or torch.is_autocast_enabled(prompt.device.type):
+        if prompt.shape[0] > MOST_SEQUENCES or autocast_dtype(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
         if not _is_plain(model):
