@@ -32,7 +32,7 @@ def layernorm_backward(dout, x, weight, mask=MASK3):
     )
 
 
-def residual_backward(dout, dsum, total, weight):
+def residual_backward(dout, dsum, total, weight=None):
     _, mean, rstd = ops.layernorm(total, weight, None)
     return ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, MASK3)
 
@@ -41,18 +41,18 @@ def numbers(like):
     return (torch.tensor(n, device=like.device) for n in (5, 7))
 
 
-def residual_backward_of_dropout(dout, dsum, total, weight):
+def residual_backward_of_dropout(dout, dsum, total, weight=None):
     _, mean, rstd = ops.layernorm(total, weight, None)
     args = dout, dsum, total, weight, mean, rstd
     return ops.residual_layernorm_dropout_backward(*args, 0.4, *numbers(total), [True] * 5)
 
 
-def residual_bias_backward(dout, dsum, total, weight):
+def residual_bias_backward(dout, dsum, total, weight=None):
     _, mean, rstd = ops.layernorm(total, weight, None)
     return ops.residual_layernorm_bias_backward(dout, dsum, total, weight, mean, rstd, [True] * 4)
 
 
-def mlp_backward(dout, x, fc, fc_bias, proj):
+def mlp_backward(dout, x, fc, proj, fc_bias=None):
     _, pre_gelu, post_gelu = ops.mlp(x, fc, fc_bias, proj, None)
     return ops.mlp_backward(dout, x, fc, proj, pre_gelu, post_gelu, MASK5)
 
@@ -65,9 +65,9 @@ def probabilities_backward(dout, qkv):
     return ops.attention_probabilities_backward(dout, qkv, ops.attention_probabilities(qkv, 2)[1], 2)
 
 
-def sdpa_backward(dout, dlogsumexp, query, key, value):
+def sdpa_backward(dout, query, key, value, dlogsumexp=None):
     found = ops.scaled_dot_product_attention(query, key, value, is_causal=True)
-    dlogsumexp = dlogsumexp.to(found[1].dtype)
+    dlogsumexp = None if dlogsumexp is None else dlogsumexp.to(found[1].dtype)
     return ops.scaled_dot_product_attention_backward(dout, dlogsumexp, query, key, value, *found, is_causal=True)
 
 
@@ -103,6 +103,13 @@ CASES = {
     ),
     "residual_layernorm_bias_backward": (residual_bias_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
     "residual_layernorm_backward": (residual_backward, [(2, 4), (2, 4), (2, 4), (4,)]),
+    **{
+        f"{function.__name__} of dout and the sum alone": (
+            functools.partial(lambda function, dout, total: function(dout, None, total)[0], function),
+            [(2, 4), (2, 4)],
+        )
+        for function in (residual_backward, residual_bias_backward, residual_backward_of_dropout)
+    },
     "residual_layernorm with dropout": (
         lambda x, r, w, b, x_bias: ops.residual_layernorm(x, r, w, b, 1e-5, x_bias, 0.4, *numbers(x))[:2],
         [(2, 4), (2, 4), (4,), (4,), (4,)],
@@ -116,7 +123,9 @@ CASES = {
     "linear without a bias": (lambda *args: ops.linear(*args), [(2, 2, 3), (4, 3)]),
     "linear_backward": (lambda *args: ops.linear_backward(*args, MASK3), [(2, 4), (2, 3), (4, 3)]),
     "mlp": (lambda *args: ops.mlp(*args), [(2, 3), (4, 3), (4,), (2, 4), (2,)]),
-    "mlp_backward": (mlp_backward, [(2, 3), (2, 2), (4, 2), (4,), (3, 4)]),
+    "mlp without biases": (lambda x, fc, proj: ops.mlp(x, fc, None, proj, None), [(2, 3), (4, 3), (2, 4)]),
+    "mlp_backward": (mlp_backward, [(2, 3), (2, 2), (4, 2), (3, 4), (4,)]),
+    "mlp_backward without a bias": (mlp_backward, [(2, 3), (2, 2), (4, 2), (3, 4)]),
     "attention": (lambda qkv: ops.attention(qkv, 2)[0], [(2, 3, 12)]),
     "attention_backward": (attention_backward, [(2, 3, 4), (2, 3, 12)]),
     "attention_probabilities": (lambda qkv: ops.attention_probabilities(qkv, 2)[0], [(2, 3, 12)]),
@@ -127,7 +136,21 @@ CASES = {
     ),
     "scaled_dot_product_attention_backward": (
         sdpa_backward,
-        [(2, 2, 3, 4), (2, 2, 3), (2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+        [(2, 2, 3, 4), (2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4), (2, 2, 3)],
+    ),
+    "scaled_dot_product_attention_backward without dlogsumexp": (
+        sdpa_backward,
+        [(2, 2, 3, 4), (2, 2, 3, 4), (2, 1, 3, 4), (2, 1, 3, 4)],
+    ),
+    "scaled_dot_product_attention, out alone": (
+        lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [(2, 2, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4)],
+    ),
+    "scaled_dot_product_attention with a mask and bounds": (
+        lambda q, k, v: functional.scaled_dot_product_attention(
+            q, k, v, on(q.device)[:1] != 0, key_end=on(q.device)[:, 0]
+        ),
+        [(2, 2, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4)],
     ),
     "encoder": (lambda wte, wpe: ops.encoder(on(wte.device), wte, wpe), [(4, 3), (5, 3)]),
     "encoder_backward": (lambda g: ops.encoder_backward(g, on(g.device), 4, 5), [(2, 3, 3)]),

@@ -114,7 +114,7 @@ def batches(*positions: int) -> Rule:
         if not _only(positions, in_dims):
             return loop(op, size, in_dims, args)
         folded = (
-            leading(a, d, size).flatten(0, 1) if i in positions else a
+            leading(a, d, size).flatten(0, 1) if i in positions and a is not None else a
             for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
         )
         outputs = op(*folded)
