@@ -1,6 +1,7 @@
 """What Hugging Face's GPT-2 can be asked for keeps its meaning when the model is swapped."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gptkernels
+from gptkernels.swapping.doors import transformers_attention
 from helpers import assert_close_in_scale
 from swapped import T, V, hf_config, needs_transformers, randomised, tokens, transformers
 
@@ -310,6 +312,82 @@ def test_attn_implementation(kind, device):
     assert any(e.key == "gptkernels::scaled_dot_product_attention" for e in profile.key_averages())
     assert_close_in_scale(found[mask.bool()], expected[mask.bool()], torch.float32)
     assert torch.equal(model.generate(x, attention_mask=mask, max_new_tokens=8, do_sample=False), tokens_before)
+
+
+def model_of(name, device, **options):
+    """A small model of theirs with random weights."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        name, vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0, **options,
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config).to(device).eval()
+
+
+@pytest.mark.parametrize("length", [5, T])
+def test_attn_implementation_with_a_sliding_window(length, device):
+    """The mask that transformers makes for the name holds the window, shorter and longer than the sequence."""
+    gptkernels.register_attention("transformers")
+    model, x = model_of("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
+    expected = model(x).logits
+    model.set_attn_implementation("gptkernels")
+    assert_close_in_scale(model(x).logits, expected, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "call", "message"),
+    [
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, {}, "s_aux"),
+        ("gemma2", {"attn_logit_softcapping": 30.0}, {}, "softcap"),
+        ("llama", {}, {"output_attentions": True}, "output_attentions"),
+        ("llama", {}, {"cu_seq_lens_q": torch.tensor([0, 4, T])}, "cu_seq_lens_q of several sequences takes a mask"),
+    ],
+)
+def test_attn_implementation_refuses(name, options, call, message, device):
+    """What would be ignored, and make another result than eager attention."""
+    gptkernels.register_attention("transformers")
+    model = model_of(name, device, **options)
+    model.set_attn_implementation("gptkernels")
+    with pytest.raises(ValueError, match=f"transformers_attention: .*{message}"):
+        model(tokens(device, 0), **call)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "served"),
+    [
+        *((name, 1, False) for name in ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask")),
+        *((name, None, True) for name in ("softcap", "s_aux", "head_mask", "position_bias", "cache")),
+        *((name, False, True) for name in ("output_attentions", "use_cache", "deterministic")),
+        ("sliding_window", 6, False),
+        ("sliding_window", 7, True),
+        ("cu_seq_lens_q", torch.tensor([0, 7]), True),
+        ("cu_seq_lens_q", torch.tensor([0, 3, 7]), False),
+    ],
+    ids=str,
+)
+def test_attention_keywords(keyword, value, served, device):
+    q = torch.randn(1, 2, 7, 16, device=device)
+    call = functools.partial(transformers_attention, torch.nn.Identity(), q, q, q, None, **{keyword: value})
+    if not served:
+        with pytest.raises(ValueError, match=f"transformers_attention: .*{keyword}"):
+            call()
+        return
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+    assert_close_in_scale(call()[0], expected, torch.float32)
+
+
+def test_attention_with_a_position_bias(device, monkeypatch):
+    """Transformers' sdpa serves it, and no release that lacks the argument is given it."""
+    from transformers.integrations import sdpa_attention
+
+    gptkernels.register_attention("transformers")
+    q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)
+    args = torch.nn.Identity(), q, q, q, None
+    theirs = sdpa_attention.sdpa_attention_forward
+    assert torch.equal(transformers_attention(*args, position_bias=bias)[0], theirs(*args, position_bias=bias)[0])
+    monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="transformers_attention: the option position_bias is not supported"):
+        transformers_attention(*args, position_bias=bias)
 
 
 def test_a_swapped_model_takes_that_name_too(device):

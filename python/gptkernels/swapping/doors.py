@@ -1,5 +1,6 @@
 """The doors that other libraries keep open for an attention of somebody else's."""
 
+import inspect
 import sys
 from typing import Any
 
@@ -45,6 +46,11 @@ def _register_with_transformers() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+# Keywords of models that change the result and have no kernel here: soft capping of the scores, sinks, the keys that an
+# indexer has chosen, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
+_NOT_SERVED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
+
+
 def transformers_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -56,7 +62,7 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers' ``sdpa_attention_forward``, which serves what there is no kernel for.
+    """Attention with the signature of transformers' ``sdpa_attention_forward``.
 
     Args:
         module: the attention layer; ``is_causal`` is read from it unless given.
@@ -67,14 +73,21 @@ def transformers_attention(
         dropout: the probability that an attention weight is dropped with.
         scaling: of the scores; 1/sqrt(HS) when None.
         is_causal: whether, without a mask, several queries see only what is before them.
-        kwargs: what else the model says; a head mask, a position bias and a paged cache are transformers' own to serve.
+        kwargs: the model's other keywords. ``position_bias`` and a paged ``cache`` are given to transformers' function
+            if it takes them. ``sliding_window`` and ``cu_seq_lens_q`` are held by the mask.
 
     Returns:
         (B, Tq, NH, HS), and None for the probabilities.
+
+    Raises:
+        ValueError: a keyword that changes the result is not served.
     """
-    special = ("head_mask", "position_bias", "cache", "softcap", "s_aux")
-    if any(kwargs.get(name) is not None for name in special):
+    name = "transformers_attention"
+    functional.refuse(name, **{option: kwargs.get(option) for option in _NOT_SERVED})
+    if handed := [option for option in ("position_bias", "cache") if kwargs.get(option) is not None]:
         theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        taken = inspect.signature(theirs).parameters
+        functional.refuse(name, **{option: kwargs[option] for option in handed if option not in taken})
         return theirs(  # type: ignore[no-any-return]
             *(module, query, key, value, attention_mask, dropout, scaling, is_causal), **kwargs
         )
@@ -86,6 +99,12 @@ def transformers_attention(
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
+    else:
+        window, packed = kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
+        if window is not None and key.shape[2] > window:
+            raise ValueError(f"{name}: sliding_window={window} of {key.shape[2]} keys takes a mask, got None")
+        if packed is not None and packed.numel() > 2:
+            raise ValueError(f"{name}: cu_seq_lens_q of several sequences takes a mask, got None")
     out = functional.scaled_dot_product_attention(
         *(query, key, value, attention_mask, dropout, causal), scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
