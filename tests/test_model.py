@@ -235,6 +235,42 @@ def test_copies_and_pickles_stay_tied():
         assert torch.equal(again(tokens)[0], model(tokens)[0])
 
 
+@pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
+    """They train, also with float8 numbers, and can be saved."""
+    torch.manual_seed(0)
+    config = dataclasses.replace(CONFIG, fp8=True)
+    model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
+    outer = torch.nn.ModuleDict({"model": model}) if nested else model
+    if fill == "to_empty":
+        outer.to_empty(device=device)
+        for buffer in model.buffers():
+            buffer.fill_(-1)  # memory is not always 0
+        torch.manual_seed(0)
+        model.reset_parameters()
+    else:
+        outer.load_state_dict({f"model.{name}" if nested else name: t for name, t in state.items()}, assign=True)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert len([*model.parameters()]) == len([*GPT2(config, "meta").parameters()])
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(buffer.any() for buffer in model.buffers())
+    model(*batch(device=device))[1].backward()
+    AdamW(model.parameters(), lr=0.1).step()
+    model.save_checkpoint(tmp_path / "model.safetensors")
+    again = GPT2.from_checkpoint(tmp_path / "model.safetensors", device)
+    assert torch.equal(again.lm_head.weight[:65], model.transformer.wte.weight[:65])
+
+
+def test_an_untied_head_stays_untied(device):
+    model = GPT2(CONFIG, "meta")
+    model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
+    model.to_empty(device=device)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_checkpoints(suffix, tmp_path, device):
     model, _ = pair(torch.float32, device)

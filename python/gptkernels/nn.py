@@ -111,6 +111,12 @@ class Linear(torch.nn.Linear):
         self.register_buffer("fp8_dout_history", new_history(device))
         self.register_load_state_dict_pre_hook(_keep_own_histories)
 
+    def reset_parameters(self) -> None:
+        """Torch's initialisation; the histories start anew."""
+        super().reset_parameters()
+        for history in self.buffers():
+            history.zero_()
+
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         return self.product(input, self.bias)

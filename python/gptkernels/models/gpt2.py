@@ -5,7 +5,7 @@ and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -54,6 +54,21 @@ class GPT2(Files, NanoGPT):
             else:
                 parameter.fill_(1.0 if name.endswith("weight") else 0.0)
         self.lm_head.weight[self.config.vocab_size :].zero_()
+        for history in self.buffers():
+            history.zero_()
+
+    def _is_tied(self) -> bool:
+        """Whether the head's weight and the token embedding are one parameter."""
+        weight = getattr(self.lm_head, "weight", None)
+        return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
+        """Keep the head tied: torch replaces parameters that leave the meta device, each by its own."""
+        tied = self._is_tied()
+        super()._apply(fn, recurse)
+        if tied:
+            self.lm_head.weight = self.transformer.wte.weight
+        return self
 
     # ---- the forward pass --------------------------------------------------------------------------------------------
 
@@ -226,10 +241,11 @@ class GPT2(Files, NanoGPT):
         return torch.nn.utils.rnn.pad_sequence(windows, batch_first=True), [len(window) for window in windows]
 
 
-def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
+def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing.
 
-    Without fp8 its histories are left out.
+    With ``assign=True`` the two become one parameter if they are one in the model. Without fp8 its histories are left
+    out.
     """
     if not model.config.fp8:
         for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:
@@ -242,3 +258,5 @@ def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, *_:
         weight = state_dict.get(name)
         if weight is not None and weight.dim() == 2 and weight.shape[0] != Vp and weight.shape[0] >= V:
             state_dict[name] = torch.cat([weight[:V], weight.new_zeros(Vp - V, weight.shape[1])])
+    if metadata.get("assign_to_params_buffers") and head in state_dict and model._is_tied():
+        state_dict[wte] = state_dict[head] = torch.nn.Parameter(state_dict[head])
