@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gptkernels.optim import AdamW, clip_grad_norm_
@@ -270,6 +271,27 @@ def test_schedulers(as_tensor, device):
     lr = torch.tensor(0.1, dtype=torch.float64) if as_tensor else 0.1
     assert schedule(AdamW, lr, ours) == pytest.approx(schedule(torch.optim.AdamW, 0.1, torchs))
     assert_same(ours, torchs)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
+def test_compiled_steps_with_a_scheduler(options, device):
+    """Two graphs, as of torch's AdamW: of the first step, which makes the state, and of all others."""
+    torch._dynamo.reset()
+    counters.clear()
+    dtype = torch.bfloat16 if "master_weights" in options else torch.float64
+    ends = []
+    for compiled in (True, False):
+        params = parameters(dtype, device)
+        optimizer = AdamW(params, lr=0.1, **options)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: 1 / (i + 1))
+        step = torch.compile(optimizer.step, backend="aot_eager") if compiled else optimizer.step
+        for i in range(12):
+            set_gradients(params, i)
+            step()
+            scheduler.step()
+        ends.append(params)
+    assert_same(*ends, rtol=0, atol=0)
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------

@@ -237,6 +237,8 @@ def _check_options(options: dict[str, Any]) -> None:
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
     """On the CPU, where the launch reads it, or on the device, where the kernel does."""
     if not isinstance(lr, Tensor):
+        if torch.compiler.is_compiling():  # a product can take another lr without being compiled again
+            return torch.ones((), dtype=torch.float64, device="cpu") * lr
         return torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
     if lr.is_cpu:
         return lr.double()
@@ -321,15 +323,19 @@ def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
 
 def _total_norm(by_place: _ByPlace) -> Tensor:
     """The norm of all these tensors, of which this process may have parts, on the first device."""
-    norms = [
-        _shards.norm_of_all(below_autograd(ops.global_norm.default, group), place)
-        for (_, place), group in by_place.items()
-    ]
+    norms = [_shards.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
     if not norms:
         return torch.zeros((), device="cpu")
     if len(norms) == 1:
         return norms[0]
-    return below_autograd(ops.global_norm.default, [norm.to(norms[0].device) for norm in norms])
+    return _norm_of([norm.to(norms[0].device) for norm in norms])
+
+
+def _norm_of(tensors: list[Tensor]) -> Tensor:
+    """``ops.global_norm``, called below autograd where that can be traced."""
+    if torch.compiler.is_compiling():
+        return ops.global_norm.default(tensors)
+    return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
