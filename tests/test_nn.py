@@ -56,9 +56,12 @@ def test_is_torchs_layer(name, args, options, shape, device):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["eager", "symbolic_trace"])
 @all_layers
-def test_computes_as_torchs_layer(name, args, options, shape, device):
+def test_computes_as_torchs_layer(name, args, options, shape, traced, device):
     ours, torchs = pair(name, args, options, device)
+    if traced:
+        ours = torch.fx.symbolic_trace(ours)
     dtype = options.get("dtype", torch.float32)
     if shape == "tokens":
         inputs = (torch.randint(9, (2, 5), device=device),)
@@ -70,7 +73,8 @@ def test_computes_as_torchs_layer(name, args, options, shape, device):
     torch.testing.assert_close(out, expected)
     dout = randn(*out.shape, dtype=out.dtype, device=device)
     for module, result in ((ours, out), (torchs, expected)):
-        leaves = [t for t in (*inputs, *module.parameters()) if t.requires_grad]
+        named = [t for _, t in sorted(module.named_parameters())]  # a traced module has them in another order
+        leaves = [t for t in (*inputs, *named) if t.requires_grad]
         module.found = torch.autograd.grad(result, leaves, dout)
     for a, b in zip(ours.found, torchs.found, strict=True):
         torch.testing.assert_close(a, b)

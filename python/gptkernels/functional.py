@@ -36,6 +36,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "softmax",
 ]
+for _name in __all__:
+    torch.fx.wrap(_name)  # torch.fx.symbolic_trace records the calls, as it does those of torch.nn.functional
 
 
 def refuse(function: str, **options: Any) -> None:
