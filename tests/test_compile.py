@@ -1,9 +1,11 @@
 """Whole models through torch.compile and torch.export. (Each op's own file compiles the op.)"""
 
+import copy
 import logging
 
 import pytest
 import torch
+from torch.distributed.pipelining import SplitPoint, pipeline
 
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.ops import _inductor
@@ -99,3 +101,20 @@ def test_importing_does_not_import_inductor():
 
     code = "import gptkernels, sys; sys.exit('torch._inductor.lowering' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("loss", [False, True])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_pipelining(stages, loss, device):
+    """Stages compute what the model does; the first and the last have the tied weight."""
+    model = model_of(4, device)
+    inputs = torch.randint(64, (2 if loss else 1, 2, 8), device=device).unbind()
+    expected = model(*inputs)
+    splits = {f"transformer.h.{i}": SplitPoint.BEGINNING for i in range(1, stages)}
+    pipe = pipeline(copy.deepcopy(model), inputs, split_spec=splits)
+    assert pipe.num_stages == stages
+    for found, wanted in zip(pipe(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    parts = [dict(pipe.get_stage_module(i).named_parameters()) for i in range(stages)]
+    assert all(f"transformer.h.{i}.mlp.c_fc.weight" in part for i, part in enumerate(parts))
+    assert torch.equal(parts[0]["lm_head.weight"], parts[-1]["lm_head.weight"])

@@ -155,7 +155,13 @@ class Transformer(torch.nn.Module):
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
     def embeds_in_one(self) -> bool:
-        """Whether the two embeddings are one operator."""
+        """Whether the two embeddings are one operator.
+
+        An exported graph has both modules: the head shares the token embedding's weight, and
+        ``torch.distributed.pipelining`` looks for the weight's owners among the modules that were called.
+        """
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():  # dynamo takes the first as True
+            return False
         return is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding)
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
