@@ -9,10 +9,21 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
-from swapped import FAMILIES, all_families, assert_as_exact, made, needs_transformers, our_dropout, results, three
+from swapped import (
+    FAMILIES,
+    all_families,
+    assert_as_exact,
+    made,
+    needs_transformers,
+    our_dropout,
+    results,
+    three,
+    tokens,
+)
 
 both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 
@@ -46,6 +57,20 @@ def test_meta_tensors(family):
         model.config.pad_token_id = None  # transformers would search the tokens for it
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
     assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the head
+
+
+@pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
+def test_pipelining(family, device):
+    """Stages of a swapped model compute what it does."""
+    model, _ = made(family, device)
+    model.config.use_cache = False
+    model = gptkernels.swap(model).eval()
+    kwargs = {"labels" if family == "GPT2LMHeadModel" else "targets": tokens(device, 1)}
+    expected = model(tokens(device), **kwargs)
+    splits = {"transformer.h.1": SplitPoint.BEGINNING}
+    found = pipeline(model, (tokens(device),), kwargs, split_spec=splits)(tokens(device), **kwargs)
+    for ours, wanted in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 @both

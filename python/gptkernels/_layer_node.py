@@ -23,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from gptkernels._modules import is_exporting
 from gptkernels.ops import _forward, ops
 from gptkernels.ops._autocast import autocast_dtype, without_autocast
 from gptkernels.ops._below import below
@@ -72,7 +73,7 @@ class Dtypes(NamedTuple):
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
     """None where no block of this forward pass can be one node; ``compiled`` tells that the caller can be traced."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or is_exporting():
         return None
     if not compiled if torch.compiler.is_compiling() else _forward.active():
         return None

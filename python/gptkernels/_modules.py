@@ -30,6 +30,15 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
     return not _has_any_global_hook()
 
 
+def is_exporting() -> bool:
+    """Whether ``torch.export`` records this call without dynamo, for which torch's own function is always True.
+
+    The embeddings and the head are then called, not fused: they share a weight, and ``torch.distributed.pipelining``
+    looks for the weight's owners among the modules that were called.
+    """
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def is_bare(attributes: dict[str, Any]) -> bool:
     """Whether a module with this ``__dict__`` has neither hooks of its own nor another forward."""
     return not (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional, nn
-from gptkernels._modules import is_unmodified
+from gptkernels._modules import are_unmodified, is_exporting, is_unmodified
 from gptkernels.models import one_node
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.recompute import checkpointed, may_draw
@@ -155,14 +155,8 @@ class Transformer(torch.nn.Module):
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
     def embeds_in_one(self) -> bool:
-        """Whether the two embeddings are one operator.
-
-        An exported graph has both modules: the head shares the token embedding's weight, and
-        ``torch.distributed.pipelining`` looks for the weight's owners among the modules that were called.
-        """
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():  # dynamo takes the first as True
-            return False
-        return is_unmodified(self.wte, nn.Embedding) and is_unmodified(self.wpe, nn.Embedding)
+        """Whether the two embeddings are one operator."""
+        return are_unmodified((self.wte, nn.Embedding), (self.wpe, nn.Embedding)) and not is_exporting()
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         """Tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""

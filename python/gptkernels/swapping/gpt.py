@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gptkernels._layer_node import Dtypes, dtypes_of
+from gptkernels._modules import is_exporting
 from gptkernels.ops._autocast import autocast_dtype
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
@@ -244,6 +245,8 @@ def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
 
 def _why_not_whole(self: Any, idx: Tensor) -> str | None:
     trunk = self.transformer
+    if is_exporting():
+        return "torch.export takes the embeddings and the head as modules"
     if not (
         untouched(trunk.wte, "Embedding") and untouched(trunk.wpe, "Embedding") and untouched(self.lm_head, "Linear")
     ):

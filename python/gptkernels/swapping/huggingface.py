@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels._layer_node import Dtypes, dtypes_of
+from gptkernels._modules import is_exporting
 from gptkernels.ops.attention import unpack
 from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
@@ -341,7 +342,8 @@ def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
     if tokens is not None:
         self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
         tokens = tokens.view(-1, tokens.shape[-1])
-        if positions is None and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
+        apart = positions is not None or is_exporting()
+        if not apart and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
             table = self.wpe.weight[start:] if start else self.wpe.weight
             return torch.ops.gptkernels.encoder(tokens, self.wte.weight, table)  # type: ignore[no-any-return]
         embeds = self.wte(tokens)
@@ -509,6 +511,8 @@ def language_model(original: Any) -> Namespace:
 
 
 def _why_not_head(self: Any, options: dict[str, Any]) -> str | None:
+    if is_exporting():
+        return "torch.export takes the head as a module"
     if self.loss_function is not causal_lm_loss:
         return "loss_function was replaced"
     if not untouched(self.lm_head, "Linear") or self.lm_head.bias is not None:
