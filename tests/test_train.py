@@ -697,6 +697,17 @@ def test_a_stopped_run_is_resumed_bit_for_bit(options, whole_run, number, tmp_pa
     assert_same_run(resume(str(stopped.output)).output, whole_run)
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_finished_run_is_resumed_bit_for_bit(options, is_stopped):
+    with pytest.MonkeyPatch.context() as patch:
+        if is_stopped:
+            at_step(patch, options["steps"] - 1, lambda: signal.raise_signal(signal.SIGTERM))
+        checkpoint = train(TrainConfig(**options)).output / "checkpoint.safetensors"
+    before = checkpoint.read_bytes()
+    assert resume(str(checkpoint.parent)).step == options["steps"]
+    assert checkpoint.read_bytes() == before
+
+
 def start_training(options, tmp_path):
     """`gptkernels train` in a process of its own, once it has written a checkpoint."""
     given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}

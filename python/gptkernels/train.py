@@ -152,6 +152,7 @@ class Trainer:
         limits = (config.skip_update_lossz, config.skip_update_gradz)
         self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
         self.total_steps = self._count_steps()
+        self._schedule = self._make_schedule()
         self.step = 0  # updates made
         self._saved_step: int | None = None
         self._runs_ahead = processes.device.type != "cpu"
@@ -191,6 +192,8 @@ class Trainer:
         self.data.train.load_state_dict(saved.trainer["data"])
         groups = self.optimizer.state_dict()["param_groups"]  # as the options say
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+        if step:  # a run without steps to make saves the learning rate of its last step again
+            self._set_learning_rate(step - 1)
         if "outliers" in saved.trainer:
             self._step.outliers.load_state_dict(saved.trainer["outliers"])
         self.step = self._saved_step = step
@@ -203,7 +206,6 @@ class Trainer:
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
         self._log: TrainingLog | None = None
         try:
-            self._schedule = self._make_schedule()
             self._peak_flops = peak_flops(self.processes.device)
             self._memory = 0
             if self.processes.is_main:
@@ -241,14 +243,18 @@ class Trainer:
 
     def _launch_step(self) -> PendingStep:
         """Make the next update, without waiting for the device."""
-        rate = self._schedule.rate(self.step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = self._set_learning_rate(self.step)
         numbers = self._step([self.data.train.next_batch() for _ in range(self.accumulation)])
         stop = numbers.new_full((1,), self._request.signal)
         numbers = self.processes.average(torch.cat([numbers, stop]))
         self.step += 1
         return PendingStep(self.step - 1, rate, numbers)
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = self._schedule.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
 
     def _make_schedule(self) -> Schedule:
         config, steps = self.config, self.total_steps
