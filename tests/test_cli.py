@@ -251,17 +251,46 @@ def test_every_flag_of_theirs_is_ours_or_answered(name):
     assert answer is None or answer.startswith("did you mean ")
 
 
+@pytest.mark.parametrize(("command", "advice"), [("info", "\n"), ("train", ". A smaller --batch-size")])
 @pytest.mark.parametrize(
     "error",
     [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
 )
-def test_no_memory_gets_a_sentence(error, monkeypatch, capsys):
+def test_no_memory_gets_a_sentence(error, command, advice, monkeypatch, capsys):
     def fail():
         raise error
 
-    monkeypatch.setattr(cli, "_info", fail)
-    assert main(["info"]) == 2
-    assert "gptkernels info: error: out of memory. A smaller --batch-size" in capsys.readouterr().err
+    monkeypatch.setattr(cli, f"_{command}", fail)
+    assert main([command]) == 2
+    assert f"gptkernels {command}: error: out of memory{advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --init-from memory.bin --steps 1",
+        "train --tokenizer memory.bin",
+        "train --eval-file memory.bin",
+        "prepare texts --output x",
+        "prepare text.txt --output memory",
+        "generate memory.bin",
+        "generate hugging_face",
+        "convert memory.bin x.pt",
+    ],
+)
+def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
+    """A process's own memory is a regular file, whose first bytes cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("texts", "hugging_face"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "text.txt").write_text("text\n" * 10)
+    for name in ("memory.bin", "memory_train.bin", "texts/memory.txt", "hugging_face/config.json"):
+        (tmp_path / name).symlink_to("/proc/self/mem")
+    arguments = command.split()
+    if arguments[0] == "train":
+        arguments += ["-i", prefix]
+    assert main(arguments) == 3
+    assert re.search(r"error: \[Errno 5\] Input/output error: '\S*(memory|config)\S*'", capsys.readouterr().err)
 
 
 def test_other_faults_keep_their_traceback(monkeypatch):

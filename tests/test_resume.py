@@ -89,6 +89,11 @@ def change(path, field, way, value):
         ("trainer", ["options", "batch_size"], 0, "--batch-size is 0, must be at least 1"),
         ("trainer", ["options", "dtype"], "bfloat16", "is of torch.float32, but the options say bfloat16"),
         ("trainer", ["options", "extra"], 1, "options: not those of this trainer: 'extra' is unknown"),
+        ("trainer", ["options", "tokenizer"], "F16", "no tokenizer 'F16'"),
+        ("trainer", ["options", "device"], "F16", "device is 'F16'"),
+        ("trainer", ["outliers", "window"], 1, "outliers: window must be a float64 tensor"),
+        ("optimizer", ["state"], {"$dict": [[0.0, {}]]}, "optimizer in the metadata .*a key is 0.0, must be a string"),
+        ("optimizer", ["state"], {"$dict": [[True, {}]]}, "a key is True, must be a string or an integer"),
         ("optimizer", ["state"], {}, "state must have an entry for each of"),
         ("optimizer", ["param_groups"], [], "the groups' parameters are not those of this model"),
         ("rng", ["cpu"], None, "rng: must have the states"),
@@ -123,8 +128,9 @@ def test_a_changed_tensor_is_refused_by_name(checkpoint, name, value, message):
     tensors, trees = read(checkpoint)
     assert name in tensors
     write(checkpoint, tensors | {name: value}, trees)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as info:
         resume(str(checkpoint.parent), steps=4)
+    assert str(checkpoint) in str(info.value)
 
 
 def mutate(trees, tensors, randomness):
@@ -222,6 +228,13 @@ def test_a_log_of_another_run_is_appended_to(checkpoint, tmp_path):
     other.write_text("s:0 trl:5.0000\ns:9 trl:4.0000\n")
     resume(str(checkpoint.parent), steps=4, log_file=str(other))
     assert other.read_text().startswith("s:0 trl:5.0000\ns:9 trl:4.0000\ns:3 trl:")
+
+
+def test_a_csv_may_hold_lines_that_are_no_utf8(checkpoint):
+    path = checkpoint.with_name("log.csv")
+    path.write_bytes(path.read_bytes() + b"\xff\n")
+    assert resume(str(checkpoint.parent), steps=4).step == 4
+    assert b"\n\xff\n3,train," in path.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["checkpoint.safetensors", "log.csv", "loss.png"])

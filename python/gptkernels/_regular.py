@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -25,6 +28,26 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
         raise ValueError(f"{os.fspath(path)} is {kind}, must be a regular file")
+
+
+@contextmanager
+def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Open a regular file for reading. An OSError within that names no file, as of a read that fails, names this one.
+
+    Raises:
+        ValueError: `path` is a folder, a FIFO, a socket or a device.
+        OSError: the file cannot be read.
+    """
+    check_regular(path)
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        if error.errno is None:  # the safetensors library's have a text alone
+            raise OSError(f"{os.fspath(path)}: {error}") from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:

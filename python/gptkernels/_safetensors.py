@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ._files import replace_file
-from ._regular import check_regular
+from ._regular import open_regular
 
 FORMAT_VERSION = "2"
 _ALIGNMENT = 8
@@ -179,9 +179,8 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
     Raises:
         ValueError: it is damaged, or of another kind or version; also for a SafetensorError within.
     """
-    check_regular(path)
     try:
-        with safe_open(path, "pt") as file:
+        with open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             _check_metadata(path, metadata, kinds)
             yield CheckedFile(path, file, metadata)

@@ -27,7 +27,7 @@ import torch
 from safetensors import SafetensorError
 
 from ._files import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
-from ._regular import check_regular
+from ._regular import open_regular
 from ._safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
 
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
@@ -35,6 +35,8 @@ _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
 _UNPADDED = 1  # llm.c's in April 2024: float32 without padding, and without padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
+_KEYS = (str, int)
+"""What a dict in a training state has as keys. True and 1.0, which equal 1, are none."""
 _TANH = "gelu_tanh"
 _ACTIVATIONS = (_TANH, "gelu")
 
@@ -166,8 +168,7 @@ def _save_bin(path: Path, state: StateDict, config: dict[str, Any], dtype: torch
 
 
 def _load_bin(path: Path) -> tuple[dict[str, Any], StateDict]:
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header = read_header(file, path, MODEL_MAGIC, (_UNPADDED, *_VERSIONS.values()))
         dtype = torch.bfloat16 if header[1] == _VERSIONS[torch.bfloat16] else torch.float32
         config = check_model_config(dict(zip(_SIZES, header[2:7], strict=True)), str(path))
@@ -412,7 +413,7 @@ def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]
             tensors[where], names[identity] = value, where
         return {"$tensor": names[identity]}
     if isinstance(value, Mapping):
-        if not all(isinstance(key, str | int) for key in value):
+        if not all(type(key) in _KEYS for key in value):
             raise ValueError(f"{where}: cannot save keys other than strings and integers")
         items = [(key, _flatten(entry, f"{where}/{key}", tensors, names)) for key, entry in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
@@ -435,6 +436,8 @@ def _unflatten(tree: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
     if "$tuple" in tree:
         return tuple(_unflatten(tree["$tuple"], get_tensor))
     items = tree["$dict"] if "$dict" in tree else tree.items()
+    if wrong := [key for key, _ in items if type(key) not in _KEYS]:
+        raise ValueError(f"a key is {wrong[0]!r}, must be a string or an integer")
     return {key: _unflatten(entry, get_tensor) for key, entry in items}
 
 

@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:  # as in `gptkernels generate ... | head`
         return UNREAD
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
-        sentence = _sentence(error)
+        sentence = _sentence(command, error)
         if traceback or sentence is None:
             raise
         print(f"gptkernels {command}: error: {sentence}", file=SafeOutput(sys.stderr))
@@ -66,9 +66,11 @@ def _status(error: Exception) -> int:
     return DISK_ERROR if isinstance(error, OSError) and error.errno in _DISK_ERRORS else USAGE_ERROR
 
 
-def _sentence(error: Exception) -> str | None:
+def _sentence(command: str, error: Exception) -> str | None:
     """What the user is told of an error; None where it is a fault of this program."""
     if _is_out_of_memory(error):
+        if command != "train":
+            return "out of memory"
         return (
             "out of memory. A smaller --batch-size with more --grad-accumulation, a shorter --sequence-length or a "
             "smaller model takes less"

@@ -14,7 +14,7 @@ from gptkernels.training.processes import Processes
 from gptkernels.training.progress import show_progress
 from gptkernels.training.run_data import HeldOutData
 from gptkernels.training.runs import CHECKPOINT, find_run
-from gptkernels.training.saved import saved_options
+from gptkernels.training.saved import naming, saved_options
 
 
 class Evaluation(NamedTuple):
@@ -51,7 +51,9 @@ def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
     """
     checkpoint = find_run(run) / CHECKPOINT
     saved = load_training_state(checkpoint)
-    return _evaluate(saved_options(saved, checkpoint).updated({**given, "eval_only": True}), saved)
+    config = saved_options(saved, checkpoint).updated({**given, "eval_only": True})
+    with naming(checkpoint):
+        return _evaluate(config, saved)
 
 
 def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:

@@ -24,6 +24,8 @@ from gptkernels.training.runs import TOKENIZER_PREFIX
 MIN_TEMPERATURE = 1e-6
 """Logits of any model, divided by less, may leave float32."""
 MAX_SEED = 2**63 - 1
+_VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
+"""Of tokenizers without a file, known before GPT-2's vocabulary is downloaded."""
 
 
 class Sampling(NamedTuple):
@@ -159,16 +161,19 @@ def _tokenizer_of_run(checkpoint: Path) -> Path | None:
 
 
 def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
-    if name is not None:
-        tokenizer = load_tokenizer(name)
-    elif beside := find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint):
-        tokenizer = load_tokenizer(beside)
-    elif vocab_size in (256, 50257):
-        tokenizer = load_tokenizer("bytes" if vocab_size == 256 else "gpt2")
-    else:
+    source: str | Path | None = name
+    if source is None:
+        source = find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint)
+    if source is None:
+        source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
+    if source is None:
         raise ValueError(f"{checkpoint}: no tokenizer beside it for its vocabulary of {vocab_size}: name one")
-    if tokenizer.vocab_size != vocab_size:
-        raise ValueError(
-            f"{checkpoint}: the model has a vocabulary of {vocab_size}, the tokenizer {tokenizer.vocab_size}"
-        )
+    _check_vocab_size(checkpoint, vocab_size, _VOCAB_SIZES.get(str(source), vocab_size))
+    tokenizer = load_tokenizer(source)
+    _check_vocab_size(checkpoint, vocab_size, tokenizer.vocab_size)
     return tokenizer
+
+
+def _check_vocab_size(checkpoint: Path, model: int, tokenizer: int) -> None:
+    if tokenizer != model:
+        raise ValueError(f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}")

@@ -46,7 +46,7 @@ from gptkernels.training.runs import (
     new_run,
     open_run,
 )
-from gptkernels.training.saved import check_optimizer, saved_options
+from gptkernels.training.saved import check_optimizer, naming, saved_options
 from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
 from gptkernels.training.step import Step
@@ -107,7 +107,9 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
         options.log_file = log_of_run(options.log_file, folder)
         config = options.updated(given)
         keep_log = config.log_file is not None and os.path.realpath(config.log_file) != os.path.realpath(begun_in)
-        return Trainer(config, folder, saved, keep_log=keep_log).run()
+        with naming(checkpoint):
+            trainer = Trainer(config, folder, saved, keep_log=keep_log)
+        return trainer.run()
 
 
 class Trainer:

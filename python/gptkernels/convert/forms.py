@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from gptkernels._files import MODEL_MAGIC, describe_magic
-from gptkernels._regular import check_regular
+from gptkernels._regular import open_regular
 from gptkernels._safetensors import is_own_safetensors
 from gptkernels.convert.huggingface import CONFIG, is_huggingface
 from gptkernels.convert.pickles import is_pickle
@@ -38,8 +38,7 @@ def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
     path = Path(path)
     if path.is_dir():
         return _find_in(path)
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         beginning = file.read(8)
     if is_pickle(beginning):
         return Form.NANOGPT, path

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gptkernels._files import replace_file
-from gptkernels._regular import check_regular
+from gptkernels._files import file_size, replace_file
+from gptkernels._regular import open_regular
 from gptkernels._safetensors import write_plain_safetensors
 from gptkernels.checkpoint import from_huggingface, to_huggingface
 from gptkernels.convert.model import Model, checked_model, with_zero_biases
@@ -83,11 +83,12 @@ def read_huggingface(folder: Path) -> Model:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    check_regular(path)
-    if (size := path.stat().st_size) > _LARGEST_JSON:
-        raise ValueError(f"{path}: {size} bytes, which is too large to be what its name says")
+    with open_regular(path) as file:
+        if (size := file_size(file)) > _LARGEST_JSON:
+            raise ValueError(f"{path}: {size} bytes, which is too large to be what its name says")
+        data = file.read()
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no JSON: {error}") from error
     if not isinstance(value, dict):
@@ -164,9 +165,8 @@ def _shards(index: Path) -> dict[str, set[str]]:
 
 
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    check_regular(path)
     try:
-        with safe_open(path, "pt") as file:
+        with open_regular(path), safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gptkernels._files import replace_file
-from gptkernels._regular import check_regular
+from gptkernels._regular import open_regular
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02"  # torch's format before 1.6
@@ -32,14 +32,13 @@ def read_pickle(path: Path) -> Any:
         ValueError: it holds more than tensors and plain values, which only running code could restore, or is damaged,
             compressed, or claims more than it has.
     """
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
-    if is_zip:
-        _check_zip(path)
-    else:
-        _check_legacy(path)
-    return _load(path, mmap=is_zip)
+        if is_zip:
+            _check_zip(path)
+        else:
+            _check_legacy(path)
+        return _load(path, mmap=is_zip)
 
 
 def _check_zip(path: Path) -> None:

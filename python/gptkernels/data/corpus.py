@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
 
-from .._regular import check_regular, is_regular
+from .._regular import check_regular, is_regular, open_regular
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
@@ -62,7 +62,7 @@ class Document:
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
         """Yield the bytes, so many at a time."""
         left = self.size
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(self.start)
             while left > 0 and (chunk := file.read(min(chunk_bytes, left))):
                 yield chunk
@@ -70,14 +70,14 @@ class Document:
 
     def line_end(self, position: int) -> int:
         """Where the line that holds byte `position` ends: the byte after its newline, or `stop`."""
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
     def character_start(self, position: int) -> int:
         """Where the UTF-8 character that holds byte `position` begins; `position` where there is none."""
         first = max(self.start, position - 4)
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             file.seek(first)
             data = file.read(min(self.stop, position + 1) - first)
         for back in range(1, len(data) if position < self.stop else 0):
@@ -170,7 +170,7 @@ def _name_hash(file: Path, root: Path) -> bytes:
 
 def _is_text(file: Path) -> bool:
     """No NUL in its first bytes."""
-    with open(file, "rb") as opened:
+    with open_regular(file) as opened:
         return b"\0" not in opened.read(8192)
 
 

@@ -8,13 +8,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .._files import TOKENIZER_MAGIC, TOKENS_MAGIC, replace_file
-from .._regular import check_regular
+from .._regular import open_regular
 from .corpus import Document, find_documents, split, standard_library
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 from .tokens import MAX_VOCAB_SIZE, fill_token_file
@@ -110,20 +110,19 @@ def _check_replaceable(path: Path) -> None:
     """ValueError where `path` exists and is of another kind than what `prepare` writes there."""
     if not path.exists():
         return
-    check_regular(path)
-    if path.suffix == ".json":
-        ours = _is_tokenizer_json(path)
-    else:
-        magic = TOKENIZER_MAGIC if path.name.endswith("_tokenizer.bin") else TOKENS_MAGIC
-        with open(path, "rb") as file:
+    with open_regular(path) as file:
+        if path.suffix == ".json":
+            ours = _is_tokenizer_json(file)
+        else:
+            magic = TOKENIZER_MAGIC if path.name.endswith("_tokenizer.bin") else TOKENS_MAGIC
             ours = file.read(4) == magic.to_bytes(4, "little")
     if not ours:
         raise ValueError(f"{path} exists, and prepare did not write it: remove it, or choose another output")
 
 
-def _is_tokenizer_json(path: Path) -> bool:
+def _is_tokenizer_json(file: BinaryIO) -> bool:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.load(file)
     except (ValueError, RecursionError):
         return False
     return isinstance(content, dict) and "model" in content

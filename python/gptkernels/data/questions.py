@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .._files import HEADER_BYTES, QUESTIONS_MAGIC, file_size, read_header
-from .._regular import check_regular
+from .._regular import open_regular
 from .tokens import check_vocabulary
 
 VERSION = 1
@@ -49,8 +49,7 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
         OSError: the file cannot be read.
     """
     path = Path(path)
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         _, _, count, longest, *_ = read_header(file, path, QUESTIONS_MAGIC, (VERSION,))
         if count < 1:
             raise ValueError(f"{path}: number of questions is {count}, must be at least 1")

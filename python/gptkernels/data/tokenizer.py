@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .._files import HEADER_BYTES, TOKENIZER_MAGIC, file_size, make_header, read_header, replace_file
-from .._regular import check_regular
+from .._regular import check_regular, open_regular
 
 if TYPE_CHECKING:
     import tiktoken
@@ -403,8 +403,7 @@ def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
         ValueError: the file is truncated, of another kind, or does not agree with its header; the message
             names the file and the field.
     """
-    check_regular(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         size = file_size(file)
         _, version, vocab_size, eot, *_ = read_header(file, path, TOKENIZER_MAGIC, (1, 2))
         if vocab_size < 1:

@@ -22,7 +22,7 @@ from .._files import (
     read_header,
     replace_file,
 )
-from .._regular import check_regular
+from .._regular import open_regular
 
 VERSION = 1
 MAX_VOCAB_SIZE = 2**16
@@ -51,8 +51,7 @@ class TokenFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        check_regular(self.path)
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             offset, self.dtype, count = _layout(file, self.path)
         mapped = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=(count,))
         self._tokens = mapped.view(np.ndarray)  # slices faster than the subclass

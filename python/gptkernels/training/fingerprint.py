@@ -6,6 +6,8 @@ import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from gptkernels._regular import open_regular
+
 BLOCK_BYTES = 1 << 18
 MAX_BLOCKS = 1 << 10
 """Files of up to this many blocks, 256 MiB, are read whole."""
@@ -30,7 +32,7 @@ def _of_file(path: Path, max_blocks: int) -> str:
     blocks = -(-size // BLOCK_BYTES)
     read = min(blocks, max_blocks)
     checksum = 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         for i in range(read):
             file.seek(i * blocks // read * BLOCK_BYTES)
             checksum = zlib.crc32(file.read(BLOCK_BYTES), checksum)

@@ -178,8 +178,8 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 def _columns(csv_file: Path) -> list[str]:
     """What the first line of a CSV says."""
-    with open(csv_file, encoding="utf-8") as file:
-        return file.readline().rstrip("\n").split(",")
+    with open(csv_file, "rb") as file:  # its other lines may be anything
+        return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
     if name := find_non_finite(dict(_named_tensors("model", saved.model)) | dict(_named_tensors("", saved.optimizer))):
         raise ValueError(f"{path}: {name} holds NaN or infinity: the run has diverged")
     return options
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Within, a ValueError has the name of the checkpoint at `path`, out of which what is wrong may come."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_options(options: Any, path: Path) -> TrainConfig:
