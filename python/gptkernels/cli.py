@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0: done. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full or
-    failing. 128 + N: stopped by signal N; 130 for Ctrl-C, 141 where nobody reads the output. For 1 to 3 the output
-    says why.
+    failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N; 130 for Ctrl-C, 141 where
+    nobody reads the output. For 1 to 4 the output says why.
     """
     prepare_streams()
     try:

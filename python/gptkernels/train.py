@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import os
 import signal
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ from gptkernels.training.fingerprint import fingerprint
 from gptkernels.training.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.training.model import BatchLoss, build_model
 from gptkernels.training.outliers import describe
+from gptkernels.training.output import flush_streams, write_error
 from gptkernels.training.pending import PendingStep
 from gptkernels.training.plot import plot_losses
 from gptkernels.training.processes import Processes, process_rank
@@ -51,6 +54,7 @@ from gptkernels.training.schedule import Schedule
 from gptkernels.training.signals import stop_on_signals
 from gptkernels.training.step import Step
 from gptkernels.training.utilization import peak_flops, peak_memory
+from gptkernels.training.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
@@ -77,6 +81,8 @@ class TrainResult(NamedTuple):
 
 def train(config: TrainConfig) -> TrainResult:
     """Train a new model.
+
+    Where nothing is finished for `config.watchdog` minutes, the process ends with status 4.
 
     Raises:
         ValueError: an option, or the data, cannot be used; the message is a sentence for the user.
@@ -155,7 +161,9 @@ class Trainer:
         self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
+        self._watchdog = Watchdog(config.watchdog, self._report_stall)
         self.step = 0  # updates made
+        self._finished_step: int | None = None
         self._saved_step: int | None = None
         self._runs_ahead = processes.device.type != "cpu"
         self._pending: PendingStep | None = None
@@ -214,7 +222,7 @@ class Trainer:
                 self._open_files()
                 if self._saved_step is not None:  # the run may have been killed between the two
                     self._retain()
-            with stop_on_signals() as self._request:
+            with self._watchdog, stop_on_signals() as self._request:
                 self._introduce()
                 self._train()
                 return self._stop_early() if self._stop else self._finish_run()
@@ -246,11 +254,15 @@ class Trainer:
     def _launch_step(self) -> PendingStep:
         """Make the next update, without waiting for the device."""
         rate = self._set_learning_rate(self.step)
-        numbers = self._step([self.data.train.next_batch() for _ in range(self.accumulation)])
-        stop = numbers.new_full((1,), self._request.signal)
-        numbers = self.processes.average(torch.cat([numbers, stop]))
-        self.step += 1
-        return PendingStep(self.step - 1, rate, numbers)
+        with self._watchdog.watch("reading the training data"):
+            batches = [self.data.train.next_batch() for _ in range(self.accumulation)]
+        how = "replaying its CUDA graph" if self._step.is_captured else "in its forward pass, backward pass or update"
+        with self._watchdog.watch(how):
+            numbers = self._step(batches)
+            stop = numbers.new_full((1,), self._request.signal)
+            numbers = self.processes.average(torch.cat([numbers, stop]))
+            self.step += 1
+            return PendingStep(self.step - 1, rate, numbers)
 
     def _set_learning_rate(self, step: int) -> float:
         rate = self._schedule.rate(step)
@@ -265,7 +277,10 @@ class Trainer:
         return Schedule(config.schedule, config.learning_rate, final, warmup, steps, config.decay_steps)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return self._batch_loss(tokens, targets)
+        self._watchdog.tick()
+        loss = self._batch_loss(tokens, targets)
+        self._watchdog.tick()
+        return loss
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None
@@ -275,7 +290,9 @@ class Trainer:
         """Wait for a step's numbers, then log and show them."""
         if pending is None:
             return
-        loss, norm, *more, stop = pending.read()
+        with self._watchdog.watch(f"waiting for {self.processes.device}, which does not answer"):
+            loss, norm, *more, stop = pending.read()
+        self._finished_step = pending.step
         if not math.isfinite(loss + norm):
             raise self._diverged(f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}")
         self._stop = self._stop or stop > 0
@@ -318,11 +335,33 @@ class Trainer:
         self._clock = Mark(self.processes.device)
 
     def _diverged(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"{what}: training has diverged; a lower --learning-rate may help. {self._kept_checkpoint()}"
+        )
+
+    def _kept_checkpoint(self) -> str:
         if self._saved_step is None:
-            kept = "There is no checkpoint yet"
-        else:
-            kept = f"The checkpoint of step {self._saved_step} is kept"
-        return FloatingPointError(f"{what}: training has diverged; a lower --learning-rate may help. {kept}")
+            return "There is no checkpoint yet"
+        return f"The checkpoint of step {self._saved_step} is kept"
+
+    def _report_stall(self, what: str) -> None:
+        """Say where the run hangs, with the stacks of all threads, and close the logs."""
+        config, processes = self.config, self.processes
+        finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
+        who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
+        goes_on = "" if self._saved_step is None else f"; gptkernels train --resume {self.output} goes on from it"
+        write_error(
+            f"\ngptkernels train: error: nothing was finished for {config.watchdog:g} minutes at step {self.step} of "
+            f"{self.total_steps}, {what} ({who}B={config.batch_size}, T={config.sequence_length}, on "
+            f"{processes.device}{finished}). {self._kept_checkpoint()}{goes_on}. Where a machine needs longer, raise "
+            "--watchdog\n"
+        )
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+        if self._log:
+            self._log.close()
+        self._progress.close()
+        flush_streams()
 
     def _tokens_per_step(self) -> int:
         return self.processes.world_size * self.accumulation * self.config.batch_tokens
@@ -335,7 +374,8 @@ class Trainer:
             return None
         self._finish_pending()
         self.model.eval()
-        loss = mean_loss(self._loss, self.data.val, self.config.val_max_batches, self.processes)
+        with self._watchdog.watch("validating"):
+            loss = mean_loss(self._loss, self.data.val, self.config.val_max_batches, self.processes)
         self.model.train()
         if not math.isfinite(loss):
             raise self._diverged(f"the validation loss is {loss} after {self.step} steps")
@@ -351,8 +391,9 @@ class Trainer:
             return None
         self._finish_pending()
         self.model.eval()
-        with self._batch_loss.precision(self.processes.device):
-            score = answer(self.model, self.data.questions, self.config.batch_tokens, self.processes)
+        with self._watchdog.watch("answering questions"), self._batch_loss.precision(self.processes.device):
+            tick = self._watchdog.tick
+            score = answer(self.model, self.data.questions, self.config.batch_tokens, self.processes, tick)
         self.model.train()
         self._progress.say(f"step {self.step}: {score}")
         if self._log:
@@ -371,13 +412,17 @@ class Trainer:
         start = torch.tensor([[self.data.first_token]], device=device)
         self.model.eval()
         length = self.config.sample_length
+        tokens = []
         try:
-            with self._batch_loss.precision(device):
-                tokens = self.model.generate(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+            with self._watchdog.watch("sampling"), self._batch_loss.precision(device):
+                stream = self.model.stream(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+                for (token,) in stream.on_host():
+                    tokens.append(token)
+                    self._watchdog.tick()
         except FloatingPointError as error:
             raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
         self.model.train()
-        text = self.data.text(tokens[0, 1:].tolist())
+        text = self.data.text(tokens)
         self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")
         self._restart_clock()
         return text
@@ -385,24 +430,25 @@ class Trainer:
     def _save(self) -> None:
         """Write the checkpoint, whole or not at all, if all that it would hold is finite."""
         self._finish_pending()
-        state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
-        if find_non_finite(dict(enumerate([*self.model.parameters(), *state]))) is not None:
-            raise self._diverged(f"a weight or a moment is not finite after {self.step} steps")
-        if self.processes.is_main:
-            save_training_state(
-                self.output / CHECKPOINT,
-                config=self.model.config,
-                model=self.model,
-                optimizer=self.optimizer.state_dict(),
-                trainer={
-                    "step": self.step,
-                    "data": self.data.train.state_dict(),
-                    "fingerprint": self._fingerprint,
-                    "options": asdict(self.config),
-                    "outliers": self._step.outliers.state_dict(),
-                },
-            )
-            self._retain()
+        with self._watchdog.watch("saving the checkpoint"):
+            state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
+            if find_non_finite(dict(enumerate([*self.model.parameters(), *state]))) is not None:
+                raise self._diverged(f"a weight or a moment is not finite after {self.step} steps")
+            if self.processes.is_main:
+                save_training_state(
+                    self.output / CHECKPOINT,
+                    config=self.model.config,
+                    model=self.model,
+                    optimizer=self.optimizer.state_dict(),
+                    trainer={
+                        "step": self.step,
+                        "data": self.data.train.state_dict(),
+                        "fingerprint": self._fingerprint,
+                        "options": asdict(self.config),
+                        "outliers": self._step.outliers.state_dict(),
+                    },
+                )
+                self._retain()
         self._saved_step = self.step
         self._restart_clock()
 

@@ -39,6 +39,7 @@ DEFAULT_FINAL_LR_FRACTION = 0.1
 FP8_ALIGNMENT = 16  # of gptkernels.ops.fp8, which imports torch
 MAX_SEED = 2**62 - 1
 MAX_SAMPLE_LENGTH = 2**20
+MAX_WATCHDOG = 60.0 * 24 * 365
 
 
 GROUPS = {
@@ -174,6 +175,15 @@ class TrainConfig:
     )
     steps: int | None = _option(None, "steps to train (default: 700 for tiny, else one epoch)", "batch", at_least=0)
     epochs: float | None = _option(None, "passes over the training data, instead of --steps", "batch", above=0)
+    watchdog: float = _option(
+        30.0,
+        "end the run with exit status 4 when nothing (a forward or backward pass, a batch of validation, a token of a "
+        "sample, a checkpoint) is finished for so many minutes; 0: never",
+        "batch",
+        metavar="MINUTES",
+        at_least=0,
+        at_most=MAX_WATCHDOG,
+    )
     seed: int = _option(
         1337,
         "seed of the weights, the order of the data and the samples",

@@ -59,7 +59,13 @@ def check_questions(questions: Sequence[Question], positions: int, path: str | N
 
 
 @torch.no_grad()
-def answer(model: GPT2, questions: Sequence[Question], tokens_per_batch: int, processes: Processes) -> Score:
+def answer(
+    model: GPT2,
+    questions: Sequence[Question],
+    tokens_per_batch: int,
+    processes: Processes,
+    tick: Callable[[], object] = lambda: None,
+) -> Score:
     """How many questions the model answers rightly: its answer is the ending with the lowest mean loss per token.
 
     That is llm.c's accuracy, normalised by length. The processes share the questions.
@@ -69,9 +75,13 @@ def answer(model: GPT2, questions: Sequence[Question], tokens_per_batch: int, pr
         questions: at least one.
         tokens_per_batch: about how many tokens the model is given at a time.
         processes: those that share the questions.
+        tick: called after every batch.
     """
     own = questions[processes.rank :: processes.world_size]
-    losses = [_ending_losses(model, batch, processes.device) for batch in _batches(own, tokens_per_batch)]
+    losses = []
+    for batch in _batches(own, tokens_per_batch):
+        losses.append(_ending_losses(model, batch, processes.device))
+        tick()
     correct = _count_correct(own, torch.cat(losses).double().cpu().numpy()) if losses else 0
     share = processes.average(torch.tensor(correct, dtype=torch.float64, device=processes.device))
     return Score(round(share.item() * processes.world_size), len(questions))

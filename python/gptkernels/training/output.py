@@ -71,6 +71,13 @@ def prepare_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def write_error(text: str) -> None:
+    """Write to standard error, past `sys.stderr`'s buffer, whose lock an interrupted write or a thread may hold."""
+    if sys.__stderr__ is not None:
+        with suppress(OSError, ValueError):
+            os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))
+
+
 def flush_streams() -> None:
     """At a command's end: Python's own flush, which makes another exit status of a failure, has nothing left to do."""
     for stream in (sys.stdout, sys.stderr):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
-ACKNOWLEDGEMENT = b"\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
+from gptkernels.training.output import write_error
+
+ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
 
 
 class StopRequest:
@@ -34,7 +34,7 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def note(number: int, _frame: object) -> None:
         request.signal = number
         signal.signal(number, previous[number])
-        _acknowledge()
+        write_error(ACKNOWLEDGEMENT)
 
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:
@@ -44,10 +44,3 @@ def stop_on_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _acknowledge() -> None:
-    """Not through `sys.stderr`'s buffer: the signal may have interrupted a write to it."""
-    if sys.__stderr__ is not None:
-        with suppress(OSError, ValueError):
-            os.write(sys.__stderr__.fileno(), ACKNOWLEDGEMENT)

@@ -51,6 +51,11 @@ class Step:
         before_update = self._before_update if interrupts else None
         self._step = graphed_step(self._noted_loss, optimizer, before_update=before_update, capture=capture)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replayed as a CUDA graph by now."""
+        return self._step.captures > 0 and self._step.eager_because is None
+
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the parameters with the mean gradient of the batches, or skip that.
 

@@ -1,0 +1,73 @@
+"""Ends a run that hangs, such as one whose GPU never answers, instead of letting it wait for ever."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+STALLED = 4
+"""The exit status of a run that has been ended."""
+INTERVALS = 60
+"""How often the thread looks within the time allowed."""
+REPORT_SECONDS = 10.0
+
+
+class Watchdog:
+    """Ends the process when no unit of work is finished for some minutes, however the main thread is blocked.
+
+    The thread counts intervals of its own, not seconds: the time for which a process is stopped (Ctrl-Z, a debugger)
+    counts as one interval. Only what is done within `watch` is watched; printing, for example, may wait for a reader.
+
+    Args:
+        minutes: a unit of work may take so long; 0 watches nothing.
+        report: tells the user; called in another thread with the words given to `watch`. The process ends when it
+            returns, and after `REPORT_SECONDS` at the latest.
+    """
+
+    def __init__(self, minutes: float, report: Callable[[str], object]) -> None:
+        self._interval = 60 * minutes / INTERVALS
+        self._report = report
+        self._what: str | None = None
+        self._finished = 0  # written by the main thread only
+        self._closed = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        if self._interval:
+            threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+
+    @contextmanager
+    def watch(self, what: str) -> Iterator[None]:
+        """Watch the body, which is one unit of work or, with `tick`, several; `what` names it in the report."""
+        self._what = what
+        try:
+            yield
+        finally:
+            self._what = None
+            self.tick()
+
+    def tick(self) -> None:
+        """Note that a unit of work is finished."""
+        self._finished += 1
+
+    def _run(self) -> None:
+        seen, idle = -1, 0
+        while not self._closed.wait(self._interval):
+            finished, what = self._finished, self._what
+            if what is None or finished != seen:
+                seen, idle = finished, 0
+                continue
+            idle += 1
+            if idle == INTERVALS:
+                self._end_process(what)
+
+    def _end_process(self, what: str) -> None:
+        report = threading.Thread(target=self._report, args=(what,), daemon=True)
+        report.start()
+        report.join(REPORT_SECONDS)  # it may need a lock that the blocked thread holds
+        os._exit(STALLED)
