@@ -1,7 +1,7 @@
 # make train   a GPT-2 learns on this machine, from nothing but Python >= 3.10, make and a C++20 compiler
 # make test    every test           make bench   ours beside everybody else's kernels
 # make lint    what CI demands      make format  mends what can be mended      make wheel   a wheel in dist/
-# make fuzz    calls of every op and damaged files, drawn at random
+# make fuzz    calls of every op, training steps and damaged files, drawn at random
 # make test-capabilities   the ops' tests with each instruction set       make test-torches   all tests with each torch
 #
 # Everything is set up in .venv, with pinned versions. TORCH=installed uses the Python and the torch at hand instead (and
@@ -58,10 +58,12 @@ build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/
 
 # The same calls for the same SEED; each kind of failure prints the command that repeats it.
 CALLS ?= 100000
+STEPS ?= 300
 SEED ?= 1
 JOBS ?= $(if $(filter cuda,$(DEVICE)),$(shell nproc),2)
 fuzz: $(BUILT) $(STAMPS)/test-tools
 	cd tests && $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE) $(ARGS)
+	cd tests && $(PY_FROM_TESTS) -m fuzz.steps --steps $(STEPS) --seed $(SEED) --device $(DEVICE)
 	cd tests && $(PY_FROM_TESTS) -m fuzz.files --calls $(CALLS) --seed $(SEED)
 
 bench: $(BUILT)

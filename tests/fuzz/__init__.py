@@ -1,1 +1,1 @@
-"""Seeded fuzzers, run by ``make fuzz``: ``fuzz.ops`` calls operators, ``fuzz.files`` reads damaged files."""
+"""Seeded fuzzers, run by ``make fuzz``: ``fuzz.ops`` (operators), ``fuzz.steps`` (training), ``fuzz.files``."""

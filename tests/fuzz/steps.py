@@ -1,0 +1,253 @@
+"""Training steps at lengths drawn at random, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
+
+`python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step begins with new weights. Its loss and
+all its gradients are compared with those of torch's model in float64. Of each gradient the error's norm may be twice
+that of torch's model in the same precision. The loss may be off by twice the mean magnitude of torch's errors of single
+tokens, which bounds the error of torch's own mean but is not small by luck. To both comes one rounding to float32.
+Torch's errors may still be small by luck where a step has few tokens: a step that breaks the rule is made again with
+other numbers, and then the root mean square of the errors is compared. A failing step is printed as a command that
+repeats it; one that takes longer than `SECONDS` ends the process.
+"""
+
+import argparse
+import copy
+import faulthandler
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+import gptkernels
+import published
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.optim import AdamW
+from swapped import hf_config, transformers
+
+SECONDS = 300  # Inductor may take two minutes
+IGNORED = -100
+TRIALS = 10
+UNUSED = 47  # columns of the vocabulary without a token: GPT-2 has 50257 of 50304
+WAYS = ("eager", "compiled", "graphed")
+REPLAYED = 4  # the call that replays a graph: two run eagerly, the third captures
+
+
+class Sizes(NamedTuple):
+    """The models' sizes, and how many tokens a step has."""
+
+    layers: int
+    heads: int
+    channels: int
+    positions: int
+    vocabulary: int
+    tokens: tuple[int, int]
+
+
+SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1024, 50304, (32000, 40000))}
+
+
+class Family(NamedTuple):
+    """A kind of model.
+
+    `make` returns ours and torch's, of the same parameters by name; `loss` is the mean loss of ours for tokens and
+    targets; `logits` are those of torch's. `shifts` says that the targets are the next tokens of the same sequence.
+    """
+
+    make: Callable
+    loss: Callable
+    logits: Callable
+    shifts: bool = False
+
+
+def nanogpt(sizes):
+    return published.GPT(published.Config(sizes.positions, sizes.vocabulary, sizes.layers, sizes.heads, sizes.channels))
+
+
+def make_gpt2(sizes):
+    torchs = nanogpt(sizes)
+    config = {
+        name: getattr(torchs.config, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+    }
+    return GPT2(GPT2Config(**config, activation="gelu")), torchs
+
+
+def make_nanogpt(sizes):
+    torchs = nanogpt(sizes)
+    return gptkernels.swap(copy.deepcopy(torchs)), torchs
+
+
+def make_huggingface(sizes):
+    torchs = transformers.GPT2LMHeadModel(
+        hf_config(
+            n_layer=sizes.layers,
+            n_head=sizes.heads,
+            n_embd=sizes.channels,
+            n_positions=sizes.positions,
+            vocab_size=sizes.vocabulary - UNUSED,
+            pad_token_id=None,  # else it looks for padding, and so waits for the device
+        )
+    )
+    return gptkernels.swap(copy.deepcopy(torchs)), torchs
+
+
+FAMILIES = {
+    "GPT2": Family(
+        make_gpt2,
+        lambda model, tokens, targets: model(tokens, targets, return_logits=False)[1],
+        lambda model, tokens, targets: model(tokens, targets)[0],
+    ),
+    "nanoGPT": Family(
+        make_nanogpt,
+        lambda model, tokens, targets: model(tokens, targets)[1],
+        lambda model, tokens, targets: model(tokens, targets)[0],
+    ),
+    "Hugging Face": Family(
+        make_huggingface,
+        lambda model, tokens, targets: model(input_ids=tokens, labels=tokens).loss,
+        lambda model, tokens, targets: model(input_ids=tokens).logits,
+        shifts=True,
+    ),
+}
+if transformers is None:
+    del FAMILIES["Hugging Face"]
+
+
+class Models:
+    """The models of a family, ours with its optimizer and its steps by the way they run."""
+
+    def __init__(self, family, device, backend):
+        self.family = family
+        self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
+        self.exact = copy.deepcopy(self.torchs).double()
+        # Without a first moment's decay, that moment is the last gradient.
+        self.optimizer = AdamW(self.ours.parameters(), lr=1e-3, betas=(0.0, 0.95), max_grad_norm=math.inf)
+        compiled = torch.compile(self.loss, dynamic=True, backend=backend)
+        self.steps = {
+            way: gptkernels.graphed_step(
+                compiled if way == "compiled" else self.loss, self.optimizer, capture=way == "graphed"
+            )
+            for way in WAYS
+        }
+
+    def loss(self, tokens, targets):
+        return self.family.loss(self.ours, tokens, targets)
+
+    @torch.no_grad()
+    def redraw(self, generator):
+        """Weights large enough that every one of them matters."""
+        for name, p in self.ours.named_parameters():
+            drawn = torch.randn(p.shape, generator=generator, device=p.device)
+            is_norm = "ln_" in name and name.endswith("weight")
+            p.copy_(drawn * (1.5 * self.ours.config.n_embd**-0.5 if p.dim() == 2 else 0.1) + float(is_norm))
+
+    def copy_weights(self):
+        for model in (self.torchs, self.exact):
+            model.load_state_dict(self.ours.state_dict())
+
+    def reference(self, model, tokens, targets, autocast=False):
+        """The losses of the tokens, and the gradients of their mean by name."""
+        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+            logits = self.family.logits(model, tokens, targets)
+            targets = targets.flatten()
+            losses = F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="none")
+        losses = losses[targets != IGNORED]
+        model.zero_grad()
+        losses.mean().backward()
+        return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+    def step(self, way, autocast, B, T, generator):
+        """Make a step with new weights and tokens: what it took, by name, as (error, torch's error, magnitude)."""
+        sizes, device = SIZES[generator.device.type], generator.device
+        self.redraw(generator)
+        text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)
+        tokens, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        if self.family.shifts:
+            targets[:, -1] = IGNORED
+        for _ in range(REPLAYED if way == "graphed" else 1):
+            self.copy_weights()
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                loss = self.steps[way]((tokens, targets)).read().loss
+        theirs, their_gradients = self.reference(self.torchs, tokens, targets, autocast)
+        exact, exact_gradients = self.reference(self.exact, tokens, targets)
+        compared = {"loss": (abs(loss - exact.mean()), (theirs - exact).abs().mean(), exact.mean())}
+        for name, p in self.ours.named_parameters():
+            gradient, wanted = self.optimizer.state[p]["exp_avg"].double(), exact_gradients[name]
+            found = (gradient - wanted, their_gradients[name] - wanted, wanted)
+            compared[f"gradient of {name}"] = tuple(difference.norm() for difference in found)
+        return {name: torch.stack(found).tolist() for name, found in compared.items()}
+
+
+def broken(trials):
+    """The results whose errors, in the root mean square over the trials, break the rule, as sentences by name."""
+    found = {}
+    for name in trials[0]:
+        error, torchs, magnitude = (
+            math.sqrt(sum(x * x for x in column) / len(trials))
+            for column in zip(*(trial[name] for trial in trials), strict=True)
+        )
+        allowed = 2 * torchs + torch.finfo(torch.float32).eps * magnitude
+        if not error <= allowed:
+            found[name] = f"{name}: error {error:.3e}, allowed {allowed:.3e}, magnitude {magnitude:.3e}"
+    return found
+
+
+def run(index, arguments, made):
+    """Make one step; what is wrong with it, as sentences by name."""
+    draw = random.Random(f"{arguments.seed}/{index}")
+    device = torch.device(arguments.device)
+    sizes = SIZES[device.type]
+    name, way, autocast = draw.choice([*FAMILIES]), draw.choice(WAYS), draw.random() < 0.5
+    T = draw.randint(1 + FAMILIES[name].shifts, sizes.positions)
+    B = draw.randint(*sizes.tokens) // T
+    print(f"step {index}: {name}, {way}, {'autocast' if autocast else 'float32'}, B={B}, T={T}", flush=True)
+    if name not in made:
+        made[name] = Models(FAMILIES[name], device, arguments.backend)
+    models = made[name]
+    generator = torch.Generator(device).manual_seed(draw.randrange(2**40))
+    trials = [models.step(way, autocast, B, T, generator)]
+    found = broken(trials)
+    if found:
+        found = broken(trials + [models.step(way, autocast, B, T, generator) for _ in range(TRIALS)])
+    step = models.steps[way]
+    if device.type == "cuda" and way == "graphed" and step.eager_because:
+        found["graph"] = f"no graph: {step.eager_because}"
+    step.reset()
+    torch.cuda.empty_cache()  # a capture cannot take what the allocator keeps of steps of other sizes
+    return found
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        prog="fuzz.steps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="how many steps (20)")
+    parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (inductor)")
+    parser.add_argument("--index", type=int, help="this step alone")
+    arguments = parser.parse_args(argv)
+    indices = range(arguments.steps) if arguments.index is None else [arguments.index]
+    torch._dynamo.config.recompile_limit = 64  # all families share the code of `Models.loss`
+    failures, made = 0, {}
+    for index in indices:
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)
+        try:
+            found = run(index, arguments, made)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        if found:
+            failures += 1
+            print("\n".join(found.values()))
+            print(
+                f"python -m fuzz.steps --seed {arguments.seed} --index {index} --device {arguments.device} "
+                f"--backend {arguments.backend}\n"
+            )
+    print(f"fuzz.steps: {len(indices)} steps, {failures} failures (seed {arguments.seed}, {arguments.device})")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
