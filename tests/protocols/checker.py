@@ -1,0 +1,236 @@
+"""A model checker for protocols of waiting: explores every interleaving of a few processes.
+
+A process is a list of operations, recorded once by a function that is written like the kernel's code. What a process
+does must not depend on the interleaving, so each choice that the data makes (blocks seen, tiles taken) is a model of its
+own. The state of a model is then how far each process is: how often a barrier was arrived at and what a buffer contains
+follow from it.
+
+Operations between a wait and the next arrival are one step: no other process can see them separately. A copy by TMA is a
+step of its own, of a process that copies in the background.
+"""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
+
+
+class Fault(AssertionError):
+    """What a model must not do."""
+
+
+class Deadlock(Fault):
+    """Some processes have not ended, and none of them can move."""
+
+
+class WrongPhase(Fault):
+    """A barrier is not in the phase, or the one before it, that a process waits for or arrives at: parities lie."""
+
+
+class WrongData(Fault):
+    """A buffer is read before it is written or after it is overwritten."""
+
+
+def constant(file, name, **known):
+    """An integer constant of a kernel, computed from its source; ``known`` replaces constants it is computed from."""
+    if name in known:
+        return known[name]
+    source = (CUDA / file).read_text()
+    for expression in re.findall(rf"constexpr (?:int|unsigned) (?:\w+ = [^;]*, )?{name} = ([^;,]+)[;,]", source):
+        if "::" not in expression:
+            value = re.sub(r"[A-Za-z]\w*", lambda match: str(constant(file, match[0], **known)), expression)
+            assert re.fullmatch(r"[\d\s()+*-]+", value), f"{file}: {name} = {value} cannot be computed"
+            return eval(value)
+    raise LookupError(f"{file} has no constant {name}")
+
+
+def ring_size(file, name):
+    """The number of buffers in a kernel's ring, of which ``name`` is a RingPosition."""
+    found = set(re.findall(rf"RingPosition<(\w+)> (?:\w+, )*{name}\b", (CUDA / file).read_text()))
+    assert len(found) == 1, f"{file}: {name} is a position in {found or 'no ring'}"
+    size = found.pop()
+    return int(size) if size.isdigit() else constant(file, size)
+
+
+class Ring:
+    """Barriers or buffers that are used in turn: number n of all uses is use n // size of item n % size.
+
+    As a barrier's phase, use -1 counts as complete: the kernels wait for it with parity 1. ``writes`` is how often a
+    buffer is written in one use.
+    """
+
+    def __init__(self, name, size=1, writes=1):
+        self.name, self.size, self.writes = name, size, writes
+
+    def __call__(self, n=0, write=0):
+        return (self.name, n % self.size), n // self.size * self.writes + write
+
+
+class Process:
+    """Records what one thread, or threads that do the same together, do."""
+
+    def __init__(self, model, name):
+        self.model, self.name, self.operations, self.issued = model, name, [], 0
+
+    def wait(self, barrier):
+        """Waits until the barrier's phase is complete, by its parity."""
+        self.operations.append(("wait", *barrier))
+
+    def reach(self, counter):
+        """Waits until a counter, which has no parity, has passed the value."""
+        self.operations.append(("reach", *counter))
+
+    def arrive(self, *barriers):
+        self.operations += [("arrive", *barrier) for barrier in barriers]
+
+    def sync(self, barrier):
+        """Arrives and waits: bar.sync, or a barrier of a cluster."""
+        self.arrive(barrier)
+        self.wait(barrier)
+
+    def read(self, *buffers):
+        """Reads what this write has left. Of a read that takes time, both ends are recorded."""
+        self.operations += [("read", *buffer) for buffer in buffers]
+
+    def write(self, *buffers):
+        self.operations += [("write", *buffer) for buffer in buffers]
+
+    def load(self, barrier, *buffers):
+        """Announces bytes to a barrier and starts their copy, which arrives there as well."""
+        self.arrive(barrier)
+        self.copy(barrier, *buffers)
+
+    def copy(self, barrier, *buffers):
+        """Starts a copy, which arrives at the barrier when it is complete. Those to one ring of barriers keep their order."""
+        copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
+        issued = (f"{copies.name} issued",)
+        self.arrive((issued, copies.issued))
+        copies.reach((issued, copies.issued))
+        copies.issued += 1
+        copies.write(*buffers)
+        copies.arrive(barrier)
+
+
+def family(key):
+    """The name of a barrier or buffer without the numbers behind it."""
+    return key[0] if isinstance(key[0], str) else key[0][0]
+
+
+def earlier_in(operations, key):
+    return sum(kind in ("arrive", "write") and other == key for kind, other, _ in operations)
+
+
+class Model:
+    """Processes, and how many arrivals complete a phase of each kind of barrier (1 unless said)."""
+
+    def __init__(self, **arrivals):
+        self.arrivals, self.processes = arrivals, {}
+
+    def process(self, name):
+        return self.processes.setdefault(name, Process(self, name))
+
+    def places(self):
+        """Where the roles wait and arrive: (role, "wait", "reach" or "arrive", name of the barriers)."""
+        return {
+            (re.sub(r"\d+", "*", process.name), kind, family(key))
+            for process in self.processes.values()
+            for kind, key, _ in process.operations
+            if kind in ("wait", "reach", "arrive") and "copies" not in f"{process.name} {family(key)}"
+        }
+
+    def mutants(self, place, change):
+        """For each process that has the role, the model with its operations there replaced by ``change(operation)``."""
+        for name, process in self.processes.items():
+            if re.sub(r"\d+", "*", name) == place[0]:
+                original, process.operations = process.operations, []
+                for kind, key, n in original:
+                    here = (kind, family(key)) == place[1:]
+                    process.operations += change(kind, key, n) if here else [(kind, key, n)]
+                yield self
+                process.operations = original
+
+    def compile(self):
+        """Joins operations to steps, and tabulates arrivals and writes by how far a process is."""
+        self.programs, self.totals = [], defaultdict(list)
+        for index, process in enumerate(self.processes.values()):
+            steps, arrived = [], True
+            for operation in process.operations:
+                kind = operation[0]
+                if kind in ("wait", "reach") or (arrived and kind != "arrive") or not steps:
+                    steps.append([])
+                steps[-1].append(operation)
+                arrived = kind == "arrive"
+            self.programs.append(steps)
+            counts = defaultdict(lambda length=len(steps): [0] * (length + 1))
+            for at, step in enumerate(steps):
+                for kind, key, _ in step:
+                    if kind in ("arrive", "write"):
+                        counts[key][at + 1] += 1
+            for key, table in counts.items():
+                for at in range(len(steps)):
+                    table[at + 1] += table[at]
+                self.totals[key].append((index, table))
+        self.programs = [
+            [
+                [
+                    (kind, key, n, earlier_in(step[:i], key), self.totals[key], self.arrivals.get(key[0], 1))
+                    for i, (kind, key, n) in enumerate(step)
+                ]
+                for step in steps
+            ]
+            for steps in self.programs
+        ]
+
+    def perform(self, state, process, step):
+        """Whether the process can make the step; raises what is wrong with it."""
+        for kind, key, n, total, totals, arrivals in step:
+            for index, table in totals:
+                total += table[state[index]]
+            if kind == "wait":
+                complete = total // arrivals
+                if complete == n:
+                    return False
+                if complete != n + 1:
+                    raise WrongPhase(
+                        f"{self.at(process)} waits for phase {n} of {key}, of which {complete} are complete"
+                    )
+            elif kind == "reach":
+                if total // arrivals <= n:
+                    return False
+            elif kind == "arrive":
+                if total // arrivals != n:
+                    raise WrongPhase(f"{self.at(process)} arrives at {key} in phase {total // arrivals}, not {n}")
+            elif total != n + (kind == "read"):
+                raise WrongData(f"{self.at(process)}: {kind} of {key}, number {n}, after {total} writes")
+        return True
+
+    def at(self, process):
+        return list(self.processes)[process]
+
+    def explore(self):
+        """Visits all states, those after the same number of steps together; returns how many there are."""
+        self.compile()
+        programs = [[*steps, None] for steps in self.programs]
+        level, states = {(0,) * len(programs)}, 0
+        while level:
+            states += len(level)
+            following = set()
+            for state in level:
+                moved = ended = 0
+                for process, at in enumerate(state):
+                    step = programs[process][at]
+                    if step is None:
+                        ended += 1
+                    elif self.perform(state, process, step):
+                        moved += 1
+                        following.add((*state[:process], at + 1, *state[process + 1 :]))
+                if not moved and ended < len(state):
+                    waits = [
+                        f"{self.at(process)} for {step[0][1]}, phase {step[0][2]}"
+                        for process, step in enumerate(map(list.__getitem__, programs, state))
+                        if step is not None and not str(step[0][1][0]).endswith("issued")
+                    ]
+                    raise Deadlock("waiting: " + "; ".join(waits))
+            level = following
+        return states
