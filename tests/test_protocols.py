@@ -11,7 +11,7 @@ from protocols.attention_backward_128 import dkey_128, dquery_128
 from protocols.attention_backward_head import backward_head
 from protocols.attention_forward import FORWARD_64, forward, forward_64
 from protocols.checker import CUDA, Deadlock, Fault, WrongData, constant
-from protocols.others import decode, layernorm_ring, team_sums
+from protocols.others import decode, layernorm_ring
 from protocols.products import fp8_gelu, matmul, matmul_weight
 
 CAUSAL = [(".xxx", "xxxx"), (".xx", "xxx"), ("x", "x"), (".", "x")]
@@ -81,13 +81,12 @@ MODELS = {
     "matmul_weight": (20_000, [partial(matmul_weight, [1, 2, 1], stages=2)]),
     "fp8_gelu": (1_000, [partial(fp8_gelu, 5, 3), partial(fp8_gelu, 5, 2, warps=2, pieces=2)]),
     "layernorm_ring": (50, [partial(layernorm_ring, 7, stages) for stages in (2, 3, 4)]),
-    "team_sums": (100, [partial(team_sums, 4, 3), partial(team_sums, 4, 5)]),
     "decode": (
         40_000,
         [
             partial(decode, 3, blocks=1, warps=2),
-            partial(decode, 3, blocks=2, warps=1, weights=False),
-            partial(decode, 1, clusters=2, blocks=1, warps=1, weights=False),
+            partial(decode, 3, blocks=2, warps=1, weights=()),
+            partial(decode, 1, clusters=2, blocks=1, warps=1, weights=()),
         ],
     ),
 }
@@ -169,7 +168,6 @@ def test_every_wait_and_arrival_is_needed(name):
         (partial(matmul_weight, [2], stages=1), Deadlock),
         (partial(fp8_gelu, 3, 2, stages=1), Deadlock),
         (partial(layernorm_ring, 7, 3, prior=3), WrongData),
-        (partial(team_sums, 4, 3, slots=1), WrongData),
     ],
 )
 def test_too_few_buffers(model, fault):

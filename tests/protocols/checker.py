@@ -1,14 +1,14 @@
 """A model checker for protocols of waiting: explores every interleaving of a few processes.
 
 A process is a list of operations, recorded once by a function that is written like the kernel's code. What a process
-does must not depend on the interleaving, so each choice that the data makes (blocks seen, tiles taken) is a model of its
-own. The state of a model is then how far each process is: how often a barrier was arrived at and what a buffer contains
-follow from it.
+does must not depend on the interleaving, so each choice that the data makes (blocks seen, tiles taken) is a model of
+its own. The state of a model is then how far each process is: phases of barriers and contents of buffers follow from it.
 
-Operations between a wait and the next arrival are one step: no other process can see them separately. A copy by TMA is a
-step of its own, of a process that copies in the background.
+A wait, the accesses after it and the arrivals after these are one step, because no other process can see them apart. A
+copy by TMA is a step of its own, of a process that copies in the background.
 """
 
+import itertools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -25,7 +25,7 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    """A barrier is not in the phase, or the one before it, that a process waits for or arrives at: parities lie."""
+    """A barrier is more than one phase away from what a process waits for, or not in the phase that it arrives in."""
 
 
 class WrongData(Fault):
@@ -67,6 +67,70 @@ class Ring:
         return (self.name, n % self.size), n // self.size * self.writes + write
 
 
+class Buffers(Ring):
+    """A ring of buffers with a barrier for "full" and one for "empty" each: ``readers`` free one after each use."""
+
+    def __init__(self, model, name, size, readers, writes=1):
+        super().__init__(name, size, writes)
+        self.full, self.empty, self.filled = Ring((name, "full"), size), Ring((name, "empty"), size), 0
+        model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement, and the bytes
+
+    def fill(self, p, *others):
+        """Loads the next use, when the one before in its buffer is freed: the kernels' ``phase ^ 1``."""
+        p.wait(self.empty(self.filled - self.size))
+        p.load(self.full(self.filled), self(self.filled), *others)
+        self.filled += 1
+
+    def get(self, p, n):
+        p.wait(self.full(n))
+        p.read(self(n))
+
+    def free(self, p, n):
+        """The last read of use n ends."""
+        p.read(self(n))
+        p.arrive(self.empty(n))
+
+    def skip(self, p, n):
+        p.wait(self.full(n))  # or the buffer may still be another reader's
+        p.arrive(self.empty(n))
+
+
+class Staging:
+    """A buffer through which the warps of a warpgroup store their results: the first one reads all of it, or all do."""
+
+    def __init__(self, model, name, warps, all_read=False):
+        self.barrier, self.stored, self.all_read = Ring((name, "barrier")), [0] * warps, all_read
+        self.rows = [Ring((name, "rows", warp)) for warp in range(warps)]
+        model.arrivals[self.barrier.name] = warps
+
+    def store(self, p, warp):
+        n, reads = self.stored[warp], self.all_read or warp == 0
+        if reads and n > 0:
+            p.read(*[rows(n - 1) for rows in self.rows])  # tma_store_wait_read()
+        p.sync(self.barrier(2 * n))
+        p.write(self.rows[warp](n))
+        p.sync(self.barrier(2 * n + 1))
+        if reads:
+            p.read(*[rows(n) for rows in self.rows])
+        self.stored[warp] += 1
+
+
+def load_tiles(p, tile, counts, *blocks):
+    """A loading thread's tiles, each with so many blocks, and what says that there are no more."""
+    for count in [*counts, 0]:
+        tile.fill(p)
+        for _ in range(count):
+            for ring in blocks:
+                ring.fill(p)
+
+
+def warps_of(model, warpgroups, warps, run):
+    for warpgroup in range(warpgroups):
+        for warp in range(warps):
+            run(model.process(f"warpgroup {warpgroup}, warp {warp}"), warpgroup, warp)
+    return model
+
+
 class Process:
     """Records what one thread, or threads that do the same together, do."""
 
@@ -102,7 +166,7 @@ class Process:
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Starts a copy, which arrives at the barrier when it is complete. Those to one ring of barriers keep their order."""
+        """Starts a copy, which arrives at the barrier at its end. Copies keep their order only within one ring."""
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
         self.arrive((issued, copies.issued))
@@ -113,8 +177,8 @@ class Process:
 
 
 def family(key):
-    """The name of a barrier or buffer without the numbers behind it."""
-    return key[0] if isinstance(key[0], str) else key[0][0]
+    """The name of a barrier without its numbers."""
+    return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
 def earlier_in(operations, key):
@@ -162,14 +226,8 @@ class Model:
                 steps[-1].append(operation)
                 arrived = kind == "arrive"
             self.programs.append(steps)
-            counts = defaultdict(lambda length=len(steps): [0] * (length + 1))
-            for at, step in enumerate(steps):
-                for kind, key, _ in step:
-                    if kind in ("arrive", "write"):
-                        counts[key][at + 1] += 1
-            for key, table in counts.items():
-                for at in range(len(steps)):
-                    table[at + 1] += table[at]
+            for key in {key for step in steps for kind, key, _ in step if kind in ("arrive", "write")}:
+                table = [0, *itertools.accumulate(earlier_in(step, key) for step in steps)]
                 self.totals[key].append((index, table))
         self.programs = [
             [

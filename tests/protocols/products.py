@@ -1,10 +1,10 @@
 """Models of matmul_sm90.cuh, matmul_sm90_weight.cu and fp8_gelu_sm90.cu.
 
-In a cluster, version 0 of a block's memory is that its barriers are initialised and version 1 that it has ended; nobody
-may send to it before the one or after the other.
+In a cluster, the first write of a block's memory initialises its barriers and the second ends it: nobody may send there
+before the one or after the other.
 """
 
-from .checker import Model, Ring, constant, ring_size
+from .checker import Buffers, Model, Ring, Staging, constant, ring_size, warps_of
 
 MATMUL, WEIGHT, GELU = "matmul_sm90.cuh", "matmul_sm90_weight.cu", "fp8_gelu_sm90.cu"
 
@@ -12,16 +12,17 @@ MATMUL, WEIGHT, GELU = "matmul_sm90.cuh", "matmul_sm90_weight.cu", "fp8_gelu_sm9
 class Cluster:
     """The barriers, buffers and loading threads of the blocks that share an operand."""
 
-    def __init__(self, model, stages, blocks, threads):
+    def __init__(self, model, stages, blocks, threads, arrivals):
+        """``threads`` of the whole cluster; ``arrivals`` that free a stage."""
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
-        model.arrivals[self.met.name] = threads
         self.full, self.empty, self.a_at = (
             [Ring((name, rank), stages) for rank in self.blocks] for name in ("full", "empty", "a")
         )
         self.b_at = [[Ring(("b", rank, part), stages) for part in self.blocks] for rank in self.blocks]
-        for full in self.full:
-            model.arrivals[full.name] = 1 + blocks  # the loading thread, and the bytes of each
+        model.arrivals[self.met.name] = threads
+        model.arrivals |= {full.name: 1 + blocks for full in self.full}  # the loading thread, and the bytes of each
+        model.arrivals |= {empty.name: arrivals for empty in self.empty}
 
     def begin(self, name, rank, initialises=False):
         p = self.model.process(f"block {rank}'s {name}")
@@ -45,49 +46,47 @@ class Cluster:
                 p.copy(self.full[other](ring), *own, self.b_at[other][rank](ring))
         self.end(p, rank)
 
-    def operands(self, rank, ring):
-        return self.a_at[rank](ring), *(part(ring) for part in self.b_at[rank])
+    def read(self, p, rank, ring):
+        p.read(self.a_at[rank](ring), *(part(ring) for part in self.b_at[rank]))
 
-    def release(self, p, ring):
+    def get(self, p, rank, ring):
+        p.wait(self.full[rank](ring))
+        self.read(p, rank, ring)
+
+    def release(self, p, rank, ring):
         """Says to the loading threads of all blocks that a stage was read."""
-        for rank in self.blocks:
-            p.read(self.alive(rank))
-            p.arrive(self.empty[rank](ring))
+        self.read(p, rank, ring)
+        for other in self.blocks:
+            p.read(self.alive(other))
+            p.arrive(self.empty[other](ring))
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    """``sums`` is the number of buffers for column sums; ``pairs`` warps add theirs together."""
+    """``pairs`` warps of a product and as many that finish their rows; these add column sums in ``sums`` buffers."""
     stages, blocks = stages or ring_size(MATMUL, "ring"), blocks or constant(MATMUL, "kCluster")
-    model = Model(column_sums=pairs)
-    cluster = Cluster(model, stages, blocks, blocks * (1 + 2 * pairs))
+    cluster = Cluster(Model(), stages, blocks, blocks * (1 + 2 * pairs), blocks * pairs)
     for rank in range(blocks):
-        model.arrivals[cluster.empty[rank].name] = blocks * pairs
         cluster.load(rank, tiles * steps)
         barrier, sums_at = Ring(("warpgroup", rank)), [Ring(("sums", rank, pair), sums) for pair in range(pairs)]
-        model.arrivals[barrier.name] = pairs
+        cluster.model.arrivals[barrier.name] = pairs
         for pair in range(pairs):
             rounded, taken = (Ring((name, rank, pair)) for name in ("rounded", "taken"))
             rows_at = Ring(("rounded rows", rank, pair), writes=2)  # half of the columns, then the other
 
             p = cluster.begin(f"product {pair}", rank)
             ring = 0
-            p.wait(cluster.full[rank](ring))
-            p.read(*cluster.operands(rank, ring))
+            cluster.get(p, rank, ring)
             for tile in range(tiles):
                 for _ in range(steps - 1):
-                    p.read(*cluster.operands(rank, ring))
-                    cluster.release(p, ring)
+                    cluster.release(p, rank, ring)
                     ring += 1
-                    p.wait(cluster.full[rank](ring))
-                    p.read(*cluster.operands(rank, ring))
+                    cluster.get(p, rank, ring)
                 p.wait(taken(tile - 1))
                 p.write(rows_at(tile, 0))
-                p.read(*cluster.operands(rank, ring))
-                cluster.release(p, ring)
+                cluster.release(p, rank, ring)
                 ring += 1
                 if tile < tiles - 1:
-                    p.wait(cluster.full[rank](ring))
-                    p.read(*cluster.operands(rank, ring))
+                    cluster.get(p, rank, ring)
                 p.write(rows_at(tile, 1))
                 p.arrive(rounded(tile))
             cluster.end(p, rank)
@@ -101,16 +100,14 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
                 p.sync(barrier(tile))
                 p.read(*[own(tile) for own in sums_at])
             cluster.end(p, rank)
-    return model
+    return cluster.model
 
 
 def matmul_weight(segments, stages=None):
-    """Of each segment its number of steps."""
+    """A segment is its number of steps."""
     stages, blocks = stages or ring_size(WEIGHT, "ring"), constant(WEIGHT, "kCluster")
-    model = Model()
-    cluster = Cluster(model, stages, blocks, blocks * 3)
+    cluster = Cluster(Model(), stages, blocks, 3 * blocks, blocks + 1)
     for rank in range(blocks):
-        model.arrivals[cluster.empty[rank].name] = blocks + 1  # kArrivals, with a warp each
         cluster.load(rank, sum(segments))
 
         p = cluster.begin("sums", rank)
@@ -124,63 +121,49 @@ def matmul_weight(segments, stages=None):
         ring = 0
         for steps in segments:
             for step in range(steps):
-                p.wait(cluster.full[rank](ring))
-                p.read(*cluster.operands(rank, ring))
+                cluster.get(p, rank, ring)
                 if step > 0:
-                    p.read(*cluster.operands(rank, ring - 1))
-                    cluster.release(p, ring - 1)
+                    cluster.release(p, rank, ring - 1)
                 ring += 1
-            p.read(*cluster.operands(rank, ring - 1))
-            cluster.release(p, ring - 1)
+            cluster.release(p, rank, ring - 1)
         cluster.end(p, rank)
-    return model
+    return cluster.model
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
     """``warps`` of one warpgroup in each pair, which transpose pieces together."""
-    stages, pairs = stages or ring_size(GELU, "ring"), constant(GELU, "kPairs")
-    model = Model(full=2, empty=warps, weights=2, turn=warps, all=pairs * warps)
-    full, empty, a_at = (Ring(name, stages) for name in ("full", "empty", "a"))
-    weights, b_at, everybody = Ring("weights"), Ring("b"), Ring("all")
-    turn = [Ring(("turn", pair)) for pair in range(pairs)]
-    largest = [[Ring(("largest", pair, warp)) for warp in range(warps)] for pair in range(pairs)]
+    pairs = constant(GELU, "kPairs")
+    model = Model(all=pairs * warps, turn=warps)
+    a_at, b_at = Buffers(model, "a", stages or ring_size(GELU, "ring"), warps), Buffers(model, "weights", 1, 0)
+    turn, everybody = [Ring(("turn", pair)) for pair in range(pairs)], Ring("all")
+    model.arrivals |= {of.name: warps for of in turn}
+    largest = [Ring(("largest", i)) for i in range(pairs * warps)]
 
     loader = model.process("loader")
-    loader.load(weights(), b_at())
-    for ring in range(tiles * steps):
-        loader.wait(empty(ring - stages))
-        loader.load(full(ring), a_at(ring))
+    loader.load(b_at.full(), b_at())
+    for _ in range(tiles * steps):
+        a_at.fill(loader)
 
     def compute(p, pair, warp):
-        position, syncs = pair * steps, 0
-        barrier, transposed = Ring(("warpgroup", pair)), [Ring(("transposed", pair, i)) for i in range(warps)]
-        model.arrivals |= {barrier.name: warps, turn[pair].name: warps}
-        p.wait(weights())
-        for own, _ in enumerate(range(pair, tiles, pairs)):
-            p.wait(turn[pair](own - 1 + pair))
+        position = pair * steps
+        p.wait(b_at.full())
+        for own in range(len(range(pair, tiles, pairs))):
+            p.wait(turn[pair](own - 1 + pair))  # the first pair begins
             for step in range(steps):
-                p.wait(full(position))
-                p.read(a_at(position), b_at())
+                a_at.get(p, position)
+                p.read(b_at())
                 if step > 0:
-                    p.read(a_at(position - 1))
-                    p.arrive(empty(position - 1))
+                    a_at.free(p, position - 1)
                 position += 1
             p.arrive(turn[1 - pair](own))
-            p.read(a_at(position - 1))
-            p.arrive(empty(position - 1))
+            a_at.free(p, position - 1)
             position += steps  # the other pair's
             for _ in range(pieces):
-                p.sync(barrier(2 * syncs))
-                p.write(transposed[warp](syncs))
-                p.sync(barrier(2 * syncs + 1))
-                p.read(*[rows(syncs) for rows in transposed])
-                syncs += 1
-        p.write(largest[pair][warp]())
+                transposed[pair].store(p, warp)
+        p.write(largest[pair * warps + warp]())
         p.sync(everybody())
         if pair == warp == 0:
-            p.read(*[of() for both in largest for of in both])
+            p.read(*[of() for of in largest])
 
-    for pair in range(pairs):
-        for warp in range(warps):
-            compute(model.process(f"pair {pair}, warp {warp}"), pair, warp)
-    return model
+    transposed = [Staging(model, ("transposed", pair), warps, all_read=True) for pair in range(pairs)]
+    return warps_of(model, pairs, warps, compute)
