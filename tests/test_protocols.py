@@ -129,6 +129,47 @@ def test_no_fault(name):
     assert sum(states) >= least
 
 
+PASSED = [(blocks, passed) for blocks in (1, 2, 4) for passed in ((0, 0), (0, 1), (1, 0)) if blocks > max(passed)]
+MASKS = ["".join(letters) for letters in itertools.product("x.", repeat=6)]
+CHOICES = {
+    "forward_64": [
+        partial(forward_64, tiles, 4)
+        for tiles in itertools.product(itertools.product((1, 2, 5, 6), repeat=2), repeat=2)
+    ],
+    "forward": [
+        partial(forward, tiles, turns, 3) for turns in (False, True) for tiles in itertools.product((1, 2, 4), repeat=3)
+    ],
+    **{
+        f"{name} under masks": [
+            partial(backward, [(mask, other), (other, mask)], dkey, stages=4)
+            for mask in MASKS
+            for other in ("x" * 6, mask.translate(str.maketrans("x.", ".x")))
+        ]
+        for name, dkey in [("backward's dquery", False), ("backward's dkey", True)]
+    },
+    "backward_128's dquery": [partial(dquery_128, tiles) for tiles in itertools.product(PASSED, repeat=2)],
+    "backward_128's dkey": [
+        partial(dkey_128, tiles, group) for group in (1, 2) for tiles in itertools.product(PASSED, repeat=2)
+    ],
+    "backward_head": [
+        partial(backward_head, 1, queries, keys, causal, offset)
+        for queries in (1, 2)
+        for keys in range(1, 6)
+        for causal in (False, True)
+        for offset in range(3 * causal + 1)
+    ],
+    "fp8_gelu": [partial(fp8_gelu, tiles, steps) for tiles in range(1, 8) for steps in range(1, 7)],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_choice(name):
+    """Small sizes with every choice that the data can make."""
+    states = [choice().explore() for choice in CHOICES[name]]
+    print(f"{name}: {sum(states)} states of {len(states)} choices")
+    assert len(states) > 20
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
     """Without it, or with the other parity, a model must fault: so the models see such errors."""

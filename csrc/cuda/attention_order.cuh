@@ -4,6 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#ifdef __CUDACC__
+#include "common/random_delay.cuh"
+#endif
+
 namespace gptkernels::cuda {
 
 // Heads are in sections whose keys and values fit the L2 cache together; in a section the longest tiles come first, so
@@ -49,7 +53,10 @@ struct TileOrder : HeadTiles {
 #ifdef __CUDACC__
   // By one thread of a block: the number of its first tile, and of the next ones.
   __device__ int first() const { return blockIdx.x; }
-  __device__ int take() const { return gridDim.x + atomicAdd(next, 1); }
+  __device__ int take() const {
+    random_delay();
+    return gridDim.x + atomicAdd(next, 1);
+  }
 
   __device__ bool find(int index, Tile& tile) const {
     if (index >= tiles * heads) return false;

@@ -379,8 +379,14 @@ __global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
   // The warpgroups take turns, so that one's other work fills the time of the other's: at the exponentials, or where
   // these are half as many for as many products, at starting products (one with A in registers holds up its warps until
   // it runs).
-  const auto wait_for_turn = [&] { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); };
-  const auto turn_to_other = [&] { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); };
+  const auto wait_for_turn = [&] {
+    random_delay();
+    asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
+  };
+  const auto turn_to_other = [&] {
+    random_delay();
+    asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
+  };
   if (warpgroup == 1) turn_to_other();  // warpgroup 0 is first
 
   // The softmax of `current`, whose product is done; p v is under way when this returns. `adds`: blocks may have values

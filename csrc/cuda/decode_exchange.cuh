@@ -20,10 +20,12 @@ __device__ inline float4 operator+(const float4& a, const float4& b) {
 #if GPTKERNELS_HOPPER
 
 __device__ inline void send(float* to, float value) {
+  random_delay();
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
 }
 
 __device__ inline void send(float* to, const float4& value) {
+  random_delay();
   asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value.x), "f"(value.y),
                "f"(value.z), "f"(value.w)
                : "memory");
@@ -60,6 +62,7 @@ __device__ float4 tree_sum(const float4* v) {
 template <int kCount>
 __device__ float4 receive_sum(const float* from, int stride) {
   constexpr int kPatience = 64;
+  random_delay();
   for (int tries = 1;; ++tries) {
     float4 v[kCount];
 #pragma unroll

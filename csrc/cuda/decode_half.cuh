@@ -124,15 +124,18 @@ __device__ inline void await(uint64_t* barrier, unsigned parity) {
 
 // A barrier of the warps that work.
 __device__ inline void workers_barrier() {
+  random_delay();
   asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
 }
 
 // The warp that waits for the other clusters' sums begins when this block's have been sent: what it asks for before
 // that is in the way of what the blocks send.
 __device__ inline void let_receive() {
+  random_delay();
   asm volatile("bar.arrive 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
 }
 __device__ inline void await_own_sums() {
+  random_delay();
   asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
 }
 

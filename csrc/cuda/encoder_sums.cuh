@@ -22,6 +22,7 @@
 #include "../encoder.h"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
+#include "common/random_delay.cuh"
 #include "common/reduce.cuh"
 #include "encoder_order.cuh"
 #include "encoder_slab.cuh"
@@ -103,6 +104,7 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 // count before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
+  random_delay();
   int before = 0;
   if (threadIdx.x % kWarp == 0) {
     __threadfence();

@@ -360,6 +360,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   const float2 of_two = unpack_pair<T>(largest_two);
   float amax = warp_reduce<FiniteMax>(fmaxf(of_two.x, of_two.y));
   if (lane == 0) largest[warpgroup * 4 + warp] = amax;
+  random_delay();
   asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
   if (threadIdx.x != kWarpgroup) return;
   for (int i = 1; i < 4 * kConsumers; ++i) amax = fmaxf(amax, largest[i]);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../fp8.h"
+#include "common/random_delay.cuh"
 #include "common/reduce.cuh"
 
 namespace gptkernels::cuda {
@@ -39,6 +40,7 @@ __device__ inline void note_largest(int32_t* history, int32_t bits) {
   int32_t* under_way = history + kFp8Calls;
   atomicMax(under_way, bits);
   __threadfence();
+  random_delay();
   const int32_t blocks = static_cast<int32_t>(gridDim.x * gridDim.y);
   if (atomicAdd(under_way + 1, 1) != blocks - 1) return;
   __threadfence();

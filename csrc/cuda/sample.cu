@@ -103,6 +103,7 @@ __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64
 __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] unsigned bytes,
                                   [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
+  random_delay();
   asm volatile(
       "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;" ::"r"(in_block(arrived, rank)),
       "r"(bytes)

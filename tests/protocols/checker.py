@@ -2,7 +2,7 @@
 
 A process is a list of operations, recorded once by a function that is written like the kernel's code. What a process
 does must not depend on the interleaving, so each choice that the data makes (blocks seen, tiles taken) is a model of
-its own. The state of a model is then how far each process is: phases of barriers and contents of buffers follow from it.
+its own. The state of a model is then how far each process is: phases of barriers and contents of buffers follow.
 
 A wait, the accesses after it and the arrivals after these are one step, because no other process can see them apart. A
 copy by TMA is a step of its own, of a process that copies in the background.

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "random_delay.cuh"
+
 namespace gptkernels::cuda {
 
 // 1 in device code compiled for sm_90 or later; 0 in host code.
@@ -32,6 +34,7 @@ __device__ inline void mbarrier_init_fence() {
 
 // Arrives, and announces the bytes that the phase still has to wait for.
 __device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
+  random_delay();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
@@ -40,6 +43,7 @@ __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
 
 // Waits until the phase of this parity has completed; the phases' parities are 0, 1, 0, ...
 __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
+  random_delay();
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -76,10 +80,12 @@ __device__ inline unsigned cluster_blocks() {
 
 // The two halves of a barrier over all threads of the cluster; independent work may stand between them.
 __device__ inline void cluster_arrive() {
+  random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 }
 
 __device__ inline void cluster_wait() {
+  random_delay();
   asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 }
 
@@ -100,6 +106,7 @@ __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+  random_delay();
   const uint32_t to = in_block(shared, rank);
   const uint32_t counter = in_block(barrier, rank);
   if constexpr (sizeof(V) == 4) {

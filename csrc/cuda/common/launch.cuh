@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../device.h"
+#include "random_delay.cuh"
 
 namespace gptkernels::cuda {
 
@@ -143,12 +144,14 @@ void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, co
 
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
+  random_delay();
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 __device__ inline void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
+  random_delay();
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }

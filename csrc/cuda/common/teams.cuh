@@ -152,6 +152,7 @@ struct BlockPart {
   static __device__ int thread() { return threadIdx.x; }
   static __device__ int threads() { return blockDim.x; }
   static __device__ void barrier() {
+    random_delay();
     asm volatile("bar.sync %0, %1;" ::"r"(threadIdx.y + 1), "r"(blockDim.x) : "memory");
   }
 };

@@ -32,11 +32,13 @@ __device__ inline void barrier_init(uint32_t barrier, int arrivals) {
 }
 
 __device__ inline void barrier_arrive(uint32_t barrier) {
+  random_delay();
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // By the threads of which `one` is true, without a branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
+  random_delay();
   asm volatile(
       "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
       "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
@@ -47,6 +49,7 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
 // The threads whose `one` is true arrive at a barrier in any block of the cluster. (An arrival with release at cluster
 // scope, which is not needed here, waits for all of the thread's stores: products then took 1.5 times as long.)
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
+  random_delay();
   asm volatile(
       "{\n.reg .pred one;\nsetp.ne.b32 one, %1, 0;\n"
       "@one mbarrier.arrive.shared::cluster.b64 _, [%0];\n}" ::"r"(barrier),
@@ -55,6 +58,7 @@ __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
 }
 
 __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
+  random_delay();
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -68,6 +72,7 @@ __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
 
 // The threads of one warpgroup; `id` 1 and up.
 __device__ inline void warpgroup_barrier(int id) {
+  random_delay();
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 

@@ -1,0 +1,19 @@
+// Random delays, in builds with GPTKERNELS_RANDOM_DELAYS (CONTRIBUTING.md): they bring about orders of events between
+// warps, blocks and clusters that are rare otherwise.
+#pragma once
+
+namespace gptkernels::cuda {
+
+// Called before each wait and each arrival: delays one of 8 calls by up to 4 us. There is no branch, which would keep
+// ptxas from running wgmma asynchronously.
+__device__ inline void random_delay() {
+#ifdef GPTKERNELS_RANDOM_DELAYS
+  auto hash = static_cast<unsigned>(clock64());
+  hash = (hash ^ blockIdx.x * 0x9E3779B9u ^ threadIdx.x / 32 * 0x85EBCA6Bu) * 0xC2B2AE35u;
+  hash = (hash ^ hash >> 15) * 0x2C1B3C6Du;
+  hash ^= hash >> 13;
+  __nanosleep(hash % 8 == 0 ? hash >> 20 : 0);
+#endif
+}
+
+}  // namespace gptkernels::cuda
