@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from gptkernels.testing.exactness import assert_norm_as_exact_as_torch, assert_product
 from helpers import all_dtypes, assert_as_exact_as_torch
 
 LOW = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,3 +103,44 @@ def test_shape_and_dtype(dtype):
         assert_as_exact_as_torch(one.to(torch.int32), one, one.double())
     empty = torch.ones(0, dtype=dtype)
     assert_as_exact_as_torch(empty, empty, empty.double())
+
+
+# ---- the bound of products ------------------------------------------------------------------------------------------
+
+
+def operands(rows, inner, columns, dtype, values="normal"):
+    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
+    if values == "constant":
+        a, b = a[:1, :1].expand_as(a), b[:1, :1].expand_as(b)
+    elif values == "positive":
+        a, b = a.abs(), b.abs()
+    elif values == "wide":
+        a, b = a.pow(5), b.pow(5)
+    return a.to(dtype), b.to(dtype)
+
+
+@pytest.mark.parametrize("values", ["normal", "constant", "positive", "wide"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (3, 1, 2000), (40, 7, 50), (1, 5000, 1), (30, 2**17, 20)], ids=str)
+@all_dtypes
+def test_torchs_products_are_within_the_bound(sizes, values, dtype):
+    a, b = operands(*sizes, dtype, values)
+    assert_product(a @ b, a, b)
+    wide = torch.promote_types(dtype, torch.float32)
+    bias = torch.randn(sizes[2]).to(dtype)
+    assert_product((a.to(wide) @ b.to(wide) + bias).to(dtype), a, b, bias)
+
+
+@pytest.mark.parametrize(("terms", "missing"), [(16385, 1), (24645, 5), (2**17 + 1, 8), (300, 1)])
+@all_dtypes
+def test_missing_terms_are_found(terms, missing, dtype):
+    a, b = operands(104, terms, 160, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    right, wrong = ((a[:, :k].to(wide) @ b[:k].to(wide)).to(dtype) for k in (terms, terms - missing))
+    assert_product(right, a, b)
+    with pytest.raises(AssertionError, match="dweight: Freivalds"):
+        assert_product(wrong, a, b, name="dweight")
+    exact = a.double() @ b.double()
+    assert_norm_as_exact_as_torch(right, right, exact)
+    if dtype != torch.float64:
+        with pytest.raises(AssertionError, match="root mean square"):
+            assert_norm_as_exact_as_torch(wrong, right, exact)

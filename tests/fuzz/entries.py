@@ -43,6 +43,8 @@ class Call:
             where an exact 0 stays 0 whatever it is multiplied by.
         denormal_gradients: the results' gradients may all be denormal.
         takes_floating_alone: an integer in place of a floating argument must be an error.
+        products: arguments of ``assert_product`` for each product of the call, from all its tensors by name: the
+            arguments, "out", "dout" and the gradients that are wanted.
     """
 
     text: str
@@ -56,6 +58,7 @@ class Call:
     nan_gradients: bool = True
     denormal_gradients: bool = True
     takes_floating_alone: bool = True
+    products: Callable = lambda tensors: []
 
 
 ENTRIES = {}
@@ -294,6 +297,27 @@ class Linear(torch.autograd.Function):
         return dx, dout.T.mm(x), None if bias is None else dout.sum(0), None
 
 
+def linear_products(tensors, accumulation=(0.0, 0.0)):
+    """The products of a linear layer, for ``Call.products``.
+
+    ``accumulation`` is for the sums over features, and for those over rows.
+    """
+    matrices = {
+        name: tensors[name].flatten(0, -2) if tensors[name].dim() > 1 else tensors[name][None]
+        for name in ("x", "weight", "out", "dout", "dx", "dweight")
+        if name in tensors
+    }
+    x, weight, dout = matrices["x"], matrices["weight"], matrices.get("dout")
+    over_features, over_rows = accumulation
+    yield matrices["out"], x, weight.T, tensors["bias"], "out", over_features
+    if "dx" in matrices:
+        yield matrices["dx"], dout, weight, None, "dx", over_features
+    if "dweight" in matrices:
+        yield matrices["dweight"], dout.T, x, None, "dweight", over_rows
+    if "dbias" in tensors:
+        yield tensors["dbias"][None], dout.new_ones(1, len(dout)), dout, None, "dbias"
+
+
 def torchs_linear(x, weight, bias=None, chunk=None):
     rows = Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias, chunk)
     return rows.view(*x.shape[:-1], weight.shape[0])
@@ -321,6 +345,7 @@ def linear(draw):
         any_threads=False,
         tied=("x", "weight"),
         denormal_gradients=denormal,
+        products=linear_products,
     )
 
 
@@ -338,6 +363,17 @@ def mlp(draw):
         "proj_bias": draw.tensor("proj_bias", (out,), dtype, special="nan") if draw.chance("proj bias", 0.7) else None,
     }
     recompute_gelu = draw.chance("recompute_gelu", 0.3)
+
+    def products(tensors):
+        """All but those of the gradient between the two layers, which nobody sees."""
+        _, pre_gelu, post_gelu = ops.mlp(*(tensors[name] for name in args))
+        first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
+        second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}
+        second |= {name: tensors[name] for name in ("out", "dout")}
+        kept = {"dbias": "dproj_bias"} | ({} if recompute_gelu else {"dweight": "dproj_weight"})
+        second |= {name: tensors[of] for name, of in kept.items() if of in tensors}
+        return [*linear_products(first), *linear_products(second)]
+
     return Call(
         f"mlp(x, fc_weight, fc_bias, proj_weight, proj_bias, {recompute_gelu})",
         lambda *args: G.mlp(*args, recompute_gelu),
@@ -346,6 +382,7 @@ def mlp(draw):
         args,
         any_threads=False,
         tied=("x", "fc_weight"),
+        products=products,
     )
 
 
@@ -909,6 +946,9 @@ def fp8_transposed(pair):
     return bytes.t().contiguous().view(q.dtype), scale
 
 
+FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of the tensor cores' sums of products of float8 numbers
+
+
 class FP8Linear(torch.autograd.Function):
     """x (N, K), weight (M, K) -> (N, M), wide, with the gradients that float8 layers have.
 
@@ -993,6 +1033,13 @@ def fp8_matmul(draw):
         product = product if bias is None else product + bias
         return product.view(*a.shape[:-1], columns).to(dtype if multiply is torchs_fp8_product else torch.float64)
 
+    def products(tensors):
+        x, weight = (
+            rounded(tensors["a"], a_format).double() * scales[0],
+            rounded(tensors["b"], b_format).double() * scales[1],
+        )
+        return linear_products({**tensors, "x": x, "weight": weight}, (FAST_SUMS if fast else SUMS, 0.0))
+
     return Call(
         f"fp8_matmul({a_format}, {b_format}, {scales}, bias, {dtype}, {fast})",
         ours,
@@ -1006,6 +1053,7 @@ def fp8_matmul(draw):
         fixed=("a", "b", "bias"),
         any_threads=False,
         takes_floating_alone=False,
+        products=products,
     )
 
 
@@ -1066,6 +1114,15 @@ def fp8_linear(draw):
         product = product if bias is None else product + bias
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
+    def products(tensors):
+        """Those of the numbers rounded to float8."""
+        read = {name: t for name, t in tensors.items() if name != "dbias"}  # the sum of dout's own numbers
+        forms = (test_fp8.E4M3, histories[0]), (test_fp8.E4M3, None), (test_fp8.E5M2, histories[1])
+        for name, form in zip(("x", "weight", "dout"), forms, strict=True):
+            q, scale = torchs_fp8(tensors[name], *form)
+            read[name] = q.double() * scale
+        return linear_products(read, (FAST_SUMS, SUMS))
+
     return Call(
         "fp8_linear(x, weight, bias, histories)",
         with_copies(G.fp8_linear, histories),
@@ -1078,6 +1135,7 @@ def fp8_linear(draw):
         },
         any_threads=False,
         tied=("x", "weight"),
+        products=products,
     )
 
 

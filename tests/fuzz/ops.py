@@ -7,9 +7,9 @@ made simpler while it went on failing:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``; some also
-that the same call gives the same bits again, and some break an argument, which must be an error that names the
-operator.
+Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``, in the
+root mean square too, and products by ``assert_product``, which does not depend on torch. Some also check that the same
+call gives the same bits again, and some break an argument, which must be an error that names the operator.
 
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
 therefore made again with other numbers (``trial``), up to 400 times. It must keep the rule beside torch's worst error
@@ -20,6 +20,7 @@ kernels do not make on such arguments is still found.
 import argparse
 import dataclasses
 import faulthandler
+import itertools
 import math
 import multiprocessing
 import shlex
@@ -36,7 +37,12 @@ import torch
 
 from fuzz.draw import FLOATING, Draw
 from fuzz.entries import ENTRIES, Call
-from gptkernels.testing.exactness import Errors
+from gptkernels.testing.exactness import (
+    Errors,
+    assert_norm_as_exact_as_torch,
+    assert_product,
+    root_mean_square_error,
+)
 from helpers import assert_as_exact_as_torch, double
 
 CHUNK = 128  # calls that a worker process takes from the campaign
@@ -79,6 +85,13 @@ def run(draw, op=None):
     first = launch(draw, op)
     if first:
         check(draw, first, *on_cpu([first]))
+
+
+def tensors_of(trial):
+    """All tensors of a call with one output by name, for ``Call.products``."""
+    named = dict(zip(trial.call.args, trial.args, strict=True))
+    named |= {"out": trial.ours[0], "dout": trial.douts[0]}
+    return named | {f"d{name}": t for name, t in zip(trial.wanted, trial.ours[len(trial.douts) :], strict=True)}
 
 
 def describe(call):
@@ -220,31 +233,51 @@ def formula(trial):
     return results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
 
-def check(draw, first, first_on_cpu):
-    """Hold the results to the rule; where they break it, with more trials."""
+def check(draw, first, compared):
+    """Hold the results to the rules; where they break that beside torch's error, with more trials.
+
+    Args:
+        draw: of the call.
+        first: the call as it was made.
+        compared: the same where it is compared.
+    """
+    for arguments in first.call.products(tensors_of(first)):
+        assert_product(*arguments)
     names = [f"output {i}" for i in range(len(first.douts))] + [f"d{name}" for name in first.wanted]
-    errors = [Errors() for _ in names]
-    results = None
+    results = list(zip(compared.ours, compared.torchs, formula(compared), strict=True))
+    try:
+        hold(names, results, [0.0] * len(names), [0.0] * len(names))
+    except AssertionError:
+        hold_with_trials(draw, first, names, results)
 
-    def hold(found, torch_errors):
-        for name, torch_error, triple in zip(names, torch_errors, found, strict=True):
-            assert_as_exact_as_torch(*triple, name, torch_error=torch_error)
 
-    tried = 0
-    for enough in TRIALS:
-        for begin in range(tried, enough, 10):
-            more = [trial(draw, first, i) for i in range(max(begin, 1), min(begin + 10, enough))]
-            for other in ([first_on_cpu] if begin == 0 else []) + on_cpu(more):
+def hold(names, results, errors, norms):
+    """Hold results (ours, torch's, the formula's) to the rules, beside torch's errors on other numbers."""
+    for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
+        assert_as_exact_as_torch(*triple, name, torch_error=error)
+        assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
+
+
+def hold_with_trials(draw, first, names, results):
+    """Hold the results to the rules beside torch's worst errors in more and more trials."""
+    errors, norms = [Errors() for _ in names], [[] for _ in names]
+
+    def add(found):
+        for e, norm, (ours, torchs, exact) in zip(errors, norms, found, strict=True):
+            e.add(ours, torchs, exact)
+            norm.append(root_mean_square_error(torchs, exact))
+
+    add(results)
+    for begin, enough in itertools.pairwise(TRIALS):
+        for some in range(begin, enough, 10):
+            more = [trial(draw, first, i) for i in range(some, min(some + 10, enough))]
+            for other in on_cpu(more):
                 found = list(zip(other.ours, other.torchs, formula(other), strict=True))
-                for e, triple in zip(errors, found, strict=True):
-                    e.add(*triple)
-                if results is None:
-                    results = found
-                else:  # here only infinities and NaN, where the formula has them and nowhere else
-                    hold(found, [math.inf] * len(names))
-        tried = enough
+                add(found)
+                # here only infinities and NaN, where the formula has them and nowhere else
+                hold(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
-            hold(results, [e.worst_of_torchs() for e in errors])
+            hold(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
             for name, e in zip(names, errors, strict=True):
                 e.hold_on_the_whole(name)
             return

@@ -1,6 +1,7 @@
 """How exact a kernel must be: our error is at most twice torch's own, plus one rounding of the output.
 
 Errors are against the formula in float64, on the same inputs. This is the rule that FlashAttention's tests use.
+Products are also held to a bound that does not depend on torch, whose BLAS may have the same fault.
 """
 
 import math
@@ -64,8 +65,7 @@ def _first(wrong: Tensor, ours: Tensor, exact: Tensor) -> str:
 
 def largest(exact: Tensor) -> float:
     """The largest magnitude among the finite values; 0 if there are none."""
-    finite = exact[exact.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0
+    return exact.abs().where(exact.isfinite(), 0.0).max().item() if exact.numel() else 0.0
 
 
 def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
@@ -79,8 +79,103 @@ def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
 
 def error_of(result: Tensor, exact: Tensor) -> float:
     """The largest error where both the result and the formula's, rounded to its dtype, are finite; else 0."""
+    return _finite_errors(result, exact).abs().max().item() if exact.numel() else 0.0
+
+
+def _finite_errors(result: Tensor, exact: Tensor) -> Tensor:
+    """result - exact where the result and the rounded formula are finite, else 0."""
     both = result.isfinite() & exact.to(result.dtype).isfinite()
-    return (result[both].double() - exact[both]).abs().max().item() if both.any() else 0.0
+    return (result.double() - exact).where(both, 0.0)
+
+
+def root_mean_square_error(result: Tensor, exact: Tensor) -> float:
+    """Of the elements that are finite; the others count as right."""
+    return (_finite_errors(result, exact).norm() / math.sqrt(max(exact.numel(), 1))).item()
+
+
+def assert_norm_as_exact_as_torch(
+    ours: Tensor, torchs: Tensor, exact: Tensor, name: str = "out", torch_error: float = 0.0
+) -> None:
+    """Hold the root mean square of our errors to the rule, with the rounding of an average element.
+
+    Roundings average out, except those of equal elements: the mean counts more. So this finds faults that are smaller
+    than the largest rounding error, such as a term that a long sum leaves out. Results of fewer than 1000 elements
+    pass: they are too few for an average. So do those in float64, whose formula rounds like them.
+
+    Args:
+        ours: our kernel's result.
+        torchs: torch's result in the same dtype.
+        exact: the formula in float64.
+        name: what an error message calls the result.
+        torch_error: the largest root mean square of torch's errors on inputs like these, if others were tried.
+
+    Raises:
+        AssertionError: the error is too large.
+    """
+    if exact.numel() < 1000 or ours.dtype == torch.float64:
+        return
+    info = torch.finfo(ours.dtype)
+    size = root_mean_square_error(torch.zeros_like(ours), exact)
+    mean = abs(exact.where(exact.to(ours.dtype).isfinite(), 0.0).mean().item())
+    torch_error = max(torch_error, root_mean_square_error(torchs, exact))
+    allowed = 2 * torch_error + info.eps * (size / 2 + mean) + info.smallest_normal * info.eps
+    error = root_mean_square_error(ours, exact)
+    _demand(
+        error <= allowed,
+        f"{name}: root mean square error {error:.3e}, allowed {allowed:.3e} (torch's is {torch_error:.3e})",
+    )
+
+
+def assert_product(
+    out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, name: str = "out", accumulation: float = 0.0
+) -> None:
+    """Hold ``out`` (M, N) = ``a`` (M, K) @ ``b`` (K, N) + ``bias`` to a bound derived from its arithmetic.
+
+    This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs,
+    at the cost of reading the matrices. The mean square of the difference is an estimate of the squared Frobenius norm
+    of the error. Allowed is ``u |out| + c e (|out| + s)``, and a quarter more for the estimate. u is half a unit of the
+    output's dtype, e of the sum's; s^2 is the sum over k of |a[:, k]|^2 |b[k, :]|^2, so that s is the norm of a sum
+    whose terms have random signs, and s / sqrt(K) that of one term. c is 4 + sqrt(K) (1 + |out| / 4 s) + K / 16: 4 for
+    bias and operands, which may be split into parts; sqrt(K) for roundings of partial sums, which are independent but
+    for equal terms, whose sum is sqrt(K) s; K / 16 for tensor cores, which truncate after every 16 terms. For float64 K
+    is K + N, because the check's own sums round too.
+
+    Args:
+        out: the product; it passes if a number in it or in an operand is not finite.
+        a: the left operand.
+        b: the right operand.
+        bias: (N), or None.
+        name: what an error message calls the product.
+        accumulation: a relative error of sums that have fewer bits than float32.
+
+    Raises:
+        AssertionError: the error is too large.
+    """
+    if not out.numel():
+        return
+    wide = torch.promote_types(out.dtype, torch.float32)
+    info, wide_info = torch.finfo(out.dtype), torch.finfo(wide)
+    terms = a.shape[1] + (out.shape[1] if wide == torch.float64 else 0)
+    generator = torch.Generator(out.device).manual_seed(terms)
+    signs = torch.randint(2, (out.shape[1], 64), generator=generator, device=out.device).double() * 2 - 1
+    double_out, a, b = out.double(), a.double(), b.double()
+    difference = double_out @ signs - a @ (b @ signs)
+    if bias is not None:
+        difference -= bias.double() @ signs
+    of_a, of_b = a.square().sum(0), b.square().sum(1)
+    squares = difference.square().mean(1).sum(), double_out.square().sum(), of_a @ of_b, of_a.sum(), of_b.sum()
+    error, size, random_sum, size_a, size_b = torch.stack(squares).sqrt().tolist()
+    if not math.isfinite(error + size + random_sum):
+        return
+    count = 4 + math.sqrt(terms) * (1 + size / 4 / random_sum if random_sum else 1) + terms / 16
+    unit = wide_info.eps / 2 * count + accumulation
+    # Denormal operands may be taken for 0, and denormal results rounded to it.
+    underflow = size_b * math.sqrt(a.numel()) + size_a * math.sqrt(b.numel()) + math.sqrt(out.numel())
+    underflow = wide_info.smallest_normal * underflow + info.smallest_normal * info.eps * math.sqrt(out.numel())
+    allowed = 1.25 * (info.eps / 2 * size + unit * (size + random_sum) + underflow)
+    _demand(
+        error <= allowed, f"{name}: Freivalds' check finds an error of {error:.3e} in the norm, allowed {allowed:.3e}"
+    )
 
 
 class Errors:
