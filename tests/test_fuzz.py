@@ -2,8 +2,11 @@
 
 import dataclasses
 import math
+import os
 import re
 import shlex
+import time
+from functools import partial
 
 import pytest
 import torch
@@ -171,16 +174,47 @@ def test_a_trial_keeps_what_the_arguments_are(device):
 
 
 def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
-    def lose(seed, indices, *_):
-        raise torch.AcceleratorError("CUDA error: misaligned address")
+    def lose(arguments, indices, counts):
+        return [(indices[0], Draw(0, indices[0]), torch.AcceleratorError("CUDA error: misaligned address"))]
 
     monkeypatch.setattr(fuzzer, "failures_of", lose)
+    monkeypatch.setattr(Draw, "op", "gelu", raising=False)
+    monkeypatch.setattr(Draw, "call", "gelu(x)", raising=False)
     threads = torch.get_num_threads()
     try:
-        assert fuzzer.main(["--calls", "1000", "--op", "gelu"]) == 1
+        assert fuzzer.main(["--calls", "1000", "--device", "cuda"]) == 1
     finally:
         torch.set_num_threads(threads)
-    assert "a CUDA error in calls 0 to 0; not when they are made one by one" in capfd.readouterr().out
+    assert "calls 0 to 31: CUDA error: misaligned address; --jobs 1 finds out which one" in capfd.readouterr().out
+
+
+def work_with_faults(*args):
+    """Work in a process in which call 3 of gelu hangs and call 40 ends the process."""
+    draw_gelu, _ = ENTRIES["gelu"]
+
+    def faulty(draw):
+        call = draw_gelu(draw)
+        faults = {"0/3": partial(time.sleep, 1000), "0/40": partial(os._exit, 5)}
+        return dataclasses.replace(call, ours=lambda x: (faults.get(draw.key, int)(), call.ours(x))[1])
+
+    ENTRIES["gelu"] = faulty, 1
+    RIGHT_WORK(*args)
+
+
+RIGHT_WORK = fuzzer.work
+
+
+def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
+    """All other calls are made."""
+    monkeypatch.setattr(fuzzer, "work", work_with_faults)
+    assert (
+        fuzzer.main(["--calls", "70", "--op", "gelu", "--jobs", "1", "--patience", "3", "--set", "broken=False"]) == 1
+    )
+    printed = capfd.readouterr().out
+    command = r"python -m fuzz.ops --seed 0 --index {} --op gelu --set broken=False\n  gelu\(x, .*\n  {}"
+    assert re.search(command.format(3, "no progress for 3 s, after it entered the stage 'ours'"), printed)
+    assert re.search(command.format(40, "the process ended with status 5"), printed)
+    assert "fuzz.ops: 68 calls, 2 failures" in printed
 
 
 def test_no_more_calls_after_the_time(capfd):

@@ -11,6 +11,8 @@ Each call checks the result and the gradients by the rule of ``gptkernels.testin
 root mean square too, and products by ``assert_product``, which does not depend on torch. Some also check that the same
 call gives the same bits again, and some break an argument, which must be an error that names the operator.
 
+With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process goes on.
+
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
 therefore made again with other numbers (``trial``), up to 400 times. It must keep the rule beside torch's worst error
 in these trials, and our errors in all of them must keep it on the whole, in the root mean square. An error that torch's
@@ -30,8 +32,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection
 
 import torch
 
@@ -45,8 +46,7 @@ from gptkernels.testing.exactness import (
 )
 from helpers import assert_as_exact_as_torch, double
 
-CHUNK = 128  # calls that a worker process takes from the campaign
-LAUNCHED = 32  # calls on CUDA that are launched before the first is checked: fewer waits for the device
+LAUNCHED = 32  # calls of one task; on CUDA launched before the first is checked: fewer waits for the device
 TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared
 
 
@@ -66,8 +66,10 @@ def launch(draw, op=None):
     names = list(ENTRIES)
     draw.op = draw.choose("op", names, [ENTRIES[n][1] for n in names])
     draw.op = op or draw.op
+    enter("draw")
     call = ENTRIES[draw.op][0](draw)
     draw.call = describe(call)
+    enter("ours", draw.call)
     broken = break_argument(draw, call) if draw.chance("broken", 0.08) else None
     if broken:
         check_refused(draw, call, *broken)
@@ -119,6 +121,7 @@ def first_trial(draw, call):
     found = [t.detach() for t in outs] + gradients(outs, leaves, douts)
     if draw.chance("again", 0.05):
         check_same_bits(draw, call, douts, wanted, found)
+    enter("torch's")
     return Trial(call, wanted, args, douts, found, results(call, call.torchs, args, douts, wanted))
 
 
@@ -241,8 +244,10 @@ def check(draw, first, compared):
         first: the call as it was made.
         compared: the same where it is compared.
     """
+    enter("products")
     for arguments in first.call.products(tensors_of(first)):
         assert_product(*arguments)
+    enter("formula")
     names = [f"output {i}" for i in range(len(first.douts))] + [f"d{name}" for name in first.wanted]
     results = list(zip(compared.ours, compared.torchs, formula(compared), strict=True))
     try:
@@ -270,6 +275,7 @@ def hold_with_trials(draw, first, names, results):
     add(results)
     for begin, enough in itertools.pairwise(TRIALS):
         for some in range(begin, enough, 10):
+            enter("other numbers")
             more = [trial(draw, first, i) for i in range(some, min(some + 10, enough))]
             for other in on_cpu(more):
                 found = list(zip(other.ours, other.torchs, formula(other), strict=True))
@@ -378,6 +384,7 @@ def simplified(draw, error, seed, index, device, op, seconds):
             for value in draw.simpler.get(name, ()):
                 if time.monotonic() > end:
                     break
+                enter("a simpler call")
                 found = failure_of(seed, index, device, op, {**draw.replaced, name: str(value)})
                 if found and type(found[1]) is type(error):
                     draw, error = found
@@ -388,27 +395,47 @@ def simplified(draw, error, seed, index, device, op, seconds):
 
 def report(draw, error, seed, index, device, op):
     """Three lines: the command, the call, what is wrong."""
-    options = [f"--seed {seed} --index {index}", *([f"--device {device}"] if device != "cpu" else [])]
-    options += [f"--op {op}"] if op else []
-    options += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in draw.replaced.items()]
     where = "" if isinstance(error, AssertionError) else "".join(traceback.format_tb(error.__traceback__)[-1:])
     return (
-        f"python -m fuzz.ops {' '.join(options)}\n  {draw.op}: {draw.call}\n  {type(error).__name__}: {error}\n{where}"
+        f"{command(seed, index, device, op, draw.replaced)}\n"
+        f"  {draw.op}: {draw.call}\n  {type(error).__name__}: {error}\n{where}"
     )
 
 
-# ---- the campaign ---------------------------------------------------------------------------------------------------
+def command(seed, index, device, op, replaced):
+    """The command that repeats a call."""
+    options = [f"--seed {seed} --index {index}", *([f"--device {device}"] if device != "cpu" else [])]
+    options += [f"--op {op}"] if op else []
+    options += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in replaced.items()]
+    return f"python -m fuzz.ops {' '.join(options)}"
 
-_at = None  # this process's place in the array of the indices at work
+
+# ---- the campaign's processes ----------------------------------------------------------------------------------------
+
+_progress = None  # of a process of the campaign
 
 
-def start_worker(places, free):
-    global _at
-    with free.get_lock():
-        place = free.value
-        free.value += 1
-    _at = (places, place)
-    prepare_process()
+class Progress:
+    """What a process does, in memory that the campaign reads."""
+
+    def __init__(self, context):
+        self.numbers = context.Array("q", 2, lock=False)  # the call's index; how many stages were entered
+        self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage, and the call
+
+    def read(self):
+        """(index, stage, call)"""
+        return self.numbers[0], *(text.value.decode(errors="replace") for text in self.texts)
+
+
+def enter(stage, call=None, index=None):
+    """Note what this process does next."""
+    if _progress:
+        for buffer, text in zip(_progress.texts, (stage, call), strict=True):
+            if text is not None:
+                buffer.value = text.encode()[: len(buffer) - 1]
+        if index is not None:
+            _progress.numbers[0] = index
+        _progress.numbers[1] += 1
 
 
 def prepare_process():
@@ -418,45 +445,58 @@ def prepare_process():
 
 
 class DeviceLost(Exception):
-    """A CUDA error, which ends all work of a process on the device, in one of the calls ``args[0]`` to ``args[1]``."""
+    """A CUDA error, which ends all work of a process on the device."""
 
 
-def chunk(arguments, start, stop, end):
-    """Calls start..stop, or those before the time is over: how many of each operator, and a report of each failure."""
+def make_calls(arguments, start, stop, alone=False):
+    """Make calls start..stop, on CUDA together unless ``alone``.
+
+    Yields:
+        The index and report of each failure, then how many calls of each operator were made.
+
+    Raises:
+        DeviceLost: nothing more can be done in this process.
+    """
     seed, device, op = arguments.seed, arguments.device, arguments.op
-    counts, reports = Counter(), []
-    together = 1 if device == "cpu" else LAUNCHED
+    together = 1 if alone or device == "cpu" else LAUNCHED
     for first in range(start, stop, together):
-        if time.time() > end or len(reports) >= arguments.failures:
-            break
-        if _at:
-            _at[0][_at[1]] = first
-        indices = range(first, min(first + together, stop))
-        try:
-            failures = failures_of(seed, indices, device, op, counts)
-        except torch.AcceleratorError as error:
-            raise DeviceLost(first, indices.stop) from error
-        for index, draw, error in failures:
+        counts = Counter()
+        for index, draw, error in failures_of(arguments, range(first, min(first + together, stop)), counts):
+            lost = "CUDA error" in str(error)
+            if lost and together > 1:
+                raise DeviceLost from error
             simple = simplified(draw, error, seed, index, device, op, arguments.simplify)
-            reports.append(report(*simple, seed, index, device, op))
-    return counts, reports
+            yield index, report(*simple, seed, index, device, op)
+            if lost:
+                raise DeviceLost from error
+        yield counts
 
 
-def failures_of(seed, indices, device, op, counts):
+def settings(arguments):
+    """The choices that are replaced in every call."""
+    return dict(text.split("=", 1) for text in arguments.set)
+
+
+def failures_of(arguments, indices, counts):
     """(index, draw, exception) of the calls that fail, all launched before the first is checked."""
-    failed, launched = [], []
+    launched, failed = [], []
     for index in indices:
-        draw = Draw(seed, index, device)
+        enter("draw", "?", index)
+        draw = Draw(arguments.seed, index, arguments.device, settings(arguments))
         draw.call = "?"
         try:
-            first = launch(draw, op)
-        except Exception as error:
-            failed.append((index, draw, error))
-        else:
+            first = launch(draw, arguments.op)
             if first:
                 launched.append((index, draw, first))
+        except Exception as error:
+            failed.append((index, draw, error))
         counts[draw.op] += 1
-    for (index, draw, first), first_on_cpu in zip(launched, on_cpu([first for *_, first in launched]), strict=True):
+    try:
+        compared = on_cpu([first for *_, first in launched])
+    except torch.AcceleratorError as error:
+        return [(index, draw, error)]
+    for (index, draw, first), first_on_cpu in zip(launched, compared, strict=True):
+        enter("products", draw.call, index)
         try:
             check(draw, first, first_on_cpu)
         except Exception as error:
@@ -464,48 +504,154 @@ def failures_of(seed, indices, device, op, counts):
     return failed
 
 
-def first_device_error(arguments, start, stop):
-    """The report of the call that loses the device: each is made alone, in a new process."""
-    calls = (arguments.seed, range(start, stop), arguments.device, arguments.op)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prepare_process) as pool:
-        found = pool.submit(first_failure_in_order, *calls).result()
-    return found or f"a CUDA error in calls {start} to {stop - 1}; not when they are made one by one\n"
-
-
-def first_failure_in_order(seed, indices, device, op):
-    for index in indices:
-        if (found := failure_of(seed, index, device, op)) and "CUDA error" in str(found[1]):
-            return report(*found, seed, index, device, op)
-    return None
-
-
-def chunks(arguments):
-    """(counts, reports) of every chunk, as they are ready."""
-    ranges = [(i, min(i + CHUNK, arguments.calls)) for i in range(0, arguments.calls, CHUNK)]
-    end = time.time() + arguments.seconds
-    if arguments.jobs == 1:
-        prepare_process()
-        for start, stop in ranges:
-            try:
-                yield chunk(arguments, start, stop, end)
-            except DeviceLost as lost:
-                yield Counter(), [first_device_error(arguments, *lost.args)]
-                return
-        return
-    context = multiprocessing.get_context("spawn")
-    places, free = context.Array("q", [-1] * arguments.jobs), context.Value("i", 0)
-    with ProcessPoolExecutor(arguments.jobs, context, start_worker, (places, free)) as pool:
-        waiting = [pool.submit(chunk, arguments, *r, end) for r in ranges]
+def work(pipe, progress, arguments):
+    """Make the calls of each task that comes through the pipe, until none comes; send back what they yield."""
+    global _progress
+    _progress = progress
+    prepare_process()
+    while True:
+        enter("wait for calls", "?")
         try:
-            for done in as_completed(waiting):
-                yield done.result()
+            task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            for found in make_calls(arguments, *task):
+                pipe.send(found)
+        except DeviceLost:
+            return
+        pipe.send(None)
+
+
+START = 300  # seconds that a process has until its first stage
+
+
+class Worker:
+    """A process that makes calls.
+
+    Attributes:
+        task: (start, stop, alone) of the calls that it makes; None while it waits for some.
+        why: what ended the process that had this task before; None if none had.
+        since: when it last entered a stage.
+    """
+
+    def __init__(self, arguments):
+        context = multiprocessing.get_context("spawn")
+        self.progress = Progress(context)
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=work, args=(other, self.progress, arguments), daemon=True)
+        self.process.start()
+        other.close()
+        self.task, self.why, self.count, self.since = None, None, 0, time.monotonic()
+
+    def give(self, task, why):
+        self.task, self.why, self.since = task, why, time.monotonic()
+        self.pipe.send(task)
+
+    def is_stuck(self, patience):
+        """Whether it has entered no stage for so many seconds."""
+        count = self.progress.numbers[1]
+        if count != self.count:
+            self.count, self.since = count, time.monotonic()
+        return time.monotonic() - self.since > (patience if count else START)
+
+    def end(self):
+        """Kill it, which also ends its kernels on the device."""
+        self.process.kill()
+        self.process.join(60)
+        self.pipe.close()
+
+
+def in_processes(arguments):
+    """What ``make_calls`` yields, by several processes.
+
+    On CUDA the calls of a process that hangs or ends are made again one by one, so that the call that does it is known.
+    While a kernel hangs, other processes' kernels may wait for it: only the process that has waited longest is ended,
+    and the others' time begins again.
+    """
+    starts = iter(range(0, arguments.calls, LAUNCHED))
+    again = []  # (task, why) of processes that ended
+    reported = set()  # indices
+    end = time.time() + arguments.seconds
+    workers = [Worker(arguments) for _ in range(arguments.jobs)]
+
+    def next_task():
+        if time.time() > end:
+            return None
+        if again:
+            return again.pop()
+        start = next(starts, None)
+        return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
+
+    def lose(worker, why):
+        """Start another process in its place. Yields the report of the call that ended it, if it is known."""
+        start, stop, alone = worker.task
+        index, stage, call = worker.progress.read()
+        worker.end()
+        workers[workers.index(worker)] = Worker(arguments)
+        if arguments.device != "cpu" and not alone:
+            again.append(((start, stop, True), why))
+            return
+        if index + 1 < stop:
+            again.append(((index + 1, stop, alone), None))
+        if index not in reported:
+            reported.add(index)
+            repeat = command(arguments.seed, index, arguments.device, arguments.op, settings(arguments))
+            yield index, f"{repeat}\n  {call}\n  {why}, after it entered the stage {stage!r}\n"
+
+    try:
+        while True:
+            for worker in workers:
+                if not worker.task and (task := next_task()):
+                    worker.give(*task)
+            busy = {worker.pipe: worker for worker in workers if worker.task}
+            if not busy:
+                return
+            for pipe in connection.wait(list(busy), timeout=1):
+                worker = busy[pipe]
+                try:
+                    found = pipe.recv()
+                except (EOFError, ConnectionError):
+                    worker.process.join(10)
+                    yield from lose(worker, f"the process ended with status {worker.process.exitcode}")
+                    continue
+                if isinstance(found, Counter):
+                    yield found
+                elif found:
+                    if found[0] not in reported:
+                        reported.add(found[0])
+                        yield found
+                else:
+                    start, stop, _ = worker.task
+                    if worker.why and reported.isdisjoint(range(start, stop)):
+                        yield start, f"calls {start} to {stop - 1}: {worker.why}; not when they are made one by one\n"
+                    worker.task = None
+            if stuck := [worker for worker in workers if worker.task and worker.is_stuck(arguments.patience)]:
+                first = min(stuck, key=lambda worker: worker.since)
+                yield from lose(first, f"no progress for {arguments.patience:g} s")
+                for worker in workers:
+                    worker.since = time.monotonic()
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def in_this_process(arguments):
+    """What ``make_calls`` yields. A CUDA error ends the campaign."""
+    prepare_process()
+    end = time.time() + arguments.seconds
+    for start in range(0, arguments.calls, LAUNCHED):
+        if time.time() > end:
+            return
+        stop = min(start + LAUNCHED, arguments.calls)
+        try:
+            yield from make_calls(arguments, start, stop)
         except DeviceLost as lost:
-            pool.shutdown(wait=False, cancel_futures=True)
-            yield Counter(), [first_device_error(arguments, *lost.args)]
-        except BrokenProcessPool:
-            yield Counter(), [f"a process died; the calls at work began at --index {', '.join(map(str, places))}\n"]
-        finally:
-            pool.shutdown(cancel_futures=True)
+            yield start, f"calls {start} to {stop - 1}: {lost.__cause__}; --jobs 1 finds out which one\n"
+            return
+
+
+# ---- the campaign ---------------------------------------------------------------------------------------------------
 
 
 def campaign(arguments):
@@ -514,11 +660,12 @@ def campaign(arguments):
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0
     try:
-        for more, reports in chunks(arguments):
-            counts += more
-            for text in reports:
+        for found in in_processes(arguments) if arguments.jobs else in_this_process(arguments):
+            if isinstance(found, Counter):
+                counts += found
+            else:
                 failures += 1
-                print(text, flush=True)
+                print(found[1], flush=True)
             now = time.monotonic()
             if now - shown > 30:
                 shown = now
@@ -542,19 +689,21 @@ def main(argv=None):
     parser.add_argument("--calls", type=int, default=2000, help="how many calls (2000)")
     parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=1, help="processes (1)")
+    parser.add_argument("--jobs", type=int, default=0, help="processes; 0 for this one, which a hang ends (0)")
+    parser.add_argument(
+        "--patience", type=float, default=20, metavar="SECONDS", help="end a process without progress for so long (20)"
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="make no more calls after this time")
     parser.add_argument("--failures", type=int, default=20, help="stop after so many failures (20)")
     parser.add_argument("--simplify", type=float, default=15, metavar="SECONDS", help="time for each failure (15)")
     parser.add_argument("--op", choices=sorted(ENTRIES), help="this operator alone")
     parser.add_argument("--index", type=int, help="this call alone")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a choice of --index")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a choice")
     arguments = parser.parse_args(argv)
     if arguments.index is None:
         return campaign(arguments)
     prepare_process()
-    replaced = dict(text.split("=", 1) for text in arguments.set)
-    found = failure_of(arguments.seed, arguments.index, arguments.device, arguments.op, replaced)
+    found = failure_of(arguments.seed, arguments.index, arguments.device, arguments.op, settings(arguments))
     if found is None:
         print("no failure")
         return 0
