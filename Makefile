@@ -56,13 +56,15 @@ build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/
 	$(@D)/bin/pip install --quiet torch==$* $(^:%=-r %)
 	touch $@
 
-# The same calls for the same SEED; each kind of failure prints the command that repeats it.
+# The same calls for the same SEED; each failure prints the command that repeats it. Each product has another shape, so
+# that timing the algorithms for it would take most of the time; GPTKERNELS_MATMUL_CHOICES=<folder> has them timed.
 CALLS ?= 100000
 STEPS ?= 300
 SEED ?= 1
 JOBS ?= $(if $(filter cuda,$(DEVICE)),$(shell nproc),2)
 fuzz: $(BUILT) $(STAMPS)/test-tools
-	cd tests && $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE) $(ARGS)
+	cd tests && GPTKERNELS_MATMUL_CHOICES=$${GPTKERNELS_MATMUL_CHOICES:-off} \
+	  $(PY_FROM_TESTS) -m fuzz.ops --calls $(CALLS) --seed $(SEED) --jobs $(JOBS) --device $(DEVICE) $(ARGS)
 	cd tests && $(PY_FROM_TESTS) -m fuzz.steps --steps $(STEPS) --seed $(SEED) --device $(DEVICE)
 	cd tests && $(PY_FROM_TESTS) -m fuzz.files --calls $(CALLS) --seed $(SEED)
 

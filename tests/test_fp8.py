@@ -35,7 +35,7 @@ def values(fp8):
 
 def rounded(x, fp8):
     """The bits of the nearest number to each of x (float64): ties to even, saturating, NaN for what is not finite."""
-    grid = values(fp8)[:128]
+    grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
     magnitude = x.abs().nan_to_num(0.0, 0.0).clamp(max=grid[-1])
     above = torch.searchsorted(grid, magnitude).clamp(max=len(grid) - 1)

@@ -20,14 +20,22 @@ from helpers import all_dtypes, double, randn
 ops = torch.ops.gptkernels
 
 
+@pytest.mark.parametrize(("size", "calls"), [("small", 40), ("real", 3)])
 @pytest.mark.parametrize("op", sorted(ENTRIES))
-def test_a_short_campaign(op, device, capfd):
+def test_a_short_campaign(op, size, calls, device, capfd):
     threads = torch.get_num_threads()
     try:
-        status = fuzzer.main(["--calls", "40", "--op", op, "--device", device.type])
+        status = fuzzer.main(["--calls", str(calls), "--op", op, "--set", f"size={size}", "--device", device.type])
     finally:
         torch.set_num_threads(threads)
     assert status == 0, capfd.readouterr().out
+
+
+@pytest.mark.parametrize("op", ["attention", "scaled_dot_product_attention"])
+def test_attention_whose_formula_takes_one_sequence_at_a_time(op, device, monkeypatch):
+    monkeypatch.setattr("fuzz.entries.MOST_SCORES", 1)
+    for index in range(20):
+        fuzzer.run(Draw(5, index, device, {"broken": "False"}), op)
 
 
 def test_a_call_is_known_by_its_seed_and_index():
@@ -119,6 +127,29 @@ def test_a_fault_of_a_few_units_in_the_last_place_is_found(op, device):
 @pytest.mark.parametrize("op", ["gelu", "layernorm", "linear", "softmax"])
 def test_a_gradient_off_by_a_few_units_in_the_last_place_is_found(op, device):
     assert calls_until_found(lambda out: DoutOffBy.apply(out, 6), op, device) <= 20
+
+
+def test_a_missing_row_is_found_where_torch_misses_it_too(device):
+    """The gradient of linear's weight without the last row of a sum over thousands, by both products."""
+
+    def faulty(draw):
+        call = ENTRIES["linear"][0](draw)
+
+        def without_last_row(x, weight, bias):
+            rows = x.reshape(-1, x.shape[-1])
+            parts = call.torchs(rows[:-1], weight, bias), call.torchs(rows[-1:], weight.detach(), bias)
+            return torch.cat(parts).view(*x.shape[:-1], -1)
+
+        return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
+
+    replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
+    replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))
+        for index in range(5):
+            draw = Draw(0, index, device, replaced)
+            with pytest.raises(AssertionError, match="dweight: Freivalds"):
+                fuzzer.run(draw, "faulty")
 
 
 def test_errors_of_several_trials():

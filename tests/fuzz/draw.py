@@ -17,6 +17,12 @@ LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 # Largest number of elements of one tensor: nearly always the first, else the second or the third.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
+# Sizes at whose multiples kernels change, in csrc/cuda: rows, columns and terms of tiles (kRows, kColumns, kKeys,
+# kInner), their products with kStages, threads of a block (kThreads), and where another kernel takes over (kMostTerms,
+# kKept, kManyTerms, kChunk, kMultiprocessorThreads).
+EDGES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
+LARGEST_SIZE = 2**17
+
 
 class Draw:
     """The choices of one call.
@@ -26,6 +32,11 @@ class Draw:
         index: of the call.
         device: where the tensors go.
         replaced: choices that are not drawn: name -> value, as text.
+
+    Attributes:
+        real: whether the call fills a GPU several times. On the CPU such a call fills a GPU of two multiprocessors.
+        most_elements: the largest number of elements of one tensor.
+        most_products: of a call of real size, the most multiplications of one product of matrices.
     """
 
     def __init__(self, seed, index, device="cpu", replaced=None):
@@ -34,7 +45,14 @@ class Draw:
         self.replaced = dict(replaced or {})
         self.drawn = {}  # name -> value
         self.simpler = {}  # name -> values to try in its place, simplest first
-        self.most_elements = self.choose("most elements", MOST_ELEMENTS, weights=(97, 2.5, 0.5))
+        cuda = self.device.type == "cuda"
+        self.real = self.choose("size", ("small", "real"), (1, 1) if cuda else (50, 1)) == "real"
+        self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
+        self.most_products = 2**35 if cuda else 2**26
+        if self.real:
+            self.most_elements = 2**24 if cuda else 2**16
+        else:
+            self.most_elements = self.choose("most elements", MOST_ELEMENTS, weights=(97, 2.5, 0.5))
 
     def random(self, name):
         return random.Random(f"{self.key}/{name}")
@@ -50,10 +68,19 @@ class Draw:
     def chance(self, name, probability):
         return self.choose(name, (False, True), (1 - probability, probability))
 
-    def size(self, name, most, least=0):
-        """A number from least to most, small ones more often."""
-        value = self.random(name)
-        value = least + int(math.expm1(value.random() * math.log1p(most - least + 0.999)))
+    def size(self, name, most, least=0, real=None):
+        """A number from least to most, small ones more often.
+
+        In a call of real size it is from least to ``real``: small ones more often, any, or from one below to one above
+        a multiple of an edge.
+        """
+        random = self.random(name)
+        most = max(real, least) if self.real and real is not None else most
+        value = least + int(math.expm1(random.random() * math.log1p(most - least + 0.999)))
+        if self.real and most > EDGES[0]:
+            edge = random.choice([e for e in EDGES if e <= most])
+            near = edge * random.randint(1, min(most // edge, 9)) + random.choice((-1, 0, 1))
+            value = random.choice((value, random.randint(least, most), min(max(near, least), most)))
         value = int(self.replaced.get(name, value))
         return self._note(name, value, sorted({v for v in (least, 1, 2, value // 2, value - 1) if least <= v < value}))
 
@@ -63,24 +90,46 @@ class Draw:
         return value
 
     def dtype(self):
-        return self.choose("dtype", FLOATING)
+        return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
+
+    def room(self, *others):
+        """The largest size of a matrix beside others, for products of all of them of real size."""
+        others = [max(size, 1) for size in others]
+        return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
+
+    def tiles(self, name):
+        """How many tiles keep each multiprocessor busy with one to five, and some of them with one more."""
+        each = self.choose(f"{name}.tiles each", (1, 2, 3, 4, 5))
+        more = self.choose(f"{name}.more tiles", (1, 0, -1, self.multiprocessors // 2))
+        return each * self.multiprocessors + more
 
     def rows(self, name="x", most_dims=4):
-        """The dimensions before the last: mostly one or two, some of size 0 or 1."""
+        """The dimensions before the last: mostly one or two, some of size 0 or 1; for a GPU that is to be filled, so
+        many rows that they are some tiles for each multiprocessor, the last of which has fewer."""
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
+        if self.real and dims:
+            each = self.choose(f"{name}.rows of a tile", (1, 4, 16, 64, 128, 256))
+            count = min(self.tiles(name) * each - self.random(f"{name}.missing").randrange(each), LARGEST_SIZE)
+            for i in range(dims - 1):
+                sizes.append(self.size(f"{name}.rows{i}", 0, 1, real=min(32, count)))
+                count = max(count // sizes[-1], 1)
+            return (*sizes, count)
         for i in range(dims):
             most = self.most_elements // 16 // max(math.prod(sizes), 1)
             sizes.append(self.size(f"{name}.rows{i}", min(max(most, 2), 3000)))
         return tuple(sizes)
 
-    def width(self, name="width", rows=(), least=1):
-        """Of the last dimension: the more the fewer rows there are."""
+    def width(self, name="width", rows=(), least=1, real=None):
+        """Of the last dimension: the more the fewer rows there are; ``real`` as in ``size``."""
         most = max(self.most_elements // max(math.prod(rows), 1), 16, least)
-        return self.size(name, min(most, 60_000), least)
+        return self.size(name, min(most, 60_000), least, real=real or min(most, LARGEST_SIZE))
 
-    def generator(self, name):
-        return torch.Generator().manual_seed(self.random(f"{name} (values)").getrandbits(60))
+    def source(self, name):
+        """Arguments of torch's random functions. A call of real size makes its numbers on the device."""
+        device = self.device if self.real else torch.device("cpu")
+        generator = torch.Generator(device).manual_seed(self.random(f"{name} (values)").getrandbits(60))
+        return {"generator": generator, "device": device}
 
     def tensor(self, name, shape, dtype, scale=1.0, special="all", huge=None, denormal=True):
         """A floating tensor in some layout.
@@ -101,14 +150,20 @@ class Draw:
             kinds["special"] = 8
         if huge is not None:
             kinds["huge"] = 4
+        if self.real:
+            kinds["large end"] = 20
         kind = self.choose(f"{name}.values", list(kinds), list(kinds.values()))
-        generator = self.generator(name)
+        source = self.source(name)
         info = torch.finfo(dtype)
-        x = torch.randn(shape, dtype=torch.float64, generator=generator)
+        x = torch.randn(shape, dtype=torch.float64, **source)
         if kind == "zeros":
-            x = torch.zeros(shape, dtype=torch.float64).copysign(x)
+            x = torch.zeros_like(x).copysign(x)
         elif kind == "constant":
-            x = torch.full(shape, round(self.random(f"{name}.constant").gauss(0, 2), 2), dtype=torch.float64)
+            x = torch.full_like(x, round(self.random(f"{name}.constant").gauss(0, 2), 2))
+        elif kind == "large end" and x.dim() and x.numel():  # so that a sum without its last terms is far off
+            random = self.random(f"{name}.end")
+            dim = random.randrange(x.dim())
+            x.movedim(dim, -1)[..., -random.randint(1, 8) :] *= 32
         elif kind == "whole":
             x = x.mul(2).round()
         elif kind == "wide":
@@ -124,18 +179,18 @@ class Draw:
             values = [math.nan] if special == "nan" else [math.nan, math.inf, -math.inf, -math.inf, 0.0, -0.0]
             value = self.choose(f"{name}.special", values)
             many = 1 + x.numel() // self.choose(f"{name}.rarity", (10**9, 30, 3))
-            x.view(-1)[torch.randint(x.numel(), (many,), generator=generator)] = value
+            x.view(-1)[torch.randint(x.numel(), (many,), **source)] = value
         return self.layout(name, x.to(self.device, non_blocking=True))
 
     def indices(self, name, shape, count, dtype=None):
         """Numbers below count, uniform or with a few that are frequent."""
         dtype = dtype or self.choose(f"{name}.dtype", (torch.int64, torch.int32))
-        generator = self.generator(name)
+        source = self.source(name)
         frequent = self.choose(f"{name}.frequent", (0, 1, 2, 5))
-        x = torch.randint(max(count, 1), shape, generator=generator)
+        x = torch.randint(max(count, 1), shape, **source)
         if frequent and count:
-            few = torch.randint(count, (frequent,), generator=generator)
-            x = torch.where(torch.rand(shape, generator=generator) < 0.8, few[x % frequent], x)
+            few = torch.randint(count, (frequent,), **source)
+            x = torch.where(torch.rand(shape, **source) < 0.8, few[x % frequent], x)
         if self.chance(f"{name}.sorted", 0.2) and x.dim():
             x = x.sort(-1).values
         return self.layout(name, x.to(dtype).to(self.device, non_blocking=True))

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import gptkernels.functional as G
 import test_causal_softmax
@@ -111,7 +112,8 @@ def softmax(draw):
 def causal_softmax(draw):
     dtype = draw.dtype()
     lead = draw.rows("lead", 3)
-    tokens = draw.size("tokens", max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 4))
+    most = max(int(math.sqrt(draw.most_elements / max(math.prod(lead), 1))), 4)
+    tokens = draw.size("tokens", most, real=most)
     scale = draw.choose("scale", (1.0, 0.125, -0.5, 0.0, 3.0))
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
@@ -243,8 +245,8 @@ def residual_layernorm(draw):
 @entry
 def encoder(draw):
     dtype = draw.dtype()
-    batch, length = draw.size("batch", 40), draw.size("length", 40)
-    vocabulary, more = draw.size("vocabulary", 300, 1), draw.size("more positions", 9)
+    batch, length = draw.size("batch", 40, real=64), draw.size("length", 40, real=1100)
+    vocabulary, more = draw.size("vocabulary", 300, 1, real=60_000), draw.size("more positions", 9)
     width = draw.width("width", (max(batch * length, vocabulary),))
     args = {
         "tokens": draw.indices("tokens", (batch, length), vocabulary),
@@ -262,7 +264,7 @@ def encoder(draw):
 def embedding(draw):
     dtype = draw.dtype()
     rows = draw.rows()
-    vocabulary = draw.size("vocabulary", 1000, 1)
+    vocabulary = draw.size("vocabulary", 1000, 1, real=60_000)
     width = draw.width("width", (max(math.prod(rows), vocabulary),))
     tokens = draw.indices("tokens", rows, vocabulary)
     return Call(
@@ -327,8 +329,9 @@ def torchs_linear(x, weight, bias=None, chunk=None):
 def linear(draw):
     dtype = draw.dtype()
     rows = draw.rows()
-    inner = draw.width("inner", rows)
-    width = draw.size("width", max(draw.most_elements // max(inner, math.prod(rows)), 16), 1)
+    n = math.prod(rows)
+    inner = draw.width("inner", rows, real=draw.room(n))
+    width = draw.size("width", max(draw.most_elements // max(inner, n), 16), 1, real=draw.room(n, inner))
     # x86's products of bfloat16 (vdpbf16ps) take denormals for 0, and 0 times infinity is NaN.
     denormal = dtype != torch.bfloat16 or draw.device.type != "cpu"
     args = {
@@ -353,8 +356,11 @@ def linear(draw):
 def mlp(draw):
     dtype = draw.dtype()
     rows = draw.rows()
-    width, hidden = draw.size("width", 80, 1), draw.size("hidden", 200, 1)
-    out = draw.size("out", 80, 1) if draw.chance("another width out", 0.3) else width
+    n = math.prod(rows)
+    width = draw.size("width", 80, 1, real=draw.room(n))
+    hidden = draw.size("hidden", 200, 1, real=draw.room(n, width))
+    another = draw.chance("another width out", 0.3)
+    out = draw.size("out", 80, 1, real=draw.room(n, hidden)) if another else width
     args = {
         "x": draw.tensor("x", (*rows, width), dtype, special="nan"),
         "fc_weight": draw.tensor("fc_weight", (hidden, width), dtype, width**-0.5, special="nan"),
@@ -389,19 +395,40 @@ def mlp(draw):
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None):
-    """(..., T, HS) each; ``seen`` says which keys each query sees, None is causal; ``added`` is for scaled scores."""
+def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
+    """(..., T, HS) each; ``seen`` says which keys each query sees, None is causal; ``added`` is for scaled scores,
+    ``kept`` the factors of the probabilities that dropout gives."""
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if added is not None:
         scores = scores + added.masked_fill(added == -math.inf, 0)
     seen = causal(q) if seen is None else seen
     nothing = ~seen.any(-1, keepdim=True)
     p = scores.masked_fill(~seen, -math.inf).masked_fill(nothing, 0).softmax(-1)
-    return product(p.masked_fill(nothing, 0), v)
+    p = p.masked_fill(nothing, 0)
+    return product(p if kept is None else p * kept, v)
 
 
 def causal(q):
     return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
+
+
+MOST_SCORES = 2**25  # of the sequences whose formula is computed together
+
+
+def by_sequences(function, scores, *args):
+    """``function`` of some sequences after the other, and again in the backward, so that few scores are in memory.
+
+    Args:
+        function: of tensors (B, ...), or (1, ...) for all sequences alike, or None.
+        scores: of one sequence.
+        args: its arguments.
+    """
+    batch, each = args[0].shape[0], max(MOST_SCORES // max(scores, 1), 1)
+    if batch <= each:
+        return function(*args)
+    parts = [[t] * batch if t is None or t.shape[0] == 1 else t.split(each) for t in args]
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return torch.cat([checkpoint(function, *some, **options) for some in zip(*parts, strict=False)])
 
 
 def backwards(a, b):
@@ -418,7 +445,7 @@ class FlashAttention(torch.autograd.Function):
     2 and save out and logsumexp in place of the probabilities."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, seen, added):
+    def forward(ctx, q, k, v, scale, seen, added, kept):
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         q, k, v = q.detach(), k.detach(), v.detach()
@@ -436,28 +463,31 @@ class FlashAttention(torch.autograd.Function):
         p = multiply_subtract(scores, ctx.units, origin).to(wide).exp2()
         total = p.sum(-1, keepdim=True)
         nothing = total == 0
-        out = (p.to(q.dtype).to(wide) @ v.to(wide) * (1 / total.masked_fill(nothing, 1))).to(q.dtype)
+        weights = p.to(q.dtype).to(wide)
+        weights = weights if kept is None else weights * kept.to(wide)
+        out = (weights @ v.to(wide) * (1 / total.masked_fill(nothing, 1))).to(q.dtype)
         logsumexp = (origin * math.log(2) + total.masked_fill(nothing, 1).log()).to(wide)
-        ctx.save_for_backward(q, k, v, out, scores, logsumexp)
+        ctx.save_for_backward(q, k, v, out, scores, logsumexp, kept)
         ctx.scale, ctx.wide = scale, wide
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, scores, logsumexp = ctx.saved_tensors
+        q, k, v, out, scores, logsumexp, kept = ctx.saved_tensors
         dtype, wide = q.dtype, ctx.wide
+        kept = 1 if kept is None else kept.to(wide)
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
         in_units = logsumexp / math.log(2)  # the lowest number overflows
         in_units = torch.where(in_units.isinf(), logsumexp.double() / math.log(2), in_units.double())
         p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
         delta = (dout * out).sum(-1, keepdim=True)
-        ds = (p * (backwards(dout, v.mT) - delta)).to(dtype).to(wide) * ctx.scale
-        dv = p.to(dtype).to(wide).mT @ dout
-        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None, None, None
+        ds = (p * (backwards(dout, v.mT) * kept - delta)).to(dtype).to(wide) * ctx.scale
+        dv = (p.to(dtype).to(wide) * kept).mT @ dout
+        return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None, None, None, None
 
 
-def flash_attention(q, k, v, scale=None, seen=None, added=None):
-    return FlashAttention.apply(q, k, v, scale, seen, added)
+def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
+    return FlashAttention.apply(q, k, v, scale, seen, added, kept)
 
 
 def power_of_two_origin(scores, dtype):
@@ -497,20 +527,40 @@ def attention_takes_denormals(draw, dtype):
     return dtype != torch.float32 or draw.device.type == "cpu"
 
 
+HEAD_SIZES = (8, 16, 64, 1, 2, 3, 5, 7, 32, 33, 40, 72, 80, 96, 128, 160, 192, 256)
+COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
+
+
+def many_heads(draw, batch, heads, scores, queries, elements):
+    """Sequences and heads: at most so many in a small call, at real size for some tiles of 256 queries on each
+    multiprocessor. The other numbers are a head's."""
+    if not draw.real:
+        return draw.size("batch", batch), draw.size("heads", heads, 1)
+    pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))
+    pairs = min(pairs, max(draw.most_products // 256 // scores, 1), max(2 * draw.most_elements // elements, 1))
+    heads = draw.size("heads", 0, 1, real=max(min(pairs, MOST_SCORES // scores, 25), 1))
+    return math.ceil(pairs / heads), heads
+
+
+def real_tokens(draw):
+    """The longest sequence at real size."""
+    return min(2000, math.isqrt(draw.most_products // 256))
+
+
 def packed_attention(draw, name, kernel, torchs):
     dtype = draw.dtype()
-    heads = draw.size("heads", 6, 1)
-    head = draw.choose("head", (1, 2, 8, 16, 64, 3, 5, 7, 32, 33, 72, 80, 128))
-    batch, tokens = draw.size("batch", 5), draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 1)
+    head = draw.choose("head", HEAD_SIZES, COMMON_HEAD_SIZES)
+    tokens = draw.size("tokens", 90 if draw.most_elements < 60_000 else 300, 1, real=real_tokens(draw))
+    batch, heads = many_heads(draw, 5, 6, tokens**2, tokens, tokens * head)
     scale = draw.choose("scale", (None, 0.125, 1.0, 0.0, -0.5))
     denormal = name == "attention_probabilities" or attention_takes_denormals(draw, dtype)
 
     def merged(function):
-        def of(qkv):
-            q, k, v = qkv.contiguous().view(batch, tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
-            return function(q, k, v, scale).transpose(1, 2).reshape(batch, tokens, heads * head)
+        def some(qkv):
+            q, k, v = qkv.contiguous().view(len(qkv), tokens, 3, heads, head).permute(2, 0, 3, 1, 4)
+            return function(q, k, v, scale).transpose(1, 2).reshape(len(qkv), tokens, heads * head)
 
-        return of
+        return partial(by_sequences, some, heads * tokens**2)
 
     return Call(
         f"{name}(qkv, {heads}, {scale})",
@@ -550,17 +600,21 @@ def attention_mask(draw, batch, heads, queries, keys, dtype):
     sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     shape = [1 if draw.chance(f"one mask for all {name}", 0.4) else size for name, size in sizes.items()]
     share = draw.choose("hidden", (0.3, 0.0, 0.9, 1.0))
-    hidden = torch.rand(shape, generator=draw.generator("hidden")).to(draw.device) < share
+    hidden = torch.rand(shape, **draw.source("hidden")).to(draw.device) < share
     if kind == "bool":
         return draw.layout("attn_mask", ~hidden)
     lowest = draw.choose("lowest", (-math.inf, torch.finfo(dtype).min))
-    added = torch.randn(shape, generator=draw.generator("added")).to(draw.device) * 2
+    if draw.chance("ALiBi", 0.2):
+        distance = (torch.arange(shape[2])[:, None] - torch.arange(shape[3])).abs()
+        added = (distance * -(2.0 ** -torch.arange(1, shape[1] + 1))[:, None, None]).expand(shape).to(draw.device)
+    else:
+        deviation = draw.choose("added.deviation", (2.0, 1.0, 10.0, 30.0))
+        added = torch.randn(shape, **draw.source("added")).to(draw.device) * deviation
     return draw.layout("attn_mask", added.to(dtype).masked_fill(hidden, lowest))
 
 
-def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end):
+def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end, device):
     """(B, NH, Tq, Tk), or of a shape that broadcasts to it."""
-    device = next((t.device for t in (mask, key_begin, key_end) if t is not None), None)
     row, column = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = (column <= row + query_offset) if is_causal else (column >= 0).expand(queries, keys)
     for bound, inside in (key_begin, column.__ge__), (key_end, column.__lt__):
@@ -574,10 +628,13 @@ def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end):
 @entry
 def scaled_dot_product_attention(draw):
     dtype = draw.dtype()
-    batch, heads, queries = draw.size("batch", 4), draw.size("heads", 4, 1), draw.size("tokens", 80, 1)
-    keys = draw.size("keys", 150, 1) if draw.chance("another number of keys", 0.4) else queries
+    queries = draw.size("tokens", 80, 1, real=real_tokens(draw))
+    other = draw.chance("another number of keys", 0.4)
+    keys = draw.size("keys", 150, 1, real=real_tokens(draw)) if other else queries
     group = draw.choose("heads of a key head", (1, 2, 3), (6, 1, 1))
-    head = draw.choose("head", (8, 16, 64, 1, 7, 32, 128))
+    head = draw.choose("head", HEAD_SIZES, COMMON_HEAD_SIZES)
+    elements = max(group * queries, keys) * head
+    batch, heads = many_heads(draw, 4, 4, group * queries * keys, group * queries, elements)
     scale = draw.choose("scale", (None, 0.125, 1.0))
     is_causal = draw.choose("is_causal", (True, False))
     options = {"is_causal": is_causal, "scale": scale, "query_offset": 0}
@@ -593,22 +650,30 @@ def scaled_dot_product_attention(draw):
     for name in ("key_begin", "key_end"):
         here = draw.chance(f"has {name}", 0.15)
         args[name] = draw.indices(name, (batch,), keys + 1, torch.int32) if here else None
+    p, seed, offset = dropout_arguments(draw, 0.15)
 
     def ours(query, key, value, attn_mask, key_begin, key_end):
-        bounds = {"key_begin": key_begin, "key_end": key_end}
-        return ops.scaled_dot_product_attention(query, key, value, attn_mask, **options, **bounds)[0]
+        more = {"key_begin": key_begin, "key_end": key_end, "dropout_p": p, "seed": seed, "offset": offset}
+        return ops.scaled_dot_product_attention(query, key, value, attn_mask, **options, **more)[0]
 
     def of(function):
-        def call(query, key, value, mask, key_begin, key_end):
-            seen = seen_keys(queries, keys, is_causal, options["query_offset"], mask, key_begin, key_end)
+        def some(query, key, value, mask, key_begin, key_end, kept):
+            where = is_causal, options["query_offset"], mask, key_begin, key_end, query.device
             key, value = (t.repeat_interleave(group, 1) for t in (key, value))
             added = None if mask is None or mask.dtype == torch.bool else mask
-            return function(query, key, value, scale, seen=seen.to(query.device), added=added)
+            kept = None if kept is None else kept.double() * (1 / (1 - p) if p < 1 else 0)
+            return function(query, key, value, scale, seen=seen_keys(queries, keys, *where), added=added, kept=kept)
+
+        def call(query, *others):
+            sizes = batch, heads * group, queries, keys
+            kept = None if p == 0 else ops.attention_dropout_mask(*sizes, p, seed, offset).to(query.device)
+            return by_sequences(some, heads * group * queries * keys, query, *others, kept)
 
         return call
 
     return Call(
-        f"scaled_dot_product_attention(query, key, value, attn_mask, {options}, key_begin, key_end)",
+        f"scaled_dot_product_attention(query, key, value, attn_mask, {options}, key_begin, key_end, {p}, {seed}, "
+        f"{offset})",
         ours,
         of(flash_attention),
         of(attention_formula),
@@ -627,13 +692,13 @@ def classifier_arguments(draw):
     """Logits' rows and width, V, ignore_index, targets."""
     rows = draw.rows("rows", 3)
     width = draw.width("width", rows)
-    vocab_size = draw.size("vocab_size", width, 1) if draw.chance("padded", 0.3) else width
+    vocab_size = draw.size("vocab_size", width, 1, real=width) if draw.chance("padded", 0.3) else width
     ignore_index = draw.choose("ignore_index", (-100, 0, -1, vocab_size - 1, 10**6))
     targets = draw.indices("targets", rows, vocab_size)
     if draw.chance("ignored rows", 0.4):
         share = draw.choose("ignored", (0.2, 0.9, 1.0))
         targets = targets.masked_fill(
-            (torch.rand(rows, generator=draw.generator("ignored")) < share).to(targets.device), ignore_index
+            (torch.rand(rows, **draw.source("ignored")) < share).to(targets.device), ignore_index
         )
     return rows, width, vocab_size, ignore_index, targets
 
@@ -723,7 +788,7 @@ def cross_entropy(draw):
 def linear_cross_entropy(draw):
     dtype = draw.dtype()
     rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
-    inner = draw.size("inner", 100, 1)
+    inner = draw.size("inner", 100, 1, real=draw.room(math.prod(rows), width))
     chunk_size = draw.choose("chunk_size", (None, 1, 2, 7, 64))
     if chunk_size is not None:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
@@ -786,16 +851,15 @@ def decode_formula(args, heads, approximate, layers):
 def decode(draw):
     dtype = draw.dtype()
     batch, layers = draw.size("batch", 8, 1), draw.choose("layers", (1, 2, 0))
-    heads = draw.size("heads", 8, 1)
+    heads = draw.size("heads", 8, 1, real=12)
     head_size = draw.choose("head size", (1, 2, 5, 8, 20, 32, 64, 128), (1, 1, 2, 2, 2, 4, 4, 2))
     width = heads * head_size
-    vocabulary, length = draw.size("vocabulary", 300, 1), draw.size("length", 150, 1)
+    vocabulary, length = draw.size("vocabulary", 300, 1), draw.size("length", 150, 1, real=1024)
     room = length + draw.choose("room", (0, 1, 9))
     bias = draw.chance("bias", 0.7)
     approximate = draw.choose("approximate", ("tanh", "none"))
-    generator = draw.generator("sequences")
-    sequences = torch.randint(vocabulary, (batch, length), generator=generator).to(draw.device)
-    lengths = torch.randint(1, length + 1, (batch,), generator=generator).to(draw.device)
+    sequences = torch.randint(vocabulary, (batch, length), **draw.source("sequences")).to(draw.device)
+    lengths = torch.randint(1, length + 1, (batch,), **draw.source("lengths")).to(draw.device)
 
     def weight(name, *shape):
         return draw.tensor(name, shape, dtype, shape[-1] ** -0.5, special="none").contiguous()
@@ -806,7 +870,7 @@ def decode(draw):
         "lengths": lengths,
         "wte": weight("wte", vocabulary, width),
         "wpe": weight("wpe", room, width),
-        "head": weight("head", draw.size("head rows", 300, 1), width),
+        "head": weight("head", draw.size("head rows", 300, 1, real=50_304), width),
         "keys_values": weight("keys_values", layers, 2, batch, heads, room, head_size),
         "norm_weight": norm[0],
         "norm_bias": norm[1],
@@ -835,11 +899,14 @@ def decode(draw):
 @entry(weight=0.5)
 def sample_(draw):
     """Compares how likely the drawn token is, beside its noise: of two that are equally likely, both are right."""
-    batch = draw.size("batch", 40, 1)
-    vocabulary = draw.size("vocabulary", max(draw.most_elements // batch, 16), 1)
+    batch = draw.size("batch", 40, 1, real=300)
+    most = max(draw.most_elements // batch, 16)
+    vocabulary = draw.size("vocabulary", most, 1, real=most)
     # No denormals: softmax makes their probabilities equal, and top_p keeps all of them or the largest alone.
     logits = draw.tensor("logits", (batch, vocabulary), draw.dtype(), 3, denormal=False)
-    noise = torch.empty(batch, vocabulary).exponential_(generator=draw.generator("noise")).to(draw.device)
+    source = draw.source("noise")
+    noise = torch.empty(batch, vocabulary, device=source["device"])
+    noise = noise.exponential_(generator=source["generator"]).to(draw.device)
     greedy = draw.chance("greedy", 0.2)
     temperature = draw.choose("temperature", (1.0, 0.7, 5.0))
     top_k = draw.choose("top_k", (None, 1, 2, 40, 10**6))
@@ -887,9 +954,9 @@ def fp8_dtype(draw):
     return draw.choose("dtype", test_fp8.DTYPES)
 
 
-def fp8_size(draw, name, most=20):
-    """Features of a float8 product."""
-    return 16 * draw.size(f"{name} / 16", most, 1)
+def fp8_size(draw, name, *others, most=20):
+    """Features of a float8 product, beside its other sizes."""
+    return 16 * draw.size(f"{name} / 16", most, 1, real=draw.room(*others) // 16)
 
 
 def fp8_history(draw, name):
@@ -899,7 +966,7 @@ def fp8_history(draw, name):
         return None
     history = test_fp8.new_history(draw.device)
     count = {"new": 0, "some": 3, "full": test_fp8.CALLS}[kind]
-    sizes = torch.rand(count, generator=draw.generator(f"{name}.history")) * 10 ** draw.choose(f"{name}.size", (0, -3))
+    sizes = torch.rand(count, **draw.source(f"{name}.history")) * 10 ** draw.choose(f"{name}.size", (0, -3))
     history[test_fp8.CALLS - count : test_fp8.CALLS] = sizes.view(torch.int32).to(draw.device)
     return history
 
@@ -915,7 +982,7 @@ def fp8_scale(x, fp8, history):
 def exact_fp8(x, fp8, history):
     """x as float8, by its definition, and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
-    return test_fp8.rounded(x.detach().double().cpu() / scale, fp8).view(fp8), scale
+    return test_fp8.rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
 
 def torchs_fp8(x, fp8, history):
@@ -1015,7 +1082,9 @@ def fp8_matmul(draw):
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((test_fp8.E4M3, test_fp8.E5M2)[i] for i in formats)
-    rows, inner, columns = draw.rows("a"), fp8_size(draw, "inner"), fp8_size(draw, "columns")
+    rows = draw.rows("a")
+    inner = fp8_size(draw, "inner", math.prod(rows))
+    columns = fp8_size(draw, "columns", math.prod(rows), inner)
     scales = draw.choose("scale_a", (1.0, 2.0**-9, 4.0)), draw.choose("scale_b", (1.0, 0.5))
     bias = draw.tensor("bias", (columns,), dtype, special="nan") if draw.chance("has bias", 0.5) else None
 
@@ -1106,7 +1175,8 @@ def fp8_layernorm(draw):
 @entry(weight=0.5)
 def fp8_linear(draw):
     dtype, rows = fp8_dtype(draw), draw.rows()
-    inner, outer = fp8_size(draw, "inner"), fp8_size(draw, "outer")
+    inner = fp8_size(draw, "inner", math.prod(rows))
+    outer = fp8_size(draw, "outer", math.prod(rows), inner)
     histories = [fp8_history(draw, of) for of in ("x", "dout")]
 
     def formula(way, x, weight, bias, *histories):
@@ -1143,7 +1213,8 @@ def fp8_linear(draw):
 def fp8_mlp(draw):
     """Beside its parts, which have entries: a sum's last bit decides how the next number is rounded to eight."""
     dtype, rows = fp8_dtype(draw), draw.rows()
-    width, hidden = fp8_size(draw, "width", 8), fp8_size(draw, "hidden")
+    width = fp8_size(draw, "width", math.prod(rows), most=8)
+    hidden = fp8_size(draw, "hidden", math.prod(rows), width)
     arguments = {"x": draw.tensor("x", (*rows, width), dtype, special="nan")}
     for name, shape in ("fc", (hidden, width)), ("proj", (width, hidden)):
         bias = draw.chance(f"has {name}_bias", 0.7)
@@ -1172,7 +1243,8 @@ def fp8_linear_cross_entropy(draw):
     dtype = draw.choose("dtype", test_fp8.DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)
-    inner, width = fp8_size(draw, "inner", 8), fp8_size(draw, "columns", 200)
+    width = fp8_size(draw, "columns", math.prod(rows), most=200)
+    inner = fp8_size(draw, "inner", math.prod(rows), width, most=8)
     vocab_size = width - draw.size("padding", 15) if draw.chance("padded columns", 0.5) else width
     targets = targets.where(targets == ignore_index, targets % vocab_size)
     reduction = draw.choose("reduction", ("mean", "sum"))
@@ -1238,8 +1310,9 @@ def fp8_linear_cross_entropy(draw):
 def shapes(draw, most):
     count = draw.size("tensors", most, 1)
     return [
-        tuple(draw.size(f"shape{i}.{d}", 60) for d in range(draw.choose(f"shape{i}.dims", (1, 0, 2, 3))))
+        tuple(draw.size(f"shape{i}.{d}", 60, real=int(2 ** (21 / dims))) for d in range(dims))
         for i in range(count)
+        for dims in [draw.choose(f"shape{i}.dims", (1, 0, 2, 3))]
     ]
 
 

@@ -11,7 +11,8 @@ Each call checks the result and the gradients by the rule of ``gptkernels.testin
 root mean square too, and products by ``assert_product``, which does not depend on torch. Some also check that the same
 call gives the same bits again, and some break an argument, which must be an error that names the operator.
 
-With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process goes on.
+Half of the calls on CUDA are of real size: they fill the GPU several times (``--set size=real`` for these
+alone). With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process goes on.
 
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
 therefore made again with other numbers (``trial``), up to 400 times. It must keep the rule beside torch's worst error
@@ -46,7 +47,7 @@ from gptkernels.testing.exactness import (
 )
 from helpers import assert_as_exact_as_torch, double
 
-LAUNCHED = 32  # calls of one task; on CUDA launched before the first is checked: fewer waits for the device
+LAUNCHED = 32  # calls of one task; on CUDA small ones are launched before the first is checked: fewer waits for it
 TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared
 
 
@@ -86,7 +87,7 @@ def run(draw, op=None):
     """
     first = launch(draw, op)
     if first:
-        check(draw, first, *on_cpu([first]))
+        check(draw, first, *where_checked(draw, [first]))
 
 
 def tensors_of(trial):
@@ -119,6 +120,8 @@ def first_trial(draw, call):
     if len(outs) > 1 and wanted and draw.chance("an output unused", 0.2):
         douts[draw.choose("unused output", range(len(outs)))] = None
     found = [t.detach() for t in outs] + gradients(outs, leaves, douts)
+    if draw.real and draw.device.type == "cuda":
+        torch.cuda.synchronize()  # so that a hang is this stage's
     if draw.chance("again", 0.05):
         check_same_bits(draw, call, douts, wanted, found)
     enter("torch's")
@@ -196,11 +199,11 @@ def trial(draw, first, i):
     def changed(t, name):
         if t is None or not t.is_floating_point():
             return t
-        generator = draw.generator(f"trial {i}, {name}")
-        factor = 1 - torch.rand((), dtype=torch.float64, generator=generator).item() / 8
+        source = draw.source(f"trial {i}, {name}")
+        factor = 1 - torch.rand((), dtype=torch.float64, **source).item() / 8
         values = t
         for dim, size in enumerate(t.shape):
-            values = values.index_select(dim, torch.randperm(size, generator=generator).to(t.device))
+            values = values.index_select(dim, torch.randperm(size, **source).to(t.device))
         values = (values.double() * factor).to(t.dtype)
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             return values
@@ -211,6 +214,11 @@ def trial(draw, first, i):
     douts = [changed(t, f"dout{j}") for j, t in enumerate(first.douts)]
     found = [results(call, function, args, douts, wanted) for function in (call.ours, call.torchs)]
     return Trial(call, wanted, args, douts, *found)
+
+
+def where_checked(draw, trials):
+    """The trials where they are compared: those of real size stay on the device."""
+    return trials if draw.real else on_cpu(trials)
 
 
 def on_cpu(trials):
@@ -231,7 +239,7 @@ def on_cpu(trials):
 
 
 def formula(trial):
-    """The formula in float64, on the CPU as the trial is."""
+    """The formula in float64, where the trial is."""
     args = [double(t) if t is not None and t.is_floating_point() else t for t in trial.args]
     return results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
@@ -242,7 +250,7 @@ def check(draw, first, compared):
     Args:
         draw: of the call.
         first: the call as it was made.
-        compared: the same where it is compared.
+        compared: the same where it is compared, see ``where_checked``.
     """
     enter("products")
     for arguments in first.call.products(tensors_of(first)):
@@ -273,11 +281,12 @@ def hold_with_trials(draw, first, names, results):
             norm.append(root_mean_square_error(torchs, exact))
 
     add(results)
+    together = 1 if draw.real else 10
     for begin, enough in itertools.pairwise(TRIALS):
-        for some in range(begin, enough, 10):
+        for some in range(begin, enough, together):
             enter("other numbers")
-            more = [trial(draw, first, i) for i in range(some, min(some + 10, enough))]
-            for other in on_cpu(more):
+            more = [trial(draw, first, i) for i in range(some, min(some + together, enough))]
+            for other in where_checked(draw, more):
                 found = list(zip(other.ours, other.torchs, formula(other), strict=True))
                 add(found)
                 # here only infinities and NaN, where the formula has them and nowhere else
@@ -470,6 +479,8 @@ def make_calls(arguments, start, stop, alone=False):
             if lost:
                 raise DeviceLost from error
         yield counts
+        if device != "cpu":
+            torch.cuda.empty_cache()  # whose sizes are another process's need
 
 
 def settings(arguments):
@@ -478,7 +489,7 @@ def settings(arguments):
 
 
 def failures_of(arguments, indices, counts):
-    """(index, draw, exception) of the calls that fail, all launched before the first is checked."""
+    """(index, draw, exception) of the calls that fail. Small ones are all launched before the first is checked."""
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
@@ -486,7 +497,9 @@ def failures_of(arguments, indices, counts):
         draw.call = "?"
         try:
             first = launch(draw, arguments.op)
-            if first:
+            if first and draw.real:
+                check(draw, first, first)
+            elif first:
                 launched.append((index, draw, first))
         except Exception as error:
             failed.append((index, draw, error))
