@@ -31,6 +31,29 @@ def test_a_short_campaign(op, size, calls, device, capfd):
     assert status == 0, capfd.readouterr().out
 
 
+# One more tile or block of rows than the GPU has multiprocessors, so that one of them gets two.
+ONE_MORE = {"size": "real", "broken": "False"} | {
+    f"{name}.{choice}": "1" for name in ("x", "a", "rows", "lead", "queries") for choice in ("tiles each", "more tiles")
+}
+ATTENTIONS = [
+    {"head": head, "dtype": f"torch.{dtype}", "mask": mask, "heads of a key head": "1"}
+    for head in ("40", "64", "96", "128", "256")
+    for dtype in ("bfloat16", "float32")
+    for mask in ("none", "bool", "added")
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "choices"),
+    [(op, {}) for op in sorted(ENTRIES)] + [("scaled_dot_product_attention", choices) for choices in ATTENTIONS],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
+)
+def test_one_more_tile_than_multiprocessors(op, choices, device):
+    """``make sanitize`` runs these calls."""
+    for index in range(2):
+        fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
+
+
 @pytest.mark.parametrize("op", ["attention", "scaled_dot_product_attention"])
 def test_attention_whose_formula_takes_one_sequence_at_a_time(op, device, monkeypatch):
     monkeypatch.setattr("fuzz.entries.MOST_SCORES", 1)
