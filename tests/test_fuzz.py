@@ -136,7 +136,7 @@ def calls_until_found(change, op, device, most=200):
         patch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))
         for index in range(most):
             try:
-                fuzzer.run(Draw(3, index, device), "faulty")
+                fuzzer.run(Draw(3, index, device, {"size": "small"}), "faulty")
             except AssertionError:
                 return index + 1
     return math.inf

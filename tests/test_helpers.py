@@ -141,6 +141,6 @@ def test_missing_terms_are_found(terms, missing, dtype):
         assert_product(wrong, a, b, name="dweight")
     exact = a.double() @ b.double()
     assert_norm_as_exact_as_torch(right, right, exact)
-    if dtype != torch.float64:
+    if dtype != torch.float64 and (dtype != torch.bfloat16 or missing / terms > 1e-4):  # more than its roundings
         with pytest.raises(AssertionError, match="root mean square"):
             assert_norm_as_exact_as_torch(wrong, right, exact)

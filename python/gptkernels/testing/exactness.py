@@ -96,11 +96,12 @@ def root_mean_square_error(result: Tensor, exact: Tensor) -> float:
 def assert_norm_as_exact_as_torch(
     ours: Tensor, torchs: Tensor, exact: Tensor, name: str = "out", torch_error: float = 0.0
 ) -> None:
-    """Hold the root mean square of our errors to the rule, with the rounding of an average element.
+    """Hold the root mean square of our errors to four times that of torch's, plus the rounding of an average element.
 
     Roundings average out, except those of equal elements: the mean counts more. So this finds faults that are smaller
-    than the largest rounding error, such as a term that a long sum leaves out. Results of fewer than 1000 elements
-    pass: they are too few for an average. So do those in float64, whose formula rounds like them.
+    than the largest rounding error, such as some terms that a long sum leaves out. Twice is too strict: where few
+    elements have most of the error, its root mean square differs more. Results of fewer than 1000 elements pass: they
+    are too few for an average. So do those in float64, whose formula rounds like them.
 
     Args:
         ours: our kernel's result.
@@ -118,7 +119,7 @@ def assert_norm_as_exact_as_torch(
     size = root_mean_square_error(torch.zeros_like(ours), exact)
     mean = abs(exact.where(exact.to(ours.dtype).isfinite(), 0.0).mean().item())
     torch_error = max(torch_error, root_mean_square_error(torchs, exact))
-    allowed = 2 * torch_error + info.eps * (size / 2 + mean) + info.smallest_normal * info.eps
+    allowed = 4 * torch_error + info.eps * (size / 2 + mean) + info.smallest_normal * info.eps
     error = root_mean_square_error(ours, exact)
     _demand(
         error <= allowed,
