@@ -166,6 +166,7 @@ def test_a_missing_row_is_found_where_torch_misses_it_too(device):
         return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
 
     replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
+    replaced |= {"x.rows of a tile": "4"}  # of many more rows one is less than bfloat16's rounding
     replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))

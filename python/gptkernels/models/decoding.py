@@ -394,7 +394,7 @@ class _Graphs:
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             from_device = state.new_tokens(begin, size)
-            tokens = torch.empty(from_device.shape, dtype=from_device.dtype, pin_memory=True)
+            tokens = torch.empty(from_device.shape, dtype=from_device.dtype, device="cpu", pin_memory=True)
             tokens.copy_(from_device, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()

@@ -17,16 +17,15 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that ``torch.autocast`` now casts to; None if it is off or does not know the device type (meta)."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    """The dtype that ``torch.autocast`` casts to; None if it is off, and for devices without kernels, such as meta."""
+    if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """A context without autocast, for any device type."""
-    available = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+    return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
