@@ -1,10 +1,12 @@
+// Softmax under the causal mask over the rows of (T, T) matrices: instances of softmax.cuh's kernels. out is 0 above
+// the diagonal.
+//
+// Both directions write whole rows but read no pack above the diagonal, half of each input on average. In the pack that
+// contains the diagonal, the elements above it are replaced before they are used.
 #include "../causal_softmax.h"
 #include "softmax.cuh"
 
 namespace gptkernels::cuda {
-
-// Both directions write whole rows but read no pack above the diagonal, half of each input on average. In the pack that
-// the diagonal divides, the elements above it are replaced before they are used.
 
 template <typename T>
 Status causal_softmax_forward(const CausalSoftmaxForward<T>& p, Stream stream) {

@@ -1,26 +1,26 @@
+// The classifier's backward for logits of one dtype, scaled = dlogits * dlosses, and the instances of its forward
+// (fused_classifier.cuh). The backward reads and writes dlogits once: 2 * N * Vp * sizeof(T) bytes.
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Reads and writes dlogits once: 2 * N * Vp * sizeof(T) bytes.
-
-// A gradient of 0 stays 0 even if dloss is infinite or NaN.
+// Returns d * dloss. A gradient of 0 stays 0 even if dloss is infinite or NaN.
 template <typename A>
 __device__ A scale_gradient(A d, A dloss) {
   return d == A(0) ? A(0) : d * dloss;
 }
 
-// In place and with a dloss of 1 for all rows, nothing changes.
+// Returns whether the backward is a no-op: in place and with a dloss of 1 for all rows.
 template <typename T>
-__device__ bool changes_nothing(const FusedClassifierBackward<T>& p) {
+__device__ bool is_no_op(const FusedClassifierBackward<T>& p) {
   return p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1);
 }
 
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kSimpleThreads)
     fused_classifier_backward_simple_kernel(const FusedClassifierBackward<T> p) {
-  if (changes_nothing(p)) return;
+  if (is_no_op(p)) return;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const accumulate_t<T> dloss = p.dlosses[p.dlosses_per_row ? row : 0];
     for_each_pack<kVec>(p.width, [&](int64_t column) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// An Op of row_part_launch.cuh.
+// The Op for launch_rows() (row_part_launch.cuh): loads a row, scales it and stores it.
 template <typename T_>
 struct ClassifierBackwardRow {
   using T = T_;
@@ -43,7 +43,7 @@ struct ClassifierBackwardRow {
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
-    if (changes_nothing(p)) return;
+    if (is_no_op(p)) return;
     const RowColumns<T, Team, kItems, kHasHeadTail, false, kOverflow> at(p.scaled, p.rows, p.width);
     RowPart x(p.dlogits, at, slots);
     const float dloss = p.dlosses[p.dlosses_per_row && Team::row() < p.rows ? Team::row() : 0];

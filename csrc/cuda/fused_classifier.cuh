@@ -1,4 +1,19 @@
-// The classifier's forward pass, for every dtype of the gradient: fused_classifier.cu, fp8_classifier.cu.
+// The classifier's forward pass: cross-entropy loss and the gradient dlogits of every row of logits (N, Vp), in one
+// pass. fused_classifier.cu and fp8_classifier.cu instantiate it for the dtypes of the gradient.
+//
+//   loss = log(sum(exp(x - max))) - (x[target] - max)              sums over the columns 0..V-1
+//   dlogits = dloss * (exp(x - max) / sum(exp(x - max)) - onehot(target))
+//
+// The kernels read the logits once and write dlogits once, N * Vp * (sizeof(T) + sizeof(Out)) bytes, and a target and a
+// loss per row.
+//
+// A row is processed like softmax's (row_part.cuh): the padded columns V..Vp-1 are masked and, in a row without a loss,
+// all columns are. The difference is the target's column, which the sum of exponentials leaves out. For a confident row
+// the sum of the others is small, and the loss and the gradient are computed from its digits; added to the target's 1,
+// they would be rounded away.
+//
+// A thread writes only columns that it has read itself, so dlogits may overwrite the logits. Every thread also reads
+// the target's logit, but before the reduction, and all writes come after it.
 #pragma once
 
 #include "../fused_classifier.h"
@@ -11,17 +26,7 @@
 
 namespace gptkernels::cuda {
 
-// Reads the logits once and writes dlogits once, N * Vp * (sizeof(T) + sizeof(Out)) bytes, and a target and a loss per
-// row.
-//
-// A row is softmax's (row_part.cuh): columns V..Vp are masked, and in a row without a loss all columns are. What
-// differs is the target's column. The sum of exponentials leaves it out: for a confident row the sum of the others is
-// small, and its digits are what loss and gradient consist of; added to the target's 1, they would be rounded away.
-//
-// A thread writes only columns that it has read itself, so dlogits may overwrite the logits. Every thread also reads
-// the target's logit; it does so before the reduction, and all writes come after it.
-
-// The target of a row; ignore_index beyond the last row.
+// Returns the target of a row; ignore_index for rows beyond the last.
 template <typename P>
 __device__ int64_t read_target(const P& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
@@ -29,12 +34,13 @@ __device__ int64_t read_target(const P& p, int64_t row) {
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-// Whether a row with this target has a loss. A target outside the vocabulary is never used as an index.
+// Returns whether a row with this target has a loss. A target outside the vocabulary is never used as an index.
 template <typename P>
 __device__ bool counts(const P& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
 }
 
+// Ends the kernel with an error if the target is neither ignore_index nor in the vocabulary.
 template <typename P>
 __device__ void check_target(const P& p, int64_t row, int64_t target) {
   if (target == p.ignore_index || counts(p, target)) return;
@@ -44,18 +50,18 @@ __device__ void check_target(const P& p, int64_t row, int64_t target) {
   __builtin_unreachable();  // frees the registers that the code after the call would need
 }
 
-// The loss of a row that has one, and what its gradients are computed from.
+// The loss of a row, and the numbers from which its gradients are computed.
 template <typename T>
 struct Classifier {
   using A = accumulate_t<T>;
 
-  A logit;  // the target's
+  A logit;  // the target's logit; 0 in a row without a loss
   A dloss;
-  // Known after set_sum():
+  // Set by set_sum():
   A max = 0;
   A rest = 0;  // the sum of exp(x - max) over all columns but the target's
   A scale = 0;
-  A at_target = 0;
+  A at_target = 0;  // the gradient of the target's logit
 
   template <typename P>
   __device__ Classifier(const P& p, int64_t row, int64_t target, bool has_loss)
@@ -75,11 +81,11 @@ struct Classifier {
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // With respect to a logit x of another column than the target's.
+  // Returns the gradient of a logit x in another column than the target's.
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
-// ---- any row: one block, which reads it from memory in both passes ----
+// ---- any row: one block per row, which reads it from memory in both passes ----
 
 template <int kVec, typename T, typename Out>
 __device__ void classify_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
@@ -117,7 +123,12 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows that fit into registers and shared memory ----
 
-// An Op of row_part_launch.cuh.
+// The Op for launch_rows() (row_part_launch.cuh):
+//
+//   load the row; mask the padded columns and the target's with -inf; maximum over the warp's part
+//   exponentials relative to the warp's maximum, and their sum
+//   combine maximum and sum over the team's warps
+//   store the gradients, and the loss
 template <typename T_, typename Out>
 struct ClassifierForwardRow {
   using T = T_;
@@ -126,12 +137,12 @@ struct ClassifierForwardRow {
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
-  // float32 exponentials take the place of the logits; in 16 bits they would be rounded, so they are computed twice.
+  // float32 exponentials replace the logits in place. In 16 bits they would be rounded, so they are computed twice.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
-    typename Team::template Meeting<MaxSum<T>> meeting;
+    typename Team::template Combine<MaxSum<T>> combine;
     const int64_t row = Team::row();
     const int64_t read = read_target(p, row);
     if (Team::thread() == 0) check_target(p, row, read);
@@ -160,7 +171,7 @@ struct ClassifierForwardRow {
       if constexpr (kInPlace) x.set(place, e);
     });
     own.total = warp_reduce<Sum, Team::kLanes>(own.total);
-    const MaxSum<T> all = own.of_team(meeting, ScaledExp<T>(1));
+    const MaxSum<T> all = own.reduce_over_team(combine, ScaledExp<T>(1));
 
     classifier.set_sum(all.max, static_cast<float>(all.total));
     const float factor = classifier.gradient(own.max);
@@ -175,8 +186,8 @@ struct ClassifierForwardRow {
   }
 };
 
-// The bits of a row do not depend on where dlogits is: columns are divided by the addresses of the logits, and logits
-// that are not aligned take the simple kernel, whose dlogits may have any alignment.
+// The bits of a row do not depend on the address of dlogits: the columns are divided by the addresses of the logits,
+// and if either array is not aligned, the simple kernel is used, whose dlogits may have any alignment.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

@@ -1,3 +1,4 @@
+// Instantiates softmax over the last dimension; softmax.cuh describes the kernels.
 #include "../softmax.h"
 #include "softmax.cuh"
 

@@ -1,11 +1,16 @@
-// Softmax over the rows of a matrix, and its backward: over whole rows, or over the columns that the causal mask
-// leaves.
+// Softmax over the rows of a matrix and its backward, over whole rows or over the columns that the causal mask leaves.
+// This file chooses the kernels.
 //
-// Every input is read once and the output is written once, so with enough loads in flight the kernels run at the
-// memory's rate. A row stays in registers and shared memory between its load and its store
-// (common/row_part_launch.cuh). The simple kernels read it from memory in both passes; they take all other rows:
-// float64; arrays with different offsets from 16 bytes; rows that are too many or too wide; and scales that are not
-// positive, or so small that x - max(x) overflows where scale * (x - max(x)) does not.
+// Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
+// bandwidth. They keep a row in registers and shared memory between its load and its store
+// (common/row_part_launch.cuh). The fallback is a simple kernel with one block per row, which reads the row from memory
+// in both passes. It handles
+//
+//   float64
+//   arrays with different offsets from a multiple of 16 bytes
+//   rows that are too many or too wide for the fast kernels
+//   scales below 1e-30: the fast kernels need a positive scale, and compute x - max(x), which may overflow where
+//     scale * (x - max(x)) does not
 //
 // A thread writes only columns that it has read itself, so the output may overwrite an input.
 #pragma once

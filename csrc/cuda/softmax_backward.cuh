@@ -1,5 +1,5 @@
-// Softmax backward over the rows of a matrix: dx = scale * out * (dout - sum(dout * out)). Reads dout and out, writes
-// dx.
+// Softmax backward over the rows of a matrix: dx = scale * out * (dout - sum(dout * out)). The kernels read dout and
+// out and write dx; one team (teams.cuh) has a row.
 #pragma once
 
 #include "common/packed.cuh"
@@ -11,13 +11,13 @@
 
 namespace gptkernels::cuda {
 
-// ---- any row: one block, which reads it from memory in both passes ----
+// ---- any row: one block per row, which reads it from memory in both passes ----
 
 template <typename T, int kVec, bool kCausal>
 __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel(const SoftmaxBackwardRows<T> p) {
   using A = accumulate_t<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    const int64_t columns = columns_of<kCausal>(row, p.width);
+    const int64_t columns = unmasked_columns<kCausal>(row, p.width);
     A d[kVec], o[kVec], dot = 0;
     const auto load_both = [&](int64_t column) {
       load_wide<kVec>(d, p.dout + row * p.width + column);
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel
 
 // ---- rows that fit into registers and shared memory ----
 
-// An Op of row_part_launch.cuh.
+// The Op for launch_rows() (row_part_launch.cuh): loads dout and out, sums their products, then stores dx.
 template <typename T_, bool kCausal>
 struct SoftmaxBackwardRow {
   using T = T_;
@@ -51,8 +51,8 @@ struct SoftmaxBackwardRow {
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int overflow) {
-    typename Team::template Meeting<sum_t<T>> meeting;
-    const int columns = columns_of<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));
+    typename Team::template Combine<sum_t<T>> combine;
+    const int columns = unmasked_columns<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));
     const RowColumns<T, Team, kItems, kHasHeadTail, kCausal, kOverflow> at(p.dx, p.rows, p.width, columns);
     RowPart dout(p.dout, at, slots);
     RowPart out(p.out, at, slots + overflow * blockDim.x);
@@ -66,7 +66,7 @@ struct SoftmaxBackwardRow {
       for (int k = 0; k < sizeof(d) / sizeof(float); ++k) products += sum_t<T>(d.v[k]) * sum_t<T>(o.v[k]);
     });
     products = warp_reduce<Sum, Team::kLanes>(products);
-    meeting(products, [](sum_t<T>& of_lane) { of_lane = warp_reduce<Sum>(of_lane); });
+    combine(products, [](sum_t<T>& lane_value) { lane_value = warp_reduce<Sum>(lane_value); });
     const float dot = static_cast<float>(products);
 
     at.store(p.dx, [&](auto place) {

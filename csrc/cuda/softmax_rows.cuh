@@ -1,4 +1,4 @@
-// What softmax's kernels are called with, for whole rows and for rows under the causal mask.
+// Arguments of softmax's kernels, for whole rows and for rows under the causal mask.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct SoftmaxRows {
   const T* x;
   int64_t rows;
   int64_t width;
-  accumulate_t<T> scale;  // of x
+  accumulate_t<T> scale;  // factor of x before the softmax
 };
 
 template <typename T>
@@ -26,10 +26,10 @@ struct SoftmaxBackwardRows {
   accumulate_t<T> scale;
 };
 
-// How many columns of a row the softmax is over: all, or under the causal mask those up to the diagonal of its square
-// matrix. The others are masked.
+// Returns how many columns of a row the softmax is over: all or, under the causal mask, those up to the diagonal of the
+// row's square matrix. The other columns are masked.
 template <bool kCausal, typename Index>
-__device__ Index columns_of(Index row, Index width) {
+__device__ Index unmasked_columns(Index row, Index width) {
   return kCausal ? row % width + 1 : width;
 }
 

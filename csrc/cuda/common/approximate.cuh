@@ -1,6 +1,6 @@
-// Exponentials and reciprocals that are as accurate as the dtype T of the final result needs. A kernel on bfloat16 can
-// issue about 30 instructions per element before it is slower than the memory, so 16-bit results take the hardware's
-// approximations, whose error disappears in the rounding to 16 bits.
+// Exponentials and reciprocals whose accuracy follows from T, the dtype of the kernel's result. A kernel on bfloat16
+// can issue about 30 instructions per element before it becomes slower than memory, so for 16-bit results these
+// functions use the hardware's approximate instructions, whose error disappears when the result is rounded to 16 bits.
 #pragma once
 
 #include "../device.h"
@@ -13,23 +13,25 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Beyond this, neighbouring floats are more than 1 apart: a rounded number is no origin for exponentials.
+// Above this magnitude, neighbouring float32 numbers are more than 1 apart: a rounded number cannot be the reference
+// that is subtracted before an exponential.
 constexpr float kFarFromZero = 0x1p24f;
 
-// 2^x in one instruction: relative error up to 2^-22; results below 2^-126 become 0.
+// Returns 2^x in one instruction: relative error up to 2^-22; results below 2^-126 are flushed to 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 / x for x >= 1 in one instruction: relative error up to 2^-23.
+// Returns 1 / x for x >= 1 in one instruction: relative error up to 2^-23.
 __device__ inline float reciprocal_approximately(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
+// Returns e^x, accurate enough for a result of dtype T.
 template <typename T>
 __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)
@@ -38,7 +40,7 @@ __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
     return exp(x);
 }
 
-// 1 / x for x >= 1.
+// Returns 1 / x for x >= 1, accurate enough for a result of dtype T.
 template <typename T>
 __device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)

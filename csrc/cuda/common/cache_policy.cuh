@@ -1,4 +1,5 @@
-// Accesses that say how long the L2 cache should keep what they touch.
+// Memory accesses with an L2 eviction priority: evict-first for data that is accessed once (*_once), evict-last for
+// data that should stay in the L2 cache until it is accessed again (kept_*).
 #pragma once
 
 #include <cstdint>
@@ -9,11 +10,11 @@ namespace gptkernels::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// What createpolicy.fractional makes of L2::evict_first and L2::evict_last for all of an access.
+// Cache policies, as createpolicy.fractional returns them for L2::evict_first and L2::evict_last with a fraction of 1.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
-// tensor_map.cuh's of four dimensions, for what is touched once.
+// tma_load() of a box of a four-dimensional tensor (tensor_map.cuh) with priority evict-first.
 __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                      uint32_t barrier) {
   asm volatile(
@@ -23,6 +24,7 @@ __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, in
       : "memory");
 }
 
+// tma_store() of a box of a four-dimensional tensor with priority evict-first.
 __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, int column, int row, int head,
                                       int batch) {
   asm volatile(
@@ -32,8 +34,8 @@ __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, i
       : "memory");
 }
 
-// Four float32 in global memory that stay in the cache, past the multiprocessor's own: accesses of one thread to an
-// element are in the program's order.
+// Accesses to four float32 in global memory (16-byte aligned) with priority evict-last. They are performed in the L2
+// cache and bypass L1, so one thread's store, addition and load of the same element take effect in program order.
 __device__ inline void kept_store(float* at, const float* x) {
   asm volatile("st.relaxed.gpu.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3]), "l"(kEvictLast)

@@ -1,4 +1,4 @@
-// Grid sizes, device limits and launch attributes.
+// Grid sizes, device limits, launch attributes, and programmatic dependent launch.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Calls ask(device) once for each device and caches the answer, which must not be 0. Every lambda has a type of its
-// own, so every call site has a cache of its own.
+// Calls ask(device) once per device and caches the answer, which must not be 0. Every lambda has its own type, so every
+// call site has its own cache.
 template <typename Ask>
 int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
@@ -32,6 +32,7 @@ int once_a_device(const Ask& ask) {
   return value;
 }
 
+// Returns the number of SMs of the current device.
 inline int multiprocessors() {
   return once_a_device([](int device) {
     int count = 0;
@@ -40,8 +41,8 @@ inline int multiprocessors() {
   });
 }
 
-// Whether the current device runs this kernel's code for sm_90 or later, so that what the kernel has under
-// `__CUDA_ARCH__ >= 900` is present. (A new device may run PTX of an older architecture.)
+// Returns whether the current device runs code of this kernel that was compiled for sm_90 or later, so that the parts
+// under `__CUDA_ARCH__ >= 900` are present. (A new device may run PTX of an older architecture.)
 template <auto kKernel>
 bool built_for_hopper() {
   return once_a_device([](int) {
@@ -51,13 +52,13 @@ bool built_for_hopper() {
          }) >= 90;
 }
 
-// The grid size for a grid-stride loop over `blocks` units of work.
+// Returns the grid size for a grid-stride loop over `blocks` blocks of work: at least 1, at most 2^31 - 1.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMaxGrid = 0x7FFFFFFF;
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// How many blocks of kThreads threads of this kernel are resident on an SM of the current device.
+// Returns how many blocks of kThreads threads of this kernel are resident on an SM of the current device.
 template <auto kKernel, int kThreads>
 int blocks_per_multiprocessor() {
   return once_a_device([](int) {
@@ -67,8 +68,8 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// The second argument of __launch_bounds__: two resident blocks of kThreads per SM, or one where an SM has too few
-// threads for two (sm_86 to sm_89, and sm_110 and later).
+// The second argument of __launch_bounds__ (minimum resident blocks per SM): 2, or 1 if an SM has too few threads for
+// two blocks of kThreads (sm_86 to sm_89, and sm_110 and later, have 1536).
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -80,8 +81,8 @@ constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// Calls fn(Constant<value>()), for a value of kMin..kMax: inside fn its `.value` is a compile-time constant and can be
-// a template argument.
+// Calls fn(Constant<value>()) for a value in kMin..kMax. Inside fn the argument's `.value` is a compile-time constant
+// and can be a template argument.
 template <int kMin, int kMax, typename Fn>
 void with_constant(int value, const Fn& fn) {
   if constexpr (kMax > kMin)
@@ -89,9 +90,9 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// The most dynamic shared memory that a block of this kernel can have on the current device, in bytes: the device's
-// limit less the kernel's static shared memory. The first call on a device raises the kernel's limit to this value (the
-// default is 48 KB).
+// Returns the largest dynamic shared memory, in bytes, of a block of this kernel on the current device: the device's
+// limit minus the kernel's static shared memory. The first call on a device raises the kernel's limit to this value
+// (the default is 48 KB).
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -105,7 +106,8 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
-// The configuration for cudaLaunchKernelEx. It points to the attribute (or null), which must outlive it.
+// Returns the configuration for cudaLaunchKernelEx. It points to `attribute` (which may be null), which must outlive
+// it.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
                                         cudaLaunchAttribute* attribute) {
   cudaLaunchConfig_t config = {};
@@ -118,6 +120,7 @@ inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_by
   return config;
 }
 
+// Returns the launch attribute for clusters of `blocks` thread blocks.
 inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -128,10 +131,12 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// From sm_90 on, a kernel can be launched while the previous kernel of its stream still runs, which hides the 1 to 2 us
+// From sm_90 on, a kernel can start while the previous kernel of its stream is still running, which hides the 1 to 2 us
 // between them (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it reads
-// what the previous one wrote. The previous kernel may call let_next_kernel_start() to start it before its own end.
+// what the previous kernel wrote. The previous kernel may call let_next_kernel_start() to start it before its own end.
+// Both are no-ops before sm_90.
 
+// Launches kKernel so that it may start early. It falls back to an ordinary launch before sm_90 and before CUDA 12.3.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
   cudaLaunchAttribute early = {};

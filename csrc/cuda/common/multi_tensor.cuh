@@ -9,26 +9,28 @@
 
 namespace gptkernels::cuda {
 
-// The size limit of a kernel's arguments that contain a list. CUDA allows 32764 bytes (from CUDA 12.1 and driver 530
-// on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer (docs/adamw.md).
+// The largest size, in bytes, of kernel arguments that contain a TensorList. CUDA allows 32764 bytes (from CUDA 12.1
+// and driver 530 on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer
+// (docs/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // the number of chunks of all tensors before this one; last, of all tensors
-  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all others have kSize
+  int32_t first_chunk[kCapacity + 1];  // chunks of all tensors before this one; the last entry is the total
+  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all other chunks have kSize
   void* pointers[kCapacity][kPointers];
 };
 
+// `size` elements of tensor `tensor` of a list, starting at element `begin`.
 struct Chunk {
   int tensor;
   int64_t begin;
   int size;
 };
 
-// This block's chunk: kSize elements, fewer at the end of a tensor.
+// Returns this block's chunk: kSize elements, or fewer at the end of a tensor.
 template <int kSize, typename List>
 __device__ Chunk this_chunk(const List& list) {
   const int block = static_cast<int>(blockIdx.x);
@@ -44,8 +46,8 @@ __device__ Chunk this_chunk(const List& list) {
   return {tensor, int64_t(block - list.first_chunk[tensor]) * kSize, last ? list.last_chunk_size[tensor] : kSize};
 }
 
-// Divides the tensors into chunks of kSize elements and calls launch(list, blocks) for each full list and for the rest.
-// Empty tensors are skipped. set(pointers, i) stores the pointers of tensor i.
+// Divides the tensors into chunks of kSize elements and calls launch(list, blocks) whenever a list is full, and once
+// for the remaining tensors. Empty tensors are skipped. set(pointers, i) stores the pointers of tensor i.
 template <typename List, int kSize, typename Set, typename Launch>
 void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
   List list;

@@ -1,5 +1,5 @@
-// Vectorized memory accesses of 16 bytes. Packed<T, N> (a pack) is N neighbouring elements that one instruction loads
-// or stores.
+// Vectorized memory accesses. A Packed<T, N> (a pack) is N neighbouring elements that one instruction loads or stores,
+// usually 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ struct alignas(sizeof(T) * N) Packed {
   T v[N];
 };
 
-// Elements of a 16-byte pack: 8 of bfloat16, 4 of float32, 2 of float64.
+// Elements of a 16-byte pack: 8 of bfloat16 or float16, 4 of float32, 2 of float64.
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// The dtype of a sum over many elements of T. A float32 result would owe most of its error to a float32 sum, so it
-// takes float64; a bfloat16 or float16 result is rounded far more coarsely than a float32 sum.
+// The dtype for a sum over many elements of T. A float32 sum would cause most of the error of a float32 result, so it
+// is computed in float64. A 16-bit result is rounded far more coarsely than a float32 sum.
 template <typename T>
 using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -33,8 +33,8 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// Converts a pack to accumulators (float32; float64 for float64), and back. A bfloat16 is the upper half of a float32,
-// so each of the two in a 32-bit word takes one instruction (a shift or a mask).
+// Converts a pack to accumulators: float32, or float64 for float64. A bfloat16 is the upper half of a float32, so each
+// of the two in a 32-bit word takes one instruction (a shift or a mask).
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
@@ -50,7 +50,7 @@ __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   }
 }
 
-// Adds the pack's elements to `sum`, one by one.
+// Adds a pack to `sum`, element by element.
 template <typename T, int N>
 __device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) {
   accumulate_t<T> values[N];
@@ -59,6 +59,7 @@ __device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) 
   for (int i = 0; i < N; ++i) sum[i] += values[i];
 }
 
+// Rounds accumulators to T. The 16-bit types are converted in pairs, one instruction for two elements.
 template <typename T, int N>
 __device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
   Packed<T, N> packed;
@@ -79,8 +80,8 @@ __device__ Packed<T, N> load(const T* p) {
   return *reinterpret_cast<const Packed<T, N>*>(p);
 }
 
-// Stores to global memory. The intrinsic guarantees one 16-byte store; assigning the struct may compile to a store for
-// each member, which the compiler does not always merge in unrolled loops.
+// Stores a pack to global memory. The intrinsic guarantees one 16-byte store; an assignment of the struct may compile
+// to one store per element, which the compiler does not always merge in unrolled loops.
 template <int N, typename T>
 __device__ void store(T* p, const Packed<T, N>& value) {
   if constexpr (sizeof(value) == sizeof(uint4))
@@ -89,30 +90,31 @@ __device__ void store(T* p, const Packed<T, N>& value) {
     *reinterpret_cast<Packed<T, N>*>(p) = value;
 }
 
-// Loads N neighbouring elements as accumulators.
+// Loads N neighbouring elements and converts them to accumulators.
 template <int N, typename T>
 __device__ void load_wide(accumulate_t<T> (&out)[N], const T* p) {
   widen(out, load<N>(p));
 }
 
+// Rounds N accumulators to T and stores them.
 template <int N, typename T>
 __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
   store<N>(p, narrow<T>(values));
 }
 
-// Whether all these pointers are multiples of 16 bytes. A null pointer is one.
+// Returns whether all these pointers are multiples of 16 bytes. A null pointer counts as aligned.
 template <typename... Pointers>
 bool all_aligned(const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time.
+// Returns whether the rows of these (N, width) arrays can all be accessed 16 bytes at a time.
 template <typename T, typename... Pointers>
 bool can_vectorize(int64_t width, const Pointers*... pointers) {
   return width % kPack<T> == 0 && all_aligned(pointers...);
 }
 
-// Whether all these pointers have the same offset from a multiple of 16 bytes.
+// Returns whether all these pointers have the same offset from a multiple of 16 bytes.
 template <typename First, typename... Pointers>
 bool same_misalignment(const First* first, const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(first) % 16 == reinterpret_cast<uintptr_t>(pointers) % 16) && ...);

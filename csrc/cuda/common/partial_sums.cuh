@@ -1,5 +1,11 @@
 // The second stage of a sum over the rows of a large matrix. Each block of the first stage wrote one row of partial
-// sums; this kernel adds these rows in a fixed order.
+// sums; partial_sums_kernel adds these rows in a fixed order, so equal inputs give equal bits.
+//
+// A block of kWarp x kSumRows threads takes kWarp columns:
+//
+//   each warp adds every kSumRows-th row of these columns, one column per lane
+//   the warps' sums are transposed through shared memory
+//   each warp adds the kSumRows sums of one column and writes the result
 #pragma once
 
 #include <cstdint>
@@ -10,8 +16,8 @@
 
 namespace gptkernels::cuda {
 
-// Adds partials (count, width) over count. The first `split` columns of the result go to `first`, as many more to
-// `second`, the others to `third`; each may be null, and is then not written.
+// The sum over the rows of `partials` (count, width). The first `split` columns of the result go to `first`, the next
+// `split` to `second`, the others to `third`. Columns whose pointer is null are not written.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -23,9 +29,8 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// A block takes kWarp columns. Each of its kSumRows warps adds every kSumRows-th row; the warps' sums are then added
-// through shared memory. There are at most a few hundred rows, so a thread has a handful of loads, all in flight at
-// once.
+// Warps of a block. There are at most a few hundred rows of partial sums, so a thread has a handful of loads, all in
+// flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>
@@ -40,7 +45,7 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  // Transposed: each warp adds the kSumRows sums of one column.
+  // The access is transposed: each warp adds the kSumRows sums of one column.
   const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;

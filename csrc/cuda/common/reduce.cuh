@@ -1,5 +1,5 @@
 // Sums and maxima over the lanes of a warp or the threads of a block. The order of the additions depends on the launch
-// shape alone, so equal launches give equal bits.
+// shape only, so equal launches give equal bits.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Sum {
   }
 };
 
-// The maximum, ignoring NaNs; one instruction.
+// The maximum, ignoring NaNs, in one instruction.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -23,7 +23,7 @@ struct FiniteMax {
   }
 };
 
-// Reduces over groups of kLanes neighbouring lanes; every lane gets its group's result.
+// Reduces over groups of kLanes neighbouring lanes. Every lane gets the result of its group.
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll
@@ -31,13 +31,13 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// The sum over a one-dimensional block, returned to every thread. All threads must call it.
+// Returns the sum over a one-dimensional block to every thread. All threads must call it.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);
   __shared__ A warps[kWarp];
   const int lane = threadIdx.x % kWarp;
-  __syncthreads();  // until then, threads may still read the previous call's sums
+  __syncthreads();  // threads may still be reading the sums of the previous call
   if (lane == 0) warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   return warp_reduce<Sum>(lane < static_cast<int>(blockDim.x) / kWarp ? warps[lane] : A(0));

@@ -1,9 +1,10 @@
-// A row in the registers of its team (the drawing is in teams.cuh).
+// A row of a matrix in the registers of its team (teams.cuh has a drawing).
 //
-// A pack has kVec elements: 16 bytes, or as many as those of another row, of a wider dtype, that has the same columns.
-// The packs stay in the dtype of memory, which takes half of float32's registers for 16-bit types, and every pass
-// converts them again. The first kUnguarded packs of every thread are always within the row; only the others are
-// compared with the width. (Comparing all of them in every pass takes about 10 % more instructions.)
+// A pack has kVec elements: 16 bytes, or the number of elements in 16 bytes of a wider dtype whose rows have the same
+// columns per thread (Row::With). Packs stay in the dtype of memory, which for 16-bit types takes half the registers of
+// float32, and every pass over the row converts them again. The first kUnguarded packs of every thread are known to be
+// within the row; only the others are compared with the width. (Comparing all of them in every pass takes about
+// 10 % more instructions.)
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// As store_narrow, with one store also for packs of 8 bytes.
+// Same as store_narrow, but also guarantees a single store for packs of 8 bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -30,24 +31,26 @@ struct Row {
   using A = accumulate_t<T>;
   static constexpr int kVec = kVec_;
   template <typename X>
-  using With = Row<X, Team, kItems_, kUnguarded, kVec>;  // a row of X with the same columns in each thread
+  using With = Row<X, Team, kItems_, kUnguarded, kVec>;  // a row of dtype X with the same columns in each thread
   static constexpr int kItems = kItems_;                 // packs per thread
   Packed<T, kVec> packs[kItems];
 
-  // The first column of this thread's pack i.
+  // Returns the first column of this thread's pack i.
   static __device__ int column(int i) { return (i * Team::threads() + Team::thread()) * kVec; }
 
-  // Whether this thread's pack i is within the row.
+  // Returns whether this thread's pack i is within the row.
   static __device__ bool has(int i, int width) { return i < kUnguarded || column(i) < width; }
 
-  // Issues every load before the first value is used, to have as many bytes in flight as possible.
+  // Loads this thread's packs of the row. Every load is issued before the first value is used, to have as many bytes in
+  // flight as possible.
   __device__ void load(const T* row, int width) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  // Writes whole 32-bit words; written element by element, the compiler keeps each 16-bit half in its own register.
+  // Sets all elements to `value`. It writes whole 32-bit words, because element by element the compiler would keep each
+  // 16-bit half in a separate register.
   __device__ void fill(A value) {
     A values[kVec];
 #pragma unroll
@@ -57,8 +60,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Prevents the compiler from converting 16-bit packs before a loop and keeping the float32 values in registers, twice
-  // as many: it has to assume that this call changes the packs.
+  // Keeps 16-bit packs packed: the compiler has to assume that this call changes them, so it cannot convert them before
+  // a loop and keep the float32 values, which need twice as many registers.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -69,7 +72,7 @@ struct Row {
     }
   }
 
-  // Calls fn(i, x) for the packs within the row, with x the kVec elements of pack i as accumulators.
+  // Calls fn(i, x) for each pack i within the row; x holds its kVec elements as accumulators.
   template <typename Fn>
   __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
@@ -81,7 +84,7 @@ struct Row {
     }
   }
 
-  // As each(), and stores the x that fn leaves back into the pack.
+  // Same as each(), and stores x, as fn leaves it, back into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

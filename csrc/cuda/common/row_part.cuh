@@ -1,14 +1,23 @@
-// The part of a row that one thread of its team (teams.cuh) works on, at any width and any alignment: which columns
-// these are, their loads, and their stores.
+// The part of a row that one thread of its team (teams.cuh) works on, for rows of any width and alignment: which
+// columns it has, their loads, and their stores.
 //
 // Packs are 16 bytes at multiples of 16 bytes, wherever the row starts. Fewer than kVec elements are left before the
-// first pack (the head) and after the last (the tail); each of the row's first 2 * kVec threads takes at most one of
-// them. A row of 21 bfloat16 that starts 10 bytes after a multiple of 16:
+// first pack (the head) and after the last pack (the tail); they are divided one by one among the row's first 2 * kVec
+// threads, head elements to threads 0..kVec-1 and tail elements to threads kVec..2*kVec-1. A row of 21 bfloat16 that
+// starts 10 bytes after a multiple of 16:
 //
 //   address      0                16               32               48
 //                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |
 //                           head   pack 0           pack 1           tail
 //   thread                  0 1 2  0                1                8 9
+//
+// A kernel processes its elements through a RowColumns, which says where they are, and one RowPart per array, which
+// holds them:
+//
+//   RowColumns at(base, rows, width);
+//   RowPart x(p.x, at, slots);                                   starts the loads
+//   at.each([&](auto place) { sum += f(x[place]); });            `place` is InRegisters, InShared or AtEdge
+//   at.store(p.out, [&](auto place) { return g(x[place]); });
 #pragma once
 
 #include <cuda_pipeline.h>
@@ -20,21 +29,21 @@
 
 namespace gptkernels::cuda {
 
-// The places of a thread's elements. A kernel works on them by generic lambdas, which are called with one of these.
+// Places of a thread's elements. Kernels process them with generic lambdas, which are called with one of these types.
 struct PackAt {
   int i;  // this thread's pack i
 };
 struct InRegisters : PackAt {};  // i < kItems
 struct InShared : PackAt {};     // i >= kItems
-struct AtEdge {};                // one element, of the head or the tail
+struct AtEdge {};                // the thread's element of the head or the tail
 
-// The elements at a place, as float32.
+// The elements of a place, as float32.
 template <int N>
 struct Values {
   float v[N];
 };
 
-// float32 values at a thread's places in registers.
+// float32 values for a thread's places in registers.
 template <int kItems, int kVec>
 struct RowValues {
   Values<kVec> packs[kItems];
@@ -43,11 +52,15 @@ struct RowValues {
   __device__ auto& operator[](AtEdge) { return edge; }
 };
 
-// This thread's columns: every threads()-th pack, of which the first kItems are in registers, and at most one edge
-// element. With kOverflow there may be more packs than kItems, which are in shared memory. Then the threads are counted
-// from the start of the first pack's 128-byte line, so that each warp writes whole lines; the threads before the first
-// pack have none there. Without kHasHeadTail rows consist of whole packs. With kMasked only the first columns of a row
-// are read; the others, which are masked, are written as 0.
+// This thread's columns of its team's row: every threads()-th pack, and at most one edge element. The first kItems
+// packs are in registers.
+//
+//   kHasHeadTail   rows may have a head and a tail; otherwise they consist of whole packs
+//   kMasked        only the first `columns` columns of a row are read; the others are masked, and written as 0
+//   kOverflow      a thread may have more than kItems packs, of which the rest are in shared memory
+//
+// With kOverflow, threads are counted from the start of the 128-byte line that contains the first pack, so that each
+// warp writes whole lines. The threads that come before the first pack have no pack in that line.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:
@@ -56,8 +69,8 @@ class RowColumns {
   static constexpr int kItems = kItems_;
   static constexpr bool kOverflow = kOverflow_;
 
-  // For this team's row of the (rows, width) matrix at `base`. kMasked: `columns` of it are not masked. Beyond the last
-  // row there are no columns.
+  // The columns of this team's row of the (rows, width) matrix at `base`. If kMasked, the first `columns` of them are
+  // not masked. A team beyond the last row has no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
     if (Team::row() >= rows) width = 0;
     width_ = static_cast<int>(width);
@@ -72,11 +85,11 @@ class RowColumns {
 
   __device__ int64_t begin() const { return begin_; }  // the row's offset in the matrix
 
-  // The first column of a place.
+  // Returns the first column of a place.
   __device__ int column(PackAt at) const { return first_ + at.i * Team::threads() * kVec; }
   __device__ int column(AtEdge) const { return edge_; }
 
-  // Calls fn(place) for this thread's places, but not for those where all columns are masked.
+  // Calls fn(place) for this thread's places, except those whose columns are all masked.
   template <typename Fn>
   __device__ void each(const Fn& fn) const {
 #pragma unroll
@@ -89,8 +102,8 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes this thread's part of the row: Values fn(place), and 0 where columns are masked. Out may have a store_narrow
-  // of its own.
+  // Writes this thread's part of the row: the Values that fn(place) returns, and 0 in masked columns. The element type
+  // Out may overload store_narrow.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;
@@ -114,11 +127,11 @@ class RowColumns {
     }
   }
 
-  // Whether any column of a place is unmasked.
+  // Returns whether any column of a place is unmasked.
   __device__ bool unmasked(PackAt at) const { return within(column(at), kMasked ? min(columns_, end_) : end_); }
   __device__ bool unmasked(AtEdge) const { return kHasHeadTail && edge_ < columns_; }
 
-  // Replaces the masked elements at a place.
+  // Replaces the masked elements of a place.
   template <typename Element, int N>
   __device__ void mask(Element (&x)[N], auto at, Element by) const {
     if constexpr (kMasked) {
@@ -129,7 +142,7 @@ class RowColumns {
     }
   }
 
-  // Replaces the element of `column` if it is at this place.
+  // Replaces the element in column `column` if this place contains it.
   template <typename Element, int N>
   __device__ void replace(Element (&x)[N], auto at, int column, Element by) const {
     const int k_there = column - this->column(at);
@@ -142,12 +155,12 @@ class RowColumns {
  private:
   static constexpr int kLine = 128 / sizeof(T);
 
-  // The number of elements from p to the next address that is a multiple of so many elements.
+  // Returns the number of elements from p to the next address that is a multiple of `multiple` elements.
   static __device__ int elements_to(int multiple, const T* p) {
     return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
   }
 
-  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // RowPart's, to shared memory
+  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // RowPart's copies to shared memory
 
   __device__ bool has(PackAt at) const { return within(column(at), end_); }
   static __device__ bool within(int column, int end) {
@@ -156,22 +169,23 @@ class RowColumns {
 
   int64_t begin_;
   int width_;
-  int columns_;  // that are not masked
-  int first_;
-  int end_;
-  int edge_ = 0;
+  int columns_;   // unmasked columns
+  int first_;     // the first column of this thread's pack 0; negative or beyond end_ if it has none
+  int end_;       // the end of the row's last whole pack
+  int edge_ = 0;  // the column of this thread's edge element; width_ or more if it has none
 };
 
-// The elements of these columns, in the dtype of memory: for 16-bit types half the registers of float32. A thread
-// accesses only its own slots in shared memory.
+// A thread's elements of one array, at the places of a RowColumns. They stay in the dtype of memory, which for 16-bit
+// types takes half the registers of float32. A thread accesses only the slots of shared memory that it has written
+// itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;
   static constexpr int kVec = Columns::kVec;
 
  public:
-  // Issues every load before the first value is used, to have as many bytes in flight as possible. `slots` is the
-  // block's shared memory: one pack for each thread and pack beyond kItems.
+  // Starts the loads. Every load is issued before the first value is used, to have as many bytes in flight as possible.
+  // `slots` is shared memory for one pack per thread of the block and pack beyond kItems.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll
@@ -185,13 +199,14 @@ class RowPart {
     if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
   }
 
-  // The elements at a place, in the dtype of memory.
+  // Returns the elements of a place in the dtype of memory.
   __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
   __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
   __device__ auto& raw(AtEdge) { return edge_; }
 
-  // The same, as float32. The asm statement hides from the compiler that an earlier pass converted the same pack;
-  // otherwise it keeps the float32 values, in twice as many registers, to save the conversion.
+  // Returns the elements of a place as float32. The asm statement hides from the compiler that an earlier pass
+  // converted the same pack; otherwise it would keep the float32 values, in twice as many registers, to save the
+  // conversion.
   template <typename Place>
   __device__ auto operator[](Place at) {
     auto& packed = raw(at);
@@ -204,7 +219,7 @@ class RowPart {
     return x;
   }
 
-  // Replaces the elements at a place.
+  // Replaces the elements of a place.
   template <typename Place, int N>
   __device__ void set(Place at, const Values<N>& x) {
     raw(at) = narrow<T>(x.v);

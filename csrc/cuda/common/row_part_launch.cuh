@@ -1,22 +1,24 @@
-// The launch of kernels that keep a row in registers and shared memory between its load and its store (row_part.cuh):
+// Launches for kernels that load a row once, keep it in registers and shared memory, and store it once (row_part.cuh).
+// The width of a row selects the kernel:
 //
-//   up to 128 packs of 16 bytes    in registers of 8, 16 or 32 lanes             rows_by_lanes_kernel
-//   up to 4096 packs (64 KB)       in registers of a block                       rows_by_block_kernel
-//   up to about 160 KB             in registers and shared memory of a block     rows_by_block_kernel
-//   up to 4 MB (sm_90 and later)   in those of a cluster of up to 16 blocks      rows_by_cluster_kernel
+//   up to 128 packs of 16 bytes    registers of 8, 16 or 32 lanes                      rows_by_lanes_kernel
+//   up to 4096 packs (64 KB)       registers of a block                                rows_by_block_kernel
+//   up to about 160 KB             registers and shared memory of a block              rows_by_block_kernel
+//   up to 4 MB (sm_90 and later)   registers and shared memory of a cluster of up to
+//                                  16 blocks                                           rows_by_cluster_kernel
 //
-// What is done with a row is an Op:
+// The computation on a row is an Op:
 //
 //   struct Op {
-//     using T, Arguments;                    Arguments has rows and width
+//     using T, Arguments;                    Arguments has `rows` and `width`
 //     static constexpr RowShapes kShapes;
 //     template <bool kHasHeadTail, bool kOverflow>
-//     static constexpr int kThreads;         the most threads of a block
+//     static constexpr int kThreads;         the largest block
 //     template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
-//     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   for the team's row
+//     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   processes the team's row
 //   };
 //
-// `slots` is shared memory: `overflow` packs for each of the block's threads, for one array after another.
+// `slots` is the block's dynamic shared memory: for one array after another, `overflow` packs per thread.
 #pragma once
 
 #include <algorithm>
@@ -32,19 +34,19 @@ namespace gptkernels::cuda {
 
 constexpr int kRowItems = 4;  // packs per thread in registers
 
-// What an Op can choose, as measurements say.
+// Launch parameters that an Op chooses by measurement.
 struct RowShapes {
-  int arrays = 1;                 // that are kept
-  int resident = 2;               // blocks on an SM, 1 or 2. Of two, one loads while the other computes
-  bool overflow_in_block = true;  // whether a block may keep packs in shared memory; otherwise a cluster does
-  int cluster_packs = 2048;       // of a row, for each block of a cluster
+  int arrays = 1;                 // arrays whose rows are kept
+  int resident = 2;               // blocks per SM, 1 or 2: of two blocks, one loads while the other computes
+  bool overflow_in_block = true;  // a block may keep packs in shared memory; if not, a cluster does
+  int cluster_packs = 2048;       // packs of a row per block of a cluster, at most
   int cluster_items = 12;         // packs per thread of a cluster, at most
-  bool wide_head_tail = false;    // compile rows that a warp cannot hold always with head and tail
+  bool wide_head_tail = false;    // rows wider than a warp can hold always use the code with head and tail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// The threads of a block of Lanes teams. Small blocks balance best.
+// Threads per block for Lanes teams. Small blocks balance the load best.
 template <int kItems>
 constexpr int kLanesThreads = kItems == 1 ? 128 : 64;
 
@@ -76,8 +78,8 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
-// The block for a row of so many packs in each of `arrays` arrays, or for a cluster block's part of such a row. Packs
-// beyond the registers are in shared memory.
+// The block shape for a row of `packs` packs in each of `arrays` arrays, or for the part of such a row that one block
+// of a cluster has. Packs that do not fit into registers (kRowItems per thread) are in shared memory.
 struct BlockShape {
   unsigned threads;
   int overflow;  // packs per thread in shared memory, of each array
@@ -89,17 +91,20 @@ struct BlockShape {
         shared_bytes(arrays * overflow * threads * 16) {}
 };
 
-// The fewest whole warps' threads that hold so many packs with `items` each.
+// Returns the smallest number of threads, in whole warps, that hold `packs` packs with `items` packs each.
 inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
+// Returns the smallest block that needs at most kRowItems packs per thread or, if that is more than most_threads, the
+// fewest packs per thread.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t most_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// The packs of a row, plus those of its first 128-byte line that lie before it (RowColumns' kOverflow).
+// Returns the number of packs of a row, plus those in front of it in its first 128-byte line, from which RowColumns
+// counts the threads if kOverflow is set. At most 7 packs are in front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
@@ -111,8 +116,8 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// The fewest blocks with at most cluster_packs of the row each: 32 or 64 KB. An SM then has blocks of several rows,
-// some of which load while others compute or synchronise.
+// Returns the smallest cluster, up to most_blocks, whose blocks have at most cluster_packs packs of the row each (32 or
+// 64 KB). An SM then has blocks of several rows, some of which load while others compute or synchronise.
 inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t most_blocks, int64_t most_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
@@ -122,8 +127,8 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t mo
   return {blocks, {part, op.arrays, threads}};
 }
 
-// The most blocks, a power of 2, in a cluster of this kernel on the current device, whatever the blocks' shape; 1 if
-// there are no clusters.
+// Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape;
+// 1 if it has no clusters.
 template <auto kKernel, int kMostThreads>
 int64_t most_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -141,7 +146,8 @@ int64_t most_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Launches one cluster per row, if a cluster can hold a row. (Rows this wide are never too many for a grid.)
+// Launches one cluster per row. Returns false if a cluster cannot hold a row. (The grid limit is no concern: rows this
+// wide do not fit into memory in such numbers.)
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
@@ -156,7 +162,7 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// Rows that a warp cannot hold.
+// Launches rows that a warp cannot hold. Returns false if no kernel supports them.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;
@@ -167,7 +173,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // 3 packs per thread where 4 would leave more of them beyond the row's end.
+    // Use 3 packs per thread if 4 would leave more of them beyond the row's end.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -178,7 +184,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   if constexpr (Op::kShapes.overflow_in_block) {
     constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
     constexpr int kResident = Op::kShapes.resident;
-    constexpr int kReserved = 1024;  // bytes that CUDA reserves in each block
+    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves for each block
     const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
     if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
       kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
@@ -188,9 +194,11 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Returns false if no kernel takes these rows: more than a grid has blocks, or too wide. `base` is the array by whose
-// addresses the columns are divided (RowColumns); all arrays have the same offset from 16 bytes. `aligned`: rows start
-// at multiples of 16 bytes. Such rows are compiled without head and tail, and narrow ones share a warp.
+// Launches the kernel that supports these rows. Returns false, without a launch, if there is none: more rows than a
+// grid has blocks, or rows too wide. `base` is the array whose addresses determine how the columns are divided into
+// packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes. `aligned` means that every row
+// starts at a multiple of 16 bytes and consists of whole packs. Such rows use code without head and tail, and narrow
+// rows share a warp.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

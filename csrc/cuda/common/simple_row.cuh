@@ -1,5 +1,5 @@
-// For the simple kernels (*_simple_kernel): one block per row, which reads the row from memory again in each pass. They
-// take every width, alignment and dtype that an op's fast kernels do not.
+// Helpers for the simple kernels (*_simple_kernel): one block per row, which reads the row from memory again in each
+// pass. They are the fallback for every width, alignment and dtype that an op's fast kernels do not support.
 #pragma once
 
 #include <algorithm>
@@ -13,14 +13,14 @@ namespace gptkernels::cuda {
 
 constexpr int kSimpleThreads = 512;
 
-// The block of a simple kernel: whole warps, no more than a row has packs of kVec elements.
+// Returns the threads per block of a simple kernel: whole warps, up to kSimpleThreads, and no more warps than the row
+// has work for at kVec elements per thread.
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
 }
 
-// Calls fn(Constant<kVec>()) with the elements that a simple kernel accesses at once: packs of 16 bytes, or single
-// ones.
+// Calls fn(Constant<kVec>()), where kVec is the number of elements per access: a 16-byte pack, or 1.
 template <typename T, typename Fn>
 void with_packs(bool can_vectorize, const Fn& fn) {
   can_vectorize ? fn(Constant<kPack<T>>{}) : fn(Constant<1>{});

@@ -1,5 +1,6 @@
-// The maximum of a row and the sum of its exponentials: in one pass (SoftmaxSum, online softmax) where every pass reads
-// the row from memory, in two (MaxSum) where the row is in registers and shared memory.
+// The maximum of a row and the sum of its exponentials. SoftmaxSum computes both in one pass (online softmax), for
+// kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and shared
+// memory.
 #pragma once
 
 #include <limits>
@@ -12,9 +13,9 @@
 
 namespace gptkernels::cuda {
 
-// The maximum, and the sum of exp(x - maximum), which is rescaled whenever the maximum grows. The maximum starts at the
-// lowest finite number, not at -inf: as long as all x are -inf, the sum is 0 and not NaN. The maximum ignores NaNs;
-// they show in the sum.
+// The maximum of the elements added so far, and the sum of exp(x - maximum), which is rescaled whenever the maximum
+// grows. The maximum starts at the lowest finite number, not at -inf, so that the sum is 0 and not NaN as long as all x
+// are -inf. The maximum ignores NaNs; they make the sum NaN.
 template <typename T>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
@@ -33,7 +34,7 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Raises the maximum to at least x, without adding x to the sum.
+  // Raises the maximum to at least x without adding x to the sum.
   __device__ void include_max(A x) { merge({x, 0}); }
 
   __device__ void merge(const SoftmaxSum& other) {
@@ -42,24 +43,24 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // The combination over a warp, given to every lane.
+  // Combines the values of a warp's lanes; every lane gets the result.
   __device__ void warp_reduce() {
     const A largest = cuda::warp_reduce<FiniteMax>(max);
     total = cuda::warp_reduce<Sum>(total * exp_for<T>(max - largest));
     max = largest;
   }
 
-  // The combination over a block, given to every thread.
+  // Combines the values of a block's threads; every thread gets the result.
   __device__ void block_reduce() {
-    __syncthreads();  // until then, threads may still read the values of the previous call
+    __syncthreads();  // threads may still be reading the values of the previous call
     warp_reduce();
-    BlockMeeting<SoftmaxSum>()(*this, [](SoftmaxSum& of_lane) { of_lane.warp_reduce(); });
+    BlockCombine<SoftmaxSum>()(*this, [](SoftmaxSum& lane_value) { lane_value.warp_reduce(); });
   }
 };
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// exp(scale * x). The scale is part of the factor that turns e^x into 2^x, so it takes no instruction.
+// Computes exp(scale * x). The scale is folded into the factor that turns e^x into 2^x, so it costs no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -70,13 +71,14 @@ struct ScaledExp {
     return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
   }
 
-  // exp(scale * x) / 2^y; for 16-bit types.
+  // Returns exp(scale * x) / 2^y, for 16-bit types only.
   __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
 
+// Returns the maximum of a pack, ignoring NaNs.
 template <typename T, int N>
 __device__ float largest_of(const Packed<T, N>& pack) {
-  if constexpr (sizeof(T) == 2 && N == 8) {  // two at a time, before their conversion
+  if constexpr (sizeof(T) == 2 && N == 8) {  // compares pairs of 16-bit numbers before converting them
     using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
     const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
     const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
@@ -88,21 +90,22 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// The maximum of some x, and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite number, so that
-// x - max is never inf - inf, and ignores NaNs, which show in the sum.
+// The maximum of a thread's elements x, and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite
+// number, so that x - max is never inf - inf, and ignores NaNs, which make the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // Each warp sums relative to its own maximum. So the warps of a team synchronise once, not twice.
-  template <typename Meeting>
-  __device__ MaxSum of_team(Meeting& meeting, const ScaledExp<T>& exponential) const {
+  // Returns the maximum and the sum over the team. On entry, `max` and `total` are already reduced over the warp: each
+  // warp has summed relative to its own maximum, so the warps of a team synchronise once instead of twice.
+  template <typename Combine>
+  __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;
-    meeting(all, [&](MaxSum& of_lane) {
-      const float max = warp_reduce<FiniteMax>(of_lane.max);
-      of_lane.total = warp_reduce<Sum>(of_lane.total * sum_t<T>(exponential(of_lane.max - max)));
-      of_lane.max = max;
+    combine(all, [&](MaxSum& lane_value) {
+      const float max = warp_reduce<FiniteMax>(lane_value.max);
+      lane_value.total = warp_reduce<Sum>(lane_value.total * sum_t<T>(exponential(lane_value.max - max)));
+      lane_value.max = max;
     });
     return all;
   }

@@ -1,19 +1,19 @@
-// Teams: the threads that share a row of a matrix. A kernel over rows is a template over its team, which says
+// Teams: the threads that share a row of a matrix. A kernel over rows is a template on its team, a type with
 //
 //   row()                the row of this thread's team
-//   thread(), threads()  this thread's number in its team, and how many threads the team has
-//   kLanes, kOneWarp     how many lanes of a warp share a row, and whether these are the whole team
+//   thread(), threads()  this thread's index in its team, and the number of threads of the team
+//   kLanes, kOneWarp     the number of lanes of a warp that share a row, and whether they are the whole team
 //
-//   team           threads of a row       rows of a block     combine values by        used by
+//   team           threads of a row       rows of a block     combines values through  used by
 //   -------------  ---------------------  ------------------  -----------------------  -----------------------------
 //   Lanes<k, n>    k: 8, 16 or 32 lanes   n / k               shuffles                 softmax, fused_classifier
 //   Warp           32                     blockDim.y          shuffles                 layernorm
 //   Block          blockDim.x             1                   shared memory            layernorm forward, softmax,
 //                                                                                      fused_classifier
 //   BlockPart      blockDim.x             blockDim.y          shared memory            layernorm backward
-//   Cluster        2 to 16 blocks         1 for a cluster     distributed shared mem.  softmax, fused_classifier
+//   Cluster        2 to 16 blocks         1 per cluster       distributed shared mem.  softmax, fused_classifier
 //
-// Threads 0, 1, 2, ... of a team take packs 0, 1, 2, ... of 16 bytes, so that a warp accesses 512 neighbouring bytes. A
+// Threads 0, 1, 2, ... of a team have packs 0, 1, 2, ... of 16 bytes, so that a warp accesses 512 contiguous bytes. A
 // row of 768 bfloat16 is 96 packs, which a Warp holds as 3 packs per thread:
 //
 //   column   0     8     16         248   256              504   512              760
@@ -22,19 +22,20 @@
 //          +-----+-----+-----+---+-----+-----+-----+---+-----+-----+-----+---+-----+
 //           packs[0] of each lane       packs[1]              packs[2]
 //
-// Where a team keeps its row while it works on it:
+// Types that hold a team's row:
 //
 //   type       where the row is                       used by
 //   ---------  -------------------------------------  ------------------------------------------------------------
 //   RowPart    registers, the rest in shared memory   softmax, fused_classifier: any width and alignment, up to 4 MB
 //   Row        registers                              layernorm: whole packs, up to 16384 bfloat16
-//   RowRing    a ring in shared memory, then a Row    layernorm backward: a block per SM walks over all rows
+//   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// They are in row_part.cuh, row.cuh, ../layernorm_ring.cuh and simple_row.cuh. Two types hold rows in
-// registers because their kernels are limited by different things. A RowPart is for kernels limited by the memory: it
-// takes any row and 4 packs per thread. layernorm's are limited by instructions: a Row has up to 7 packs per thread and
-// knows at compile time which of them need no bounds check, which is 3 to 7 % of its kernels' time (docs/layernorm.md).
+// They are in row_part.cuh, row.cuh, ../layernorm_ring.cuh and simple_row.cuh. There are two types for rows in
+// registers because their kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth: it
+// supports any row, with 4 packs per thread. layernorm's kernels are limited by instructions: Row has up to 7 packs per
+// thread and knows at compile time which of them need no bounds check, which saves 3 to 7 % of their time
+// (docs/layernorm.md).
 #pragma once
 
 #include <cstdint>
@@ -46,16 +47,19 @@ namespace gptkernels::cuda {
 
 // ---- combining one value of every thread, once in a kernel ----------------------------------------------------------
 
-// meeting(value, merge): every thread gets the combination of all threads' values. `value` is already the same in all
-// lanes of a warp; merge(value) combines the values of a warp's lanes. V() must be neutral.
+// A Combine is called as combine(value, merge) and gives every thread the combination of the values of all threads of
+// the team. On entry `value` must be the same in all lanes of a warp; merge(value) combines the values of a warp's
+// lanes. A default-constructed V must be neutral. Each is meant for one call per kernel: a second call would overwrite
+// shared memory that threads may still be reading, unless a barrier precedes it.
 
-struct NoMeeting {
+// For teams of one warp or less: their values are already combined.
+struct NoCombine {
   template <typename V, typename Merge>
   __device__ void operator()(V&, const Merge&) {}
 };
 
 template <typename V>
-struct BlockMeeting {
+struct BlockCombine {
   template <typename Merge>
   __device__ void operator()(V& value, const Merge& merge) {
     __shared__ V values[kWarp];
@@ -67,30 +71,31 @@ struct BlockMeeting {
   }
 };
 
-constexpr int kMostBlocks = 16;  // of a cluster
+constexpr int kMostBlocks = 16;  // blocks of a cluster, at most
 
 #if GPTKERNELS_HOPPER
-// Each block sends its value to all blocks and waits for theirs. A block must have started before others may write to
-// its shared memory; constructing the meeting before the loads hides that wait behind them.
+// Combines over a cluster: each block writes its value to the shared memory of all blocks and waits for theirs. A block
+// must have started before other blocks may write to its shared memory. The constructor announces that this block has
+// started; construct the object before the row's loads, so that they hide the wait for the other blocks.
 template <typename V>
-class ClusterMeeting {
+class ClusterCombine {
  public:
-  __device__ ClusterMeeting() {
+  __device__ ClusterCombine() {
     if (threadIdx.x == 0) {
-      mbarrier_init(&shared().met);
+      mbarrier_init(&shared().arrivals);
       mbarrier_init_fence();
-      mbarrier_expect(&shared().met, cluster_blocks() * sizeof(V));
+      mbarrier_expect(&shared().arrivals, cluster_blocks() * sizeof(V));
     }
     cluster_arrive();
   }
 
   template <typename Merge>
   __device__ void operator()(V& value, const Merge& merge) {
-    BlockMeeting<V>()(value, merge);
+    BlockCombine<V>()(value, merge);
     cluster_wait();
     if (threadIdx.x < cluster_blocks())
-      store_in_block(&shared().values[cluster_rank()], value, &shared().met, threadIdx.x);
-    mbarrier_wait(&shared().met, 0);
+      store_in_block(&shared().values[cluster_rank()], value, &shared().arrivals, threadIdx.x);
+    mbarrier_wait(&shared().arrivals, 0);
     const unsigned lane = threadIdx.x % kWarp;
     value = lane < cluster_blocks() ? shared().values[lane] : V();
     merge(value);
@@ -99,7 +104,7 @@ class ClusterMeeting {
  private:
   struct Shared {
     V values[kMostBlocks];
-    uint64_t met;
+    uint64_t arrivals;
   };
   static __device__ Shared& shared() {
     __shared__ Shared shared;
@@ -110,19 +115,19 @@ class ClusterMeeting {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Several narrow rows per warp. The block is one-dimensional, with kThreads threads.
+// Several narrow rows per warp. The block is one-dimensional and has kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
   static constexpr bool kOneWarp = true;
   template <typename V>
-  using Meeting = NoMeeting;
+  using Combine = NoCombine;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes; }
   static __device__ int thread() { return threadIdx.x % kLanes; }
   static __device__ int threads() { return kLanes; }
 };
 
-// blockDim.x is 32.
+// One row per warp. blockDim.x is 32.
 struct Warp {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = true;
@@ -131,21 +136,22 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
+// One row per block. The block is one-dimensional.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   template <typename V>
-  using Meeting = BlockMeeting<V>;
+  using Combine = BlockCombine<V>;
   static __device__ int64_t row() { return blockIdx.x; }
   static __device__ int thread() { return threadIdx.x; }
   static __device__ int threads() { return blockDim.x; }
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Several rows of several warps each in one block. Every row has a named barrier of its own. CUDA has 16 of these per
-// block, and few blocks with that many fit on an SM: this team is for kernels with one block per SM.
+// Several rows per block, each with several warps. Every row has its own named barrier. CUDA has 16 of these per block,
+// and few blocks that use so many fit on an SM, so this team is for kernels with one block per SM.
 struct BlockPart {
-  static constexpr int kMostRows = 15;  // of a block
+  static constexpr int kMostRows = 15;  // rows of a block, at most: barrier 0 is __syncthreads'
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -158,11 +164,12 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
+// One row per cluster. Blocks are one-dimensional.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   template <typename V>
-  using Meeting = ClusterMeeting<V>;
+  using Combine = ClusterCombine<V>;
   static __device__ int64_t row() { return blockIdx.x / cluster_blocks(); }
   static __device__ int thread() { return cluster_rank() * blockDim.x + threadIdx.x; }
   static __device__ int threads() { return cluster_blocks() * blockDim.x; }
@@ -171,22 +178,25 @@ struct Cluster {
 
 // ---- sums, any number of times --------------------------------------------------------------------------------------
 
-// Adds kN values of every thread over its team, with one barrier. Consecutive calls pass slots 0 and 1 in turn, so a
-// call needs no second barrier: a thread that writes to a slot has passed the barrier of the other slot's call, and
-// before that barrier all threads had read this slot. For Warp, Block and BlockPart.
+// Adds kN values over the threads of a team, with one barrier; every thread gets the sums. For Warp, Block and
+// BlockPart.
+//
+// It may be called any number of times if consecutive calls alternate between slots 0 and 1. Then one barrier per call
+// is enough: a thread that writes to a slot has passed the barrier of the call with the other slot, and before that
+// barrier all threads had finished reading this slot.
 template <typename Team, typename A, int kN>
 __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Sum>(values[n]);
   if constexpr (!Team::kOneWarp) {
-    __shared__ A warps[2][kWarp][kN];  // all warps of a block, row by row
+    __shared__ A warps[2][kWarp][kN];  // [slot][warp of the block, row by row][sum]
     const int row_warps = blockDim.x / kWarp;
     A(*row)[kN] = warps[slot] + threadIdx.y * row_warps;
     if (threadIdx.x % kWarp == 0)
 #pragma unroll
       for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     Team::barrier();
-    // Every thread adds these few values itself, which takes less time than a second round of shuffles.
+    // Every thread adds these few values itself, which is faster than a second round of shuffles.
 #pragma unroll
     for (int n = 0; n < kN; ++n) values[n] = row[0][n];
 #pragma unroll 4

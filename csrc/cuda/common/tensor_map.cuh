@@ -1,5 +1,6 @@
-// TMA: a copy of a box out of a tensor between global and shared memory, started by one thread, that swizzles and
-// leaves out (or fills with 0) what is beyond the tensor's end. Here tensors are (B, heads, T, HS), or matrices.
+// TMA (Tensor Memory Accelerator): one thread starts the copy of a box of a tensor between global and shared memory.
+// The hardware swizzles the box in shared memory. Elements of the box beyond the tensor's end are loaded as 0 and not
+// stored. The tensors here are (B, heads, T, HS), or matrices.
 #pragma once
 
 #include <cuda.h>
@@ -11,7 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// cuTensorMapEncodeTiled, by way of the runtime: no library of the driver is linked.
+// Returns cuTensorMapEncodeTiled, or null if the driver does not have it. The runtime looks it up, so that no driver
+// library has to be linked.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -24,7 +26,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// Whether TMA takes the tensor: 16-byte aligned, and so is every step between rows that exist.
+// Returns whether TMA supports this tensor of T: its address is a multiple of 16 bytes, and so is every stride of a
+// dimension with more than one index. Strides are in elements.
 template <typename T>
 bool tma_takes(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
                int64_t batch_stride, int64_t batches) {
@@ -37,7 +40,8 @@ bool tma_takes(const void* data, int64_t row_stride, int64_t tokens, int64_t hea
          aligned(batch_stride, batches);
 }
 
-// A box is `rows` tokens of one head, 64 of its columns: a panel (wgmma.cuh).
+// Returns the map of a (B, heads, T, HS) tensor with the given strides, in elements. A box is 64 columns of `rows`
+// tokens of one head: a panel (wgmma.cuh), swizzled by 128 bytes.
 template <typename T>
 CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, int64_t tokens, int64_t head_stride,
                       int64_t heads, int64_t batch_stride, int64_t batches, int rows) {
@@ -58,8 +62,8 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   return map;
 }
 
-// Of a row-major matrix whose rows lie `ld` elements apart. A box is `box_rows` rows of 64 columns (a panel, swizzled
-// by 128 bytes) or of 32 (swizzled by 64).
+// Returns the map of a row-major (rows, columns) matrix with a row stride of `ld` elements. A box is `box_rows` rows of
+// 64 columns (a panel, swizzled by 128 bytes) or of 32 columns (swizzled by 64 bytes).
 template <typename T>
 CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t ld, int box_rows, int box_columns) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -77,11 +81,12 @@ CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
+// Prefetches the map itself.
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A box at (column, row, head, batch), which the barrier counts as it arrives.
+// Loads the box at (column, row, head, batch) into shared memory. The mbarrier counts the bytes as they arrive.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                 uint32_t barrier) {
   asm volatile(
@@ -91,7 +96,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// The same of a tensor of five dimensions.
+// The same for a tensor of five dimensions.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
                                 uint32_t barrier) {
   asm volatile(
@@ -101,13 +106,14 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0,
       : "memory");
 }
 
+// Starts storing the box at (column, row, head, batch) from shared memory.
 __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
 
-// A box of a matrix at (column, row).
+// Loads the box of a matrix at (column, row).
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -116,8 +122,8 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`, at the same addresses; each block's barrier
-// counts what arrives there.
+// Loads the box into every block of the cluster whose bit is set in `blocks`, at the same shared memory address. In
+// each of these blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -127,27 +133,31 @@ __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& ma
       : "memory");
 }
 
+// Starts storing the box of a matrix at (column, row).
 __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(shared),
                "r"(column), "r"(row)
                : "memory");
 }
 
+// Closes a group: all stores that this thread has started since the previous group.
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores, but for the kPending groups committed last, have read their shared memory.
+// Waits until all stores of this thread, except those of the latest kPending groups, have read their shared memory,
+// which may then be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
+// Waits until all stores of this thread are complete.
 __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Ordinary stores of this thread to shared memory, before what the copy engine and wgmma read of it.
+// Orders this thread's ordinary stores to shared memory before reads of it by TMA and wgmma (the async proxy).
 __device__ inline void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,9 +1,10 @@
-// The tensor cores of sm_90: D (64 x N) = A (64 x 16) B (16 x N) + D by the four warps of a warpgroup, with B, and A
-// unless it is in registers, read from shared memory. Names and meanings are those of PTX (wgmma).
+// Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
+// (16 x N). B is read from shared memory, A from shared memory or registers. Names and meanings are those of PTX.
 //
-// Accumulators: a warp has 16 rows of the 64. Lane l has, of every 8 columns 8t to 8t+7, columns 8t + 2(l%4) and the
-// one after it: of row l/4 in d[4t], d[4t+1], of row l/4 + 8 in d[4t+2], d[4t+3]. A in registers: of 16 columns the
-// same thread has the same columns, so 16 columns of accumulators, packed in pairs, are one A.
+// Accumulators: a warp has 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l has columns 8t + 2(l%4) and
+// 8t + 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. For A in registers, a thread has
+// the same rows and columns of a 64 x 16 tile, so 16 columns of accumulators, rounded and packed in pairs, are one A
+// operand.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,9 @@ namespace gptkernels::cuda {
 
 // ---- matrices in shared memory --------------------------------------------------------------------------------------
 //
-// A tile is stored in panels of 64 columns of 16 bits: rows of 128 bytes, in groups of 8 rows (1024 bytes, at which the
-// panel is aligned), swizzled as TMA's CU_TENSOR_MAP_SWIZZLE_128B does: 16-byte chunk c of row r is at chunk c ^ (r %
-// 8).
+// A tile is stored in panels of 64 columns of 16 bits. A panel has rows of 128 bytes, in groups of 8 rows (1024 bytes,
+// to which the panel is aligned), swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored
+// at chunk c ^ (r % 8).
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
@@ -30,22 +31,24 @@ constexpr int kPanelRowBytes = 128;
 
 #if GPTKERNELS_WGMMA
 
-// Orders a thread's register accesses before the wgmmas that follow.
+// Orders this thread's register accesses before the wgmmas that follow.
 __device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// Closes a group: all wgmmas that this warpgroup has started since the previous group.
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the groups committed last are unfinished.
+// Waits until at most the latest kPending groups are unfinished.
 template <int kPending>
 __device__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Registers that a wgmma writes or reads while it runs: the compiler moves no access to them past this point.
+// Keeps the compiler from moving accesses to these registers past this point. A wgmma accesses its registers
+// asynchronously, which the compiler does not know.
 template <typename R, int N>
 __device__ void pin_registers(R (&registers)[N]) {
 #pragma unroll
@@ -58,9 +61,12 @@ __device__ void pin_registers(R (&registers)[N]) {
   }
 }
 
-// The descriptor of a panel for wgmma: its lower word says where, so that steps are additions to it. kRowsAreK false:
-// rows are m or n, columns are k ("K-major"); 16 more k are kStepK on. kRowsAreK true: rows are k, columns are n
-// ("MN-major"); 16 more k are kStepRows on, and `panel_bytes` is how far the next 64 columns are.
+// Returns the wgmma descriptor of a panel. Its lower word is the address in units of 16 bytes, so a step through the
+// panel is an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
+//
+//   false ("K-major")    rows are m or n, columns are k; the next 16 columns are at + kStepK
+//   true ("MN-major")    rows are k, columns are m or n; the next 16 rows are at + kStepRows,
+//                        and the next 64 columns are a panel `panel_bytes` further
 __device__ inline uint64_t panel_descriptor(uint32_t shared, uint32_t panel_bytes = 16) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;
   constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
@@ -69,7 +75,7 @@ __device__ inline uint64_t panel_descriptor(uint32_t shared, uint32_t panel_byte
 constexpr int kStepK = 32 >> 4;
 constexpr int kStepRows = 16 * kPanelRowBytes >> 4;
 
-// The byte of a panel at which 16-byte chunk `chunk` of row `row` is.
+// Returns the offset, in bytes, of 16-byte chunk `chunk` of row `row` in a panel.
 __device__ inline uint32_t panel_offset(int row, int chunk) {
   return row * kPanelRowBytes + ((chunk ^ (row % 8)) << 4);
 }
@@ -101,7 +107,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
-// D += A B, both in shared memory; D = A B where `accumulate` is 0.
+// D (64 x 64) += A * B, both in shared memory; D = A * B if `accumulate` is 0.
 #define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_a, transpose_b)           \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
@@ -111,6 +117,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                   \
       : "memory")
 
+// The same with A in registers.
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
@@ -120,7 +127,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// D += A B, both in shared memory; D = A B where `accumulate` is 0.
+// The same with D (64 x 128).
 #define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
@@ -130,6 +137,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
       : "memory")
 
+// The same with A in registers.
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
@@ -159,6 +167,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
   "%123, %124, %125, %126, %127}, "
 
+// D (64 x 256), both in shared memory.
 #define GPTKERNELS_WGMMA_SS_256(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
@@ -168,8 +177,8 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
       : "memory")
 
-// D (64 x 2n) = A B, or += where `accumulate` is not 0. A by descriptor or in registers; kRowsAreK says how B lies,
-// kARowsAreK how A does.
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors. kRowsAreK
+// and kARowsAreK say whether the rows of B's and A's panels in shared memory are k (panel_descriptor).
 template <typename T, bool kRowsAreK, bool kARowsAreK = false, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64 || n == 128);
@@ -189,6 +198,7 @@ __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   }
 }
 
+// The same with A in registers: four words per thread.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -220,8 +230,9 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-// D (64 x 2n) = A B, or += where `accumulate` is not 0, of 32 terms in 8 bits: A is e4m3 or else e5m2, B e4m3. The sums
-// have 14 bits of significand. Descriptors are as of 16 bits, with rows m or n: 32 more k are kStepK on.
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 32 values of k in 8 bits. A is e4m3 if kE4M3, else
+// e5m2; B is e4m3. The tensor cores' sums have 14 bits of significand. Descriptors are those of 16-bit panels with rows
+// m or n; the next 32 values of k are at + kStepK.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -236,7 +247,7 @@ __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate)
   }
 }
 
-// Two accumulators as one register of an A operand.
+// Rounds two accumulators to T and packs them into one register of an A operand.
 template <typename T>
 __device__ uint32_t pack_pair(float low, float high) {
   uint32_t word;
@@ -248,7 +259,7 @@ __device__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// The same, negative ones as 0.
+// The same, with negative values replaced by 0.
 template <typename T>
 __device__ uint32_t pack_positive(float low, float high) {
   uint32_t word;
@@ -260,6 +271,7 @@ __device__ uint32_t pack_positive(float low, float high) {
   return word;
 }
 
+// Converts a register of two T to float32.
 template <typename T>
 __device__ float2 unpack_pair(uint32_t word) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -269,14 +281,15 @@ __device__ float2 unpack_pair(uint32_t word) {
   }
 }
 
-// The accumulators of 64 x 2n as n/8 A operands of 64 x 16.
+// Converts the accumulators of a 64 x 2n tile to n/8 A operands of 64 x 16.
 template <typename T, int n>
 __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Registers move between the warpgroups of a block: each warpgroup calls one of these once, as its first branch.
+// Move registers between the warpgroups of a block (setmaxnreg). Each warpgroup calls one of these once, first thing in
+// its branch of the kernel.
 template <int kRegisters>
 __device__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
