@@ -1,3 +1,5 @@
+// Instantiates layernorm, with or without a residual, for one dtype of all arrays and without dropout: the kernels are
+// in layernorm_forward.cuh and layernorm_backward.cuh, and layernorm_launch.cuh chooses among them.
 #include "layernorm_launch.cuh"
 
 namespace gptkernels::cuda {
@@ -7,7 +9,8 @@ Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
   return run_layernorm_forward(p, NoDropout(), stream);
 }
 
-// Partial sums: one row per block of the ring kernel, at most one block per SM; or those of the simple kernels.
+// The workspace holds rows of 3 * C partial sums: one per block of the ring kernel, which has at most one block per SM,
+// or those of the simple kernels.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

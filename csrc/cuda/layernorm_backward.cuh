@@ -1,9 +1,25 @@
-// Layernorm backward over the rows of a matrix. Reads x and dout and writes dx: 3 * N * C * sizeof(T) bytes. With
-// g = dout * weight and n = (x - mean) * rstd,
-//   dx = rstd * (g - avg(g) - n * avg(g * n)),   dweight = sum over rows of dout * n,   dbias = sum over rows of dout.
-// `dsum`, the gradient that reaches x by the residual path, is read once and added to dx; dx_bias = sum over rows of
-// dx. With a dropout of x (DroppedGradient in place of NoDropout) that sum is dresidual, one more array to write, and
-// dx its dropout.
+// Layernorm backward over the rows of an (N, C) matrix. With g = dout * weight, n = (x - mean) * rstd and averages over
+// a row,
+//
+//   dx = rstd * (g - avg(g) - n * avg(g * n)) + dsum
+//   dweight = sum over rows of dout * n,   dbias = sum over rows of dout,   dx_bias = sum over rows of dx
+//
+// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x
+// (DroppedGradient instead of NoDropout), the first line gives dresidual, and dx = dropout(dresidual). If X is narrower
+// than T (RoundedGradient), dresidual is dx before it is rounded to X.
+//
+// The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. dsum and dresidual are one more array each.
+//
+// Rows that fit into registers and shared memory take layernorm_backward_ring_kernel, one block per SM:
+//
+//   for each row of a team (several teams per block):
+//     wait until the row is in shared memory (RowRing)
+//     pass 1: add dout * n and dout to the thread's sums for dweight and dbias; team sums of g and g * n
+//     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
+//   add the sums of the block's teams and write them to the workspace as one row
+//
+// All other rows take layernorm_backward_simple_kernel (dx, one block per row) and layernorm_backward_columns_kernel
+// (rows of partial sums). In both cases partial_sums_kernel adds the rows of the workspace.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +36,7 @@
 
 namespace gptkernels::cuda {
 
-// What a dropout of x adds to the backward, as a kernel's argument; NoDropout where there is none.
+// The kernels' additional argument for dropout of x; NoDropout if there is none.
 template <typename T>
 struct DroppedGradient {
   static constexpr bool kOn = true;
@@ -31,7 +47,7 @@ struct DroppedGradient {
   __device__ auto draw() const { return dropout.draw(); }
 };
 
-// Without dropout, where dx has another dtype than dresidual.
+// The additional argument without dropout if dx has another dtype than dresidual.
 template <typename T>
 struct RoundedGradient {
   static constexpr bool kOn = true;
@@ -40,8 +56,8 @@ struct RoundedGradient {
   __device__ NoDropout draw() const { return {}; }
 };
 
-// A product with a rounding of its own. Fused into the subtraction of its average, it would leave a difference where
-// there is none.
+// Returns a * b, rounded. The compiler could otherwise fuse it with the subtraction of the average; for a g that is the
+// same in all columns the difference would then not be 0.
 __device__ inline float product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -49,10 +65,10 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// ---- any row: one block, which reads x and dout again in the second pass ----
+// ---- any row: one block per row, which reads x and dout again in the second pass ----
 
-// c = x - mean. The sum is one of g * c: those of g * n have roundings that do not cancel in a short row, and the
-// gradient of a constant dout would not be 0.
+// Uses c = x - mean, and the sum of g * c rather than of g * n: the rounding errors of n do not cancel in a short row,
+// and the gradient for a constant dout would not be 0.
 template <typename T, int kVec, typename X, typename Dropped>
 __global__ void __launch_bounds__(kSimpleThreads)
     layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
@@ -88,14 +104,15 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// The number of sums over the rows: dweight, dbias, and dx_bias if it is wanted. Where X is not T it is always there,
-// which saves half of the kernels.
+// Returns the number of sums over the rows: dweight, dbias and, if it is wanted, dx_bias. If X is not T there are
+// always three, which halves the number of kernels to compile.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// An element of dx as it was before it was rounded to an X narrower than T. dx and dresidual are there already.
+// Returns an element of dx before its rounding to an X narrower than T. dx and dresidual must have been written
+// already.
 template <typename T, typename X, typename Dropped>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p, const Dropped& dropped, int64_t element) {
   if constexpr (std::is_same_v<T, X>) {
@@ -107,8 +124,9 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p, const 
   }
 }
 
-// Partial sums, (gridDim.y, column_sums, C): a thread takes a column, and every gridDim.y-th row of it in four sums
-// side by side, which round less than one and have their loads in flight together. dx is there already.
+// Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds them
+// in four independent sums, whose rounding errors are smaller than those of a single sum and whose loads are in flight
+// together. dx must have been written already.
 template <typename T, typename X, typename Dropped>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
   using A = accumulate_t<T>;
@@ -136,18 +154,18 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// One block per SM walks over the rows, several at a time. A thread has the same columns in every row, so it keeps
-// their part of dweight, dbias and dx_bias in registers. These fill the register file, so the next rows wait in shared
-// memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds its threads' sums
-// and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
+// One block per SM loops over the rows, blockDim.y rows at a time. A thread has the same columns in every row, so it
+// keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next rows wait
+// in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the sums
+// of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
 
-// Adds the sums of a block's rows (blockDim.y) and writes them as one row of the workspace. They pass through shared
-// memory in place of the ring, in float4s: (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x), so that neighbouring
-// threads use neighbouring banks.
+// Adds the sums of a block's teams (`found`, one per thread and column) and writes them as one row of the workspace.
+// They pass through shared memory, which overwrites the ring, as float4s: (blockDim.y, kArrays, kItems, kVec / 4,
+// blockDim.x), so that neighbouring threads use neighbouring banks.
 template <typename R, int kArrays>
 __device__ void write_block_sums(const auto& p, void* shared, const float (&found)[kArrays][R::kItems][R::kVec]) {
-  constexpr int kSums = 4;                                // of a part
-  constexpr int kOneArray = R::kItems * R::kVec / kSums;  // in parts
+  constexpr int kSums = 4;                                // sums per part
+  constexpr int kOneArray = R::kItems * R::kVec / kSums;  // parts of one array
   constexpr int kParts = kArrays * kOneArray;
   using Part = Packed<float, kSums>;
   const int threads = blockDim.x;
@@ -178,7 +196,7 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&foun
   }
 }
 
-// kArrays of sums over the rows: those of dweight and dbias, and with three those of dx.
+// kArrays is the number of sums over the rows: 2 for dweight and dbias, 3 for these and dx_bias.
 template <typename R, bool kResidual, int kArrays, typename X, typename Dropped>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual || Dropped::kOn, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropped dropped) {
@@ -211,8 +229,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
-    // Pack i: sets n, and multiplies dout (in g) by the weight. Both passes call this. The compiler keeps the first
-    // pass's results for the second, unless stay_packed prevents it.
+    // Computes n for pack i and multiplies g, which is dout on entry, by the weight. Both passes call it. The compiler
+    // keeps the first pass's results for the second pass unless stay_packed() prevents that.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);
@@ -222,7 +240,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
         g[k] = product(g[k], w[k]);
       }
     };
-    float sums[2] = {};  // of g and of g * n
+    float sums[2] = {};  // the sums of g and of g * n
     dout.each(width, [&](int i, float (&d)[kVec]) {
       float n[kVec], g[kVec];
       for (int k = 0; k < kVec; ++k) g[k] = d[k];
@@ -256,8 +274,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
       store_row_pack<kVec>(dx + R::column(i), g);
     });
   }
-  // Teams without a last row still pass its barrier. The kernel does not need this, but compute-sanitizer's racecheck
-  // compares threads by the number of barriers they have passed.
+  // Teams that have no row in the block's last iteration still pass its barrier. The kernel does not need this, but
+  // compute-sanitizer's racecheck compares threads by the number of barriers they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, found);

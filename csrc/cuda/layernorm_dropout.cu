@@ -1,4 +1,5 @@
-// Layernorm of dropout(x + x_bias) + residual, in a file of its own to be compiled beside layernorm.cu.
+// Instantiates layernorm of dropout(x + x_bias) + residual. A separate file, so that it compiles in parallel with
+// layernorm.cu.
 #include "layernorm_launch.cuh"
 
 namespace gptkernels::cuda {

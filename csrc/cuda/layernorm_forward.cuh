@@ -1,6 +1,18 @@
-// Layernorm forward over the rows of a matrix. Reads x and writes out: 2 * N * C * sizeof(T) bytes, and 8 bytes of
-// statistics per row. With a residual, it also reads that and writes the sum: twice as many bytes, no more than a
-// separate addition would move. Dropout of x + x_bias (DenseDropout in place of NoDropout) moves no more.
+// Layernorm forward over the rows of an (N, C) matrix: out = (x - mean) * rstd * weight + bias. With a residual, x is
+// replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written.
+//
+// The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
+// they also read it and write the sum: twice as many bytes, no more than a separate addition would move. Dropout and
+// x_bias (DenseDropout instead of NoDropout) add no traffic.
+//
+// Rows that fit into registers take layernorm_forward_registers_kernel, with one team (a warp or a block) per row:
+//
+//   load the row; add the residual and store the sum
+//   mean = sum(x) / C
+//   variance = sum((x - mean)^2) / C, corrected by the rounding error of the mean (moments.cuh)
+//   normalise, scale, shift, store
+//
+// All other rows take layernorm_forward_simple_kernel, which does the same but reads the row from memory in each pass.
 #pragma once
 
 #include <cstdint>
@@ -17,10 +29,10 @@
 
 namespace gptkernels::cuda {
 
-// ---- what both kernels share ----
+// ---- used by both kernels ----
 
-// kVec columns of weight and bias; ones and zeros where they are absent. kBoth: both are present, which saves the
-// checks.
+// Loads kVec columns of weight and bias: ones and zeros if they are absent. kBoth says that both are present, which
+// saves the checks.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -29,7 +41,7 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
-// ---- any row: one block, which reads the row again in each pass ----
+// ---- any row: one block per row, which reads the row again in each pass ----
 
 template <typename T, int kVec, typename X, typename Dropout>
 __global__ void __launch_bounds__(kSimpleThreads)
@@ -72,22 +84,22 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows of whole packs that fit into registers ----
 
-// Stores one statistic of a row: 4 bytes of a 32-byte sector whose other bytes are other rows', written within
-// microseconds. Evicting the line last gives the L2 cache time to collect the whole sector before it goes to memory
-// (docs/layernorm.md says what that saves).
+// Stores one statistic of a row: 4 bytes of a 32-byte sector, whose other bytes belong to other rows and are written
+// within microseconds. The priority evict-last gives the L2 cache time to collect the whole sector before it is written
+// to memory (docs/layernorm.md has the saving).
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p), "f"(value), "l"(policy) : "memory");
 }
 
-// The moments of the row in registers. The variance is taken about the mean in a second pass, which costs no memory
-// traffic. `inverse` is 1 / C.
+// Returns the moments of a row in registers. The variance is taken about the mean in a second pass over the registers,
+// which costs no memory traffic. `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  // A float32 sum of 16-bit numbers of similar size is exact (they leave 13 bits to spare), and otherwise the largest
-  // of them dominate. Then sum - C * mean gives the rest without a sum of its own, which would have roundings: a row of
-  // equal numbers would not become 0.
+  // A float32 sum of 16-bit numbers of similar magnitude is exact (they leave 13 bits to spare), and with different
+  // magnitudes the largest dominate. So sum - C * mean gives the sum of x - mean. A second sum would have its own
+  // rounding errors, and a row of equal numbers would not become 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -110,7 +122,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
-// The row of dropout(x + x_bias) + residual, rounded to T, which it also stores.
+// Computes dropout(x + x_bias) + residual of this team's row, rounded to T, in `packs`, and stores it as the sum.
 template <typename R, typename X, typename Draw>
 __device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
                              const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
@@ -126,8 +138,8 @@ __device__ void add_residual(R& packs, const typename R::template With<X>& x_pac
   });
 }
 
-// What follows is written with explicit roundings, so that every kernel has the same bits: the compiler would choose in
-// each what to contract.
+// The functions below use explicit roundings: otherwise the compiler would decide in each kernel which operations to
+// fuse, and kernels that share these functions would not give the same bits.
 
 template <typename T, typename X>
 __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, const Moments<float>& m) {
@@ -135,7 +147,7 @@ __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, c
   store_statistic(p.rstd + row, m.rstd);
 }
 
-// `offset` is -rest * rstd.
+// Normalises a pack in place. `offset` is -rest * rstd.
 template <int kVec>
 __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offset, const float (&weight)[kVec],
                           const float (&bias)[kVec]) {
@@ -143,8 +155,8 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
 }
 
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
-// evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache; kept in
-// registers they would leave room for fewer rows per SM.
+// evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache. Keeping them in
+// registers would leave room for fewer rows per SM.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,
@@ -175,7 +187,8 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
       store_row_pack<kVec>(out + R::column(i), x);
     });
   };
-  // Checking both pointers at every pack takes 10 % more instructions. Only a residual's bytes leave time for that.
+  // Checking both pointers at every pack takes 10 % more instructions. Only rows with a residual move enough bytes to
+  // hide them.
   if (!kResidual && p.weight != nullptr && p.bias != nullptr)
     write(std::true_type{});
   else

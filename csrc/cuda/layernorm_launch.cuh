@@ -1,13 +1,13 @@
-// Which kernel a layernorm takes, and its launch shape.
+// Chooses the kernel of a layernorm and its launch shape.
 //
-//              rows of whole packs, in registers         any other row, and float64
-//   forward    layernorm_forward_registers_kernel        layernorm_forward_simple_kernel
-//   backward   layernorm_backward_ring_kernel            layernorm_backward_simple_kernel, *_columns_kernel
+//              rows of whole packs that fit into registers  any other row, and float64
+//   forward    layernorm_forward_registers_kernel           layernorm_forward_simple_kernel
+//   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight and dbias, partial_sums_kernel
 //
-// Dropout of x before the addition of the residual changes no shape, and neither does an x of 16 bits beside a float32
-// residual. Their kernels are instances of the same templates: layernorm_dropout.cu and layernorm_mixed.cu compile
-// them, layernorm.cu those without.
+// The launch shape does not depend on dropout, nor on x having 16 bits while the residual is float32. These variants
+// are instances of the same templates, compiled by layernorm_dropout.cu and layernorm_mixed.cu; layernorm.cu compiles
+// the others.
 #pragma once
 
 #include <algorithm>
@@ -26,27 +26,27 @@ namespace gptkernels::cuda {
 
 // ---- forward ----
 
-// Whether the SMs hold all rows at once.
+// Returns whether all rows are resident on the SMs at once, at one warp per row.
 inline bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// Rows of one warp per block. With blocks of about 3 KB reads and writes are mixed best. Few rows take the time to
-// launch their blocks, so these have more rows.
+// Returns the number of rows of a block. Rows that take one warp each are grouped into blocks of about 3 KB, which mix
+// reads and writes best. With few rows the time to launch the blocks matters more, so a block has 4 rows.
 inline unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-// Returns whether the rows fit into registers. A residual does not change the shape: layernorm(x + residual) has the
-// same bits with and without fusion.
+// Launches the registers kernel. Returns false, without a launch, if the rows do not fit into registers. A residual
+// does not change the shape, so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // Two warps finish a row of 768 float32 sooner than one, if more rows follow.
+  // Two warps finish a row of 768 float32 sooner than one does, which pays off if more rows follow.
   const int most_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMostWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
   const RowShape row = row_shape<T, Block>(packs, most_warp_items, forward_max_threads<T>);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // a grid has no more blocks
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // more blocks than a grid has
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
   with_row<T, Block, kMostWarpItems>(row, [&](auto type) {
@@ -60,7 +60,7 @@ template <int kVec, typename T, typename X, typename Dropout>
 void launch_forward(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8) {
     if (p.residual && launch_forward_registers<true>(p, dropout, stream)) return;
-    if constexpr (!Dropout::kOn && std::is_same_v<T, X>)  // what is dropped out or of another dtype has a residual
+    if constexpr (!Dropout::kOn && std::is_same_v<T, X>)  // dropout and mixed dtypes always have a residual
       if (!p.residual && launch_forward_registers<false>(p, dropout, stream)) return;
   }
   layernorm_forward_simple_kernel<T, kVec><<<grid_size(p.rows), simple_threads<kVec>(p.width), 0, stream>>>(p, dropout);
@@ -78,11 +78,12 @@ Status run_layernorm_forward(const LayernormForward<T, X>& p, const Dropout& dro
 
 // ---- backward ----
 
-// Returns the number of blocks, each of which writes a row of partial sums; 0 if the rows do not fit.
+// Launches the ring kernel. Returns its number of blocks, each of which writes a row of partial sums; 0, without a
+// launch, if the rows do not fit.
 template <bool kResidual, int kArrays, typename T, typename X, typename Dropped>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropped& dropped, Stream stream) {
-  // With a third array to wait for, more warps per SM are worth their barriers. With dropout six packs are too many for
-  // the registers.
+  // In 16 bits, at most 5 packs per thread: with a residual there is a third array to wait for, and more warps per SM
+  // are worth their barriers; with dropout, 6 packs would exceed the registers.
   constexpr int kWarpItems = sizeof(T) == 2 && (kResidual || Dropped::kOn) ? 5 : kMostWarpItems;
   const auto max_threads = backward_max_threads < T, kResidual || Dropped::kOn, kArrays > ;
   const RowShape row = row_shape<T, BlockPart>(std::max<int64_t>(p.width / kPack<T>, 1), kWarpItems, max_threads);
@@ -102,12 +103,12 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropped& dr
   return blocks;
 }
 
-// Rows of partial sums that the simple kernels make.
+// Returns the number of rows of partial sums that layernorm_backward_columns_kernel writes.
 inline int64_t simple_partials(int64_t rows) {
   return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
-// Returns the rows of partial sums.
+// Launches the kernels for dx and the partial sums. Returns the number of rows of partial sums.
 template <int kVec, typename T, typename X, typename Dropped>
 int64_t launch_backward(const LayernormBackward<T, X>& p, const Dropped& dropped, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8) {
@@ -128,7 +129,7 @@ int64_t launch_backward(const LayernormBackward<T, X>& p, const Dropped& dropped
   return grid.y;
 }
 
-// `dresidual` is what `dropped` writes to, null for NoDropout.
+// `dresidual` is the array that `dropped` writes to; null for NoDropout.
 template <typename T, typename X, typename Dropped>
 Status run_layernorm_backward(const LayernormBackward<T, X>& p, const Dropped& dropped, const T* dresidual,
                               Stream stream) {

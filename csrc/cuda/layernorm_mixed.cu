@@ -1,5 +1,5 @@
-// Layernorm of dropout(x + x_bias) + residual with x, out and their gradients of 16 bits and all else float32, in a
-// file of its own to be compiled beside layernorm.cu.
+// Instantiates layernorm of dropout(x + x_bias) + residual with x, out and their gradients in 16 bits and all other
+// arrays in float32. A separate file, so that it compiles in parallel with layernorm.cu.
 #include "layernorm_launch.cuh"
 
 namespace gptkernels::cuda {

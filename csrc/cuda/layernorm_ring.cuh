@@ -1,9 +1,9 @@
-// A ring in shared memory through which a block's rows pass, for a kernel in which each block walks over many rows.
+// A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
 //
 // At 4.2 TB/s and 1 us of latency, each SM of an H200 needs some 60 KB of loads in flight at all times. Registers have
-// no room for that beside the row in use, so every thread copies its packs of the next rows to shared memory (cp.async,
-// which bypasses the registers) and reads them from there when their turn comes. A thread reads only what it has copied
-// itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+// no room for that in addition to the current row, so every thread copies its packs of the next rows to shared memory
+// (cp.async, which bypasses the registers) and reads them from there when it reaches them. A thread reads only what it
+// has copied itself, so the ring needs no barrier. With 4 stages, while row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
@@ -11,8 +11,8 @@
 //   | in use      | | in flight   | | in flight   | | in flight   |
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
-// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row is its x, dout and dsum,
-// one after another. A stage has one such row for each of the blockDim.y teams of a block.
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row in a stage is the rows
+// of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -24,25 +24,27 @@
 
 namespace gptkernels::cuda {
 
-// A block has blockDim.y rows in use, of blockDim.x threads each, and `stages` times as many in shared memory.
+// The launch shape of a ring kernel: a block works on blockDim.y rows at a time, with blockDim.x threads each, and
+// shared memory holds `stages` rows per team.
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0: not even two stages of one row fit
+  int stages;  // 0 if shared memory does not hold two stages of one row
   int64_t shared_bytes;
 };
 
-// One block per SM, with as many rows as its threads allow and as many stages as fit. row_bytes: one row of all arrays.
+// Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
+// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // beside the rows in use; more would only delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
   const int64_t fitting = max_shared_bytes / (2 * row_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMostRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
   const int64_t steps =
-      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: no more stages than these
+      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: more stages would stay empty
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
@@ -51,8 +53,8 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
           .shared_bytes = stages * height * row_bytes};
 }
 
-// R is the Row that a team holds. Rows of x, dout and, with kDsum, dsum pass through the ring together; dout has the
-// dtype X, which may be narrower than the others'. Rows are whole packs of 16 bytes of every array.
+// R is the Row that a team loads from the ring. Rows of x, dout and, with kDsum, dsum pass through the ring together.
+// dout has the dtype X, which may be narrower than T. Rows consist of whole 16-byte packs of every array.
 template <typename R, typename X, bool kDsum>
 class RowRing {
   using T = typename R::T;
@@ -71,11 +73,11 @@ class RowRing {
     for (int i = 0; i < stages - 1; ++i) copy();
   }
 
-  // A team works on the rows Team::row(), Team::row() + step(), ...
+  // The stride between the rows of a team, which are Team::row(), Team::row() + step(), ...
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // The next of these rows of x; dout() and dsum() find the others' from it. This overwrites the row that the previous
-  // call returned.
+  // Returns the team's next row of x; dout() and dsum() find the other arrays' rows from it. The call overwrites the
+  // row that the previous call returned.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -96,15 +98,16 @@ class RowRing {
 
  private:
   // Shared memory is counted in elements of X, the narrower dtype.
-  static constexpr int kWide = sizeof(T) / sizeof(X);             // of an element of T
-  static constexpr int kRow = kDsum ? 2 * kWide + 1 : kWide + 1;  // of a column of all arrays
+  static constexpr int kWide = sizeof(T) / sizeof(X);             // elements of X per element of T
+  static constexpr int kRow = kDsum ? 2 * kWide + 1 : kWide + 1;  // elements of X per column, over all arrays
 
+  // Returns the stage after `stage`.
   __device__ X* after(X* stage) const {
     stage += stage_step_;
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
 
-  // Starts the copy of one more row. Beyond the last row it commits an empty copy, because waiting counts copies.
+  // Starts copying one more row. Beyond the last row it commits an empty group, because next() counts groups.
   __device__ void copy() {
     if (left_ > 0) {
       copy(write_, x_);
@@ -116,7 +119,7 @@ class RowRing {
     __pipeline_commit();
   }
 
-  // This thread's packs of a row of one array, which then points to the team's next row.
+  // Copies this thread's packs of one array's row, and advances `from` to the team's next row.
   template <typename U>
   __device__ void copy(X* to, const U*& from) {
     for (int i = 0; i < R::kItems; ++i)

@@ -1,4 +1,4 @@
-// How many threads share a row in layernorm's fast kernels, and how many packs each thread holds.
+// The shape of a row in layernorm's fast kernels: how many threads share it, and how many packs each thread holds.
 #pragma once
 
 #include <algorithm>
@@ -10,30 +10,32 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kLeastItems = 3;  // packs per thread where several warps share a row; fewer never are the least work
+constexpr int kLeastItems = 3;  // packs per thread if several warps share a row; fewer are never the cheapest
 constexpr int kMostItems = 4;
-constexpr int kMostWarpItems = 7;  // where one warp has a row
+constexpr int kMostWarpItems = 7;  // packs per thread if one warp has a row
 
-// Rows with more elements per thread than this keep 16-bit packs from one pass to the next, not float32 values, which
-// would need too many registers.
+// True for rows with more than 40 elements per thread. Their 16-bit packs stay packed from one pass to the next,
+// because the float32 values would need too many registers.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
-// The most threads of a block with so many registers per thread. Each of an SM's four schedulers has a quarter of its
-// 65536 registers, so block sizes are multiples of four warps.
+// Returns the largest block, in threads, with `registers` registers per thread. Each of an SM's four schedulers has a
+// quarter of its 65536 registers, so block sizes are multiples of four warps.
 constexpr int max_threads(int registers) {
   constexpr int kStep = 4 * kWarp;
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// For `items` packs per thread. Forward: the registers of the packs, of their conversion, and 48 others.
+// Returns the largest block of a forward kernel with `items` packs per thread. A thread needs registers for the packs,
+// for their conversion to float32, and 48 others.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Backward: the weight in T, the float32 sums over the rows (kArrays of them), and between the two passes over a row
-// its normalised values and gradients (packed in T beyond 40 elements), and 40 others, or 48.
+// The same for the backward. A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for
+// the row's normalised values and gradients between the two passes (packed in T beyond 40 elements), and 40 others, or
+// 48 with a residual.
 template <typename T, bool kResidual, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -42,12 +44,12 @@ constexpr int backward_max_threads(int items) {
 
 struct RowShape {
   int threads;  // whole warps
-  int items;    // packs per thread; 0: the row does not fit
-  bool full;    // the row fills all packs of all threads; else some threads' last pack lies beyond its end
+  int items;    // packs per thread; 0 if the row does not fit
+  bool full;    // the row fills all packs of all threads; if not, the last pack of some threads is out of bounds
 };
 
-// The shape with the least work for a row of so many packs. A warp works on all its packs, also those beyond the row's
-// end, and on the row's sums, which cost as much as about 20 elements. Where the rows of a block run in parts
+// Returns the cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even those beyond the
+// row's end, and on the row's sums, which cost as much as about 20 elements. If a block has several multi-warp rows
 // (BlockPart), a row also pays for its share of the warps that are left over.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_threads) {
@@ -56,7 +58,8 @@ RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_thr
   int64_t least = 0;
   for (int items = most_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads * (items - 1) >= packs && items > 1) continue;  // the same threads need one item less
+    if (threads * (items - 1) >= packs && items > 1)
+      continue;  // with one item less, these threads would still hold the row
     const int64_t most = max_threads(items);
     if (threads > most || (threads > kWarp && (items < kLeastItems || items > kMostItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
@@ -66,8 +69,8 @@ RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_thr
   return best;
 }
 
-// Calls fn(std::type_identity<R>()) with the Row of this shape: a Warp's, or that of Team where several warps share a
-// row.
+// Calls fn(std::type_identity<R>()), where R is the Row of this shape: with the team Warp if one warp has a row, else
+// with Team.
 template <typename T, typename Team, int kMostWarpItems, typename Fn>
 void with_row(const RowShape& shape, const Fn& fn) {
   const auto with_items = [&](auto team, auto items) {
