@@ -1,4 +1,4 @@
-// A stable counting sort by one block, and the prefix sums it needs.
+// A stable counting sort by one block, and the prefix sums that it needs.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace gptkernels::cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Over the warp: each lane gets the sum of its own value and those of the lanes below it.
+// Inclusive prefix sum over a warp: each lane gets the sum of its own value and those of the lanes below it.
 __device__ inline int inclusive_scan(int value) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -19,7 +19,8 @@ __device__ inline int inclusive_scan(int value) {
   return value;
 }
 
-// In place, over the block. Each thread scans a stretch of odd length, so that the lanes of a warp use different banks.
+// Exclusive prefix sum of values[0..count) in shared memory, in place, by all threads of the block. Each thread scans a
+// stretch of odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -49,8 +50,9 @@ __device__ inline void exclusive_scan(int* values, int count) {
 //                where each warp's entries of each digit begin
 //   3. place()   each warp asks for the place of each of its entries, in order
 struct CountingSort {
-  int* counts;  // (digits, warps + 1) in shared memory; the last column holds no counts, so that it survives step 3
+  int* counts;  // (digits, warps + 1) in shared memory; the last column keeps the digits' ends
 
+  // Returns the largest block, up to `most` threads, whose counts fit into shared memory without an opt-in.
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
     int warps = most / kWarp;
@@ -66,15 +68,17 @@ struct CountingSort {
     __syncthreads();
   }
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
+  // Returns this warp's counter of a digit.
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  // The places of a digit's entries, valid after scan().
+  // The range of places of a digit's entries, valid after scan().
   __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
   __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
   __device__ int length(int digit) const { return end(digit) - start(digit); }
   __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
   __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
 
-  // The place of this lane's entry. All lanes of the warp must call it; those without an entry are not `active`.
+  // Returns the place of this lane's entry. All lanes of the warp must call it; lanes without an entry are not
+  // `active`.
   __device__ int place(bool active, int digit) const {
     const unsigned same = __match_any_sync(kAllLanes, active ? digit : -1);
     const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));

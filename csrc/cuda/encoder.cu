@@ -1,9 +1,11 @@
-// The launches of the encoder's kernels:
+// The launches of the encoder's kernels (token plus position embeddings):
 //
-//   forward    encoder_forward_slab_kernel        slab by slab                    encoder_forward.cuh
+//   forward    encoder_forward_slab_kernel        out, slab by slab               encoder_forward.cuh
 //   backward   encoder_backward_tiles_kernel      sort the positions by token     encoder_order.cuh
 //              encoder_backward_bins_kernel
 //              encoder_backward_sums_kernel       the sums, slab by slab          encoder_sums.cuh
+//
+// A slab is a range of columns that stays in the L2 cache (encoder_slab.cuh).
 #include <utility>
 
 #include "../encoder.h"
@@ -20,10 +22,10 @@ namespace {
 template <typename T, typename Token, int kVec>
 void launch_forward(EncoderForward<T, Token> p, Stream stream) {
   if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // without positions all tokens are one sequence
-  const int64_t of_sequence = ceil_div(p.length, kForwardBlockRows);
-  const ForwardBlocks blocks{grid_size(of_sequence), grid_size(p.batch * of_sequence)};
+  const int64_t per_sequence = ceil_div(p.length, kForwardBlockRows);
+  const ForwardBlocks blocks{grid_size(per_sequence), grid_size(p.batch * per_sequence)};
   encoder_forward_slab_kernel<T, Token, kVec>
-      <<<grid_size(p.batch * of_sequence * slabs<kVec, kWarp>(p.width)), kForwardThreads, 0, stream>>>(p, blocks);
+      <<<grid_size(p.batch * per_sequence * slabs<kVec, kWarp>(p.width)), kForwardThreads, 0, stream>>>(p, blocks);
 }
 
 template <typename T, typename Token, int kVec>
@@ -61,7 +63,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // Single elements have more slabs than packs, and the pointers' alignment is not known yet.
+  // The pointers' alignment is not known yet. Slabs of single elements are more than slabs of packs, so this is enough
+  // for both.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 

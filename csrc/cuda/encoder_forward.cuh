@@ -1,7 +1,7 @@
-// The encoder's forward: writes out once, B * T * C * sizeof(T) bytes, and reads wpe and the rows of wte that occur
-// once from memory.
+// The encoder's forward: out[b, t] = wte[tokens[b, t]] + wpe[t]. It writes out once, B * T * C * sizeof(T) bytes. From
+// memory it reads wpe, and each row of wte that occurs, once; repeated reads come from the L2 cache.
 //
-// A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows a warp (which
+// A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows per warp (which
 // could share a row of wpe), were up to a tenth slower: their reads and writes come in bursts.
 #pragma once
 
@@ -17,26 +17,27 @@ namespace gptkernels::cuda {
 
 constexpr int kForwardThreads = 128;
 constexpr int kForwardWarps = kForwardThreads / kWarp;
-constexpr int kForwardRows = 2;  // a warp
+constexpr int kForwardRows = 2;  // rows of a warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
+// The grid is (slabs, sequences, blocks of a sequence), flattened with the last index fastest.
 struct ForwardBlocks {
-  unsigned of_sequence;
-  unsigned of_slab;  // for all sequences
+  unsigned per_sequence;  // blocks of one sequence and slab
+  unsigned per_slab;      // blocks of one slab: per_sequence for each sequence
 };
 
 template <typename T, typename Token, int kVec>
 __global__ void __launch_bounds__(kForwardThreads)
     encoder_forward_slab_kernel(const EncoderForward<T, Token> p, const ForwardBlocks blocks) {
-  const unsigned slab = blockIdx.x / blocks.of_slab;
-  const unsigned block = blockIdx.x - slab * blocks.of_slab;
-  const unsigned sequence = block / blocks.of_sequence;
-  const unsigned part = block - sequence * blocks.of_sequence;
+  const unsigned slab = blockIdx.x / blocks.per_slab;
+  const unsigned block = blockIdx.x - slab * blocks.per_slab;
+  const unsigned sequence = block / blocks.per_sequence;
+  const unsigned part = block - sequence * blocks.per_sequence;
   const int64_t position = int64_t(part) * kForwardBlockRows + threadIdx.x / kWarp;
   if (position >= p.length) return;
   const int64_t row = sequence * p.length + position;
   const SlabColumns<kVec, kWarp> at(slab, p.width);
-  // Instead of a row beyond the sequence, the warp's first row is computed again.
+  // A row beyond the sequence is replaced by the warp's first row, which is then computed twice.
   int64_t offsets[kForwardRows];
   Token tokens[kForwardRows];
 #pragma unroll

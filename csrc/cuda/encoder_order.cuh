@@ -1,20 +1,19 @@
-// The first half of the encoder's backward: a list of the positions, sorted by token, made by two stable counting
-// sorts.
+// The first half of the encoder's backward: it sorts the positions by token, with two stable counting sorts.
 //
-//   encoder_backward_tiles_kernel   a block sorts one of at most 128 tiles of the positions into bins, by the low bits
-//                                   of the tokens
-//   encoder_backward_bins_kernel    a block collects one bin from all tiles and sorts it by the high bits
+//   encoder_backward_tiles_kernel   one block per tile of the positions (there are at most 128): sorts the tile
+//                                   into bins, by the low bits of the tokens
+//   encoder_backward_bins_kernel    one block per bin: collects the bin from all tiles and sorts it by the high bits
 //
 // There are about sqrt(V) bins and as many high digits. The low bits select the bin, so that frequent tokens, which
 // have small numbers in most vocabularies, are spread over the bins. The only atomics are integer counts, so the order
 // depends on the tokens alone. Both kernels read and write a few times 4 N bytes, all in L2: their time is latency.
-// Each kernel of the backward is launched while the one before it still runs (launch.cuh); it may write what the one
-// before reads, or read what that one writes, only after wait_for_previous_kernel().
+// Each kernel of the backward is launched while the previous one still runs (launch.cuh); only after
+// wait_for_previous_kernel() may it write what the previous kernel reads, or read what that one writes.
 //
-// The result is a list of items. A token's place in the sorted vocabulary is its slot. Every slot has a head, the
-// complement of its token, followed by its entries, the positions of the token in ascending order; the head of a slot
-// without a token is kNoHead. A slot with more than kWindow entries is a long run: its head is kNoHead too, its entries
-// are marked with kLongRunMark, and long_runs says where they lie.
+// The result is a list of items. The vocabulary is sorted in the same way, and a token's index in it is its slot. In
+// the list, every slot has a head, which is the complement of its token, followed by its entries, the positions of the
+// token in ascending order. The head of a slot without a token is kNoHead. A slot with more than kWindow entries is a
+// long run: its head is kNoHead too, its entries are marked with kLongRunMark, and long_runs has their range.
 //
 //   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
 //            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
@@ -24,7 +23,7 @@
 //   long_runs       [1] = d    | [2] = d             | [4] = d, [5] = f    |     2 * window + (the run begins there)
 //   f's entries                |                     |        *************|*** ...
 //
-// A unit of kUnit items is half a window. encoder_sums.cuh sums the short runs of a unit and the long runs of a window.
+// A unit is kUnit items, half a window. encoder_sums.cuh sums the short runs of a unit and the long runs of a window.
 #pragma once
 
 #include <climits>
@@ -39,11 +38,11 @@
 namespace gptkernels::cuda {
 
 constexpr int kTileThreads = 512;
-constexpr int kBinThreads = 1024;  // the bin of the most frequent token has a tenth of all entries
+constexpr int kBinThreads = 1024;  // large, because the bin of the most frequent token has a tenth of all entries
 constexpr int kMaxTiles = 128;
-constexpr int kUnit = 32;           // items: a group of lanes sums the short runs whose heads are among them
-constexpr int kWindow = 2 * kUnit;  // items: a warp sums the long runs' entries among them; longer runs are long
-constexpr int kBatchPiece = 128;    // rows that a warp sums for one position
+constexpr int kUnit = 32;           // items; a group of lanes sums the short runs whose heads are in its unit
+constexpr int kWindow = 2 * kUnit;  // items; a warp sums the long runs' entries in its window
+constexpr int kBatchPiece = 128;    // rows that one warp sums for a position
 
 struct Entry {
   int position;
@@ -52,12 +51,12 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kLongRunMark = 1 << 30;  // above every position: kEncoderMostRows
+constexpr int kLongRunMark = 1 << 30;  // a bit above those of every position (kEncoderMostRows)
 
-// A long run.
+// The range of a long run, which has more than kWindow entries.
 struct Run {
   int first;  // the index of its first entry among the items
-  int last;   // of its last entry; 0: no run
+  int last;   // the index of its last entry; 0 if there is no run
   int token;
 };
 
@@ -65,8 +64,8 @@ template <typename T>
 struct EncoderWorkspace {
   Entry* tile_entries;        // (N), each tile sorted by bin
   int* tile_starts;           // (bins + 1, tiles)
-  int* items;                 // (windows + 1, kWindow), filled up with kNoHead
-  Run* long_runs;             // (windows, 2): a run that began in an earlier window, a run that begins in this one
+  int* items;                 // (windows + 1, kWindow), padded with kNoHead
+  Run* long_runs;             // (windows, 2): the run that began in an earlier window, the run that begins in this one
   accumulate_t<T>* partials;  // (partial_rows, C): 2 rows for each window, then `pieces` rows for each position
   int* arrived;               // (partial_rows, slabs): a counter for each row of the partials
   int n;
@@ -80,13 +79,13 @@ struct EncoderWorkspace {
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // ints from long_runs on that are cleared first: long_runs and arrived
-  int64_t bytes;  // of the whole workspace
+  int64_t zeros;  // the number of ints of long_runs and arrived, which the first kernel clears
+  int64_t bytes;  // size of the whole workspace
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
 };
 
-// Divides the memory at `base`; with a null base only the number of bytes is meaningful.
+// Divides the memory at `base` into the workspace's arrays. With a null base only the number of bytes is meaningful.
 template <typename T>
 EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
   EncoderWorkspace<T> w{};
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(kBinThreads)
   __shared__ int origins[kMaxTiles];  // entry e of the bin is tile_entries[origins[tile] + e]
   __shared__ int before;              // entries in earlier bins
   __shared__ int total;               // entries in this bin
-  constexpr int kAhead = 2;           // loads of a lane in flight
+  constexpr int kAhead = 2;           // loads in flight per lane
   const int lane = threadIdx.x % kWarp;
   const int bin = blockIdx.x;
   let_next_kernel_start();
@@ -186,6 +185,7 @@ __global__ void __launch_bounds__(kBinThreads)
     if (tile == w.tiles - 1) total += firsts[tile];
   }
   __syncthreads();
+  // Returns entry e of the bin. A binary search finds its tile.
   const auto load_entry = [&](int e) {
     int tile = 0;
 #pragma unroll

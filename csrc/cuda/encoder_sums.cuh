@@ -1,19 +1,20 @@
-// The second half of the encoder's backward (the first: encoder_order.cuh). It reads dout once from memory, B * T * C *
-// sizeof(T) bytes, and writes each row of dwte and dwpe once, zero where no token refers to it. With kAccumulate it
-// adds to the rows of dwte, and leaves those alone that no token refers to.
+// The second half of the encoder's backward, after encoder_order.cuh has sorted the positions by token. It reads dout
+// from memory once, B * T * C * sizeof(T) bytes, and writes each row of dwte and dwpe once, 0 if no token refers to it.
+// With kAccumulate it adds to the rows of dwte, and leaves rows alone that no token refers to.
 //
-// The work is cut into units of about the same size, one for each warp or half-warp:
+// The work is divided into units of about the same size, one for each warp or half-warp:
 //
 //   sum_over_batch   one position's rows of dout, or kBatchPiece of them         dwpe
-//   sum_short_runs   the tokens whose heads lie in kUnit items                   dwte
+//   sum_short_runs   the tokens whose heads are in kUnit items                   dwte
 //   sum_long_runs    the entries of long runs (frequent tokens) in one window    dwte
 //
-// A batch of more than kBatchPiece and a long run are thus sums of several parts. Each part is summed by one warp, and
-// the warp that finishes last adds the parts (add_parts). No warp waits for another. The order of the additions depends
-// on the tokens alone and not on which warp is the last, so the same inputs give the same bits.
+// The sum over a batch of more than kBatchPiece, and the sum of a long run, thus have several parts. Each part is
+// computed by one warp, and the warp that finishes last adds the parts (add_parts). No warp waits for another. The
+// order of the additions depends on the tokens alone and not on which warp is the last, so the same inputs give the
+// same bits.
 //
 // A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
-// again, narrower ones use less of a memory transaction, and 8 bytes a lane would need twice the instructions.
+// again, narrower slabs waste part of each memory transaction, and 8 bytes per lane would need twice the instructions.
 #pragma once
 
 #include <cstdint>
@@ -32,17 +33,17 @@ namespace gptkernels::cuda {
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
-constexpr int kGroup = 64;  // partial sums that one warp adds
+constexpr int kGroup = 64;  // partial sums that one warp adds, at most
 
-// Loads of a lane that are in flight at once, limited by the registers.
+// Loads in flight per lane, limited by the registers.
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// The lanes that share a row: a warp works on kWarp / kLanes rows at a time, one for each group of lanes.
+// The number of lanes that share a row: a warp works on kWarp / kLanes rows at a time, one for each group of lanes.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// A lane's column of a matrix. Row index and row size have 32 bits, so that an address takes one instruction.
+// A lane's columns of a matrix. Row index and row size have 32 bits, so that an address takes one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -59,6 +60,7 @@ __device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>&
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
+// Rounds a sum to T and writes it to a lane's columns of `row`; with kAccumulate, adds it.
 template <bool kAccumulate, int kVec, typename T, typename Total>
 __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   accumulate_t<T> values[kVec];
@@ -68,8 +70,8 @@ __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   stream_narrow<kVec>(row, values);
 }
 
-// sum = the sum of the rows row_at(0), ..., row_at(count - 1), in every group of lanes. Total is float64 where T is
-// float32 (sum_t): the few rows of one step are added in float32, and the steps in float64.
+// Sets `sum` to the sum of the rows row_at(0), ..., row_at(count - 1), in every group of lanes. If T is float32, Total
+// is float64 (sum_t): the few rows of one step are added in float32, and the steps in float64.
 template <int kVec, typename T, typename Total, typename RowAt>
 __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -100,8 +102,8 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 // ---- sums of several parts ----
 
 // Called by each of `count` warps after it has written a partial sum. Returns true in the last of them, which then sees
-// the partial sums of all: lane 0's fences, between warp barriers, order every lane's writes before the count and the
-// count before every lane's reads.
+// the partial sums of all: lane 0's fences, between warp barriers, order every lane's writes before the increment and
+// the increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();
@@ -116,10 +118,10 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
   return before == count - 1;
 }
 
-// On entry `sum` is part `part` of a sum of `parts` parts. Part i owns row row_at(i) of the partials and the counter of
-// that row; no two parts, of the same sum or of different sums, have the same row. Returns true in the last warp to
-// arrive, with the sum of all parts in `sum`. Groups of kGroup parts are added first, each by the last warp of its
-// group, then the groups' sums by the last of these warps. With 131 parts:
+// Adds the parts of a sum. On entry `sum` is part `part` of `parts`. Part i owns row row_at(i) of the partials and the
+// counter of that row; no two parts, of the same sum or of different sums, have the same row. Returns true in the last
+// warp to arrive, with the sum of all parts in `sum`. The last warp of each group of kGroup parts adds the group's
+// parts; the last of these warps adds the groups' sums. With 131 parts:
 //
 //   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
 //   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3
@@ -152,7 +154,8 @@ __device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<
   return true;
 }
 
-// dwpe[t] = sum over b of dout[b, t]. A piece is a part of the sum; its rows of the partials follow those of the runs.
+// Computes dwpe[t] = sum over b of dout[b, t]. A piece is one part of the sum, at most kBatchPiece rows; the rows of
+// the pieces in the partials follow those of the long runs.
 template <typename T, typename Token, int kVec>
 __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int t, int piece) {
@@ -172,8 +175,9 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// The rows of dwte whose heads lie in a unit of the items; each group of lanes has a unit of its own. A row is written
-// when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a window.
+// Computes the rows of dwte whose heads are in a unit of the items; each group of lanes has its own unit. A row is
+// written when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a
+// window.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
@@ -183,9 +187,11 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   int* items = staged[threadIdx.x / kLanes<kVec>];
   const int lane = threadIdx.x % kLanes<kVec>;
   const int group_shift = threadIdx.x % kWarp - lane;
+  // A short run that begins in the unit ends within the kReach items from the unit's start on.
   int loaded[kRounds];
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
+  // The unit's first head, and the first head after the unit, which is where the unit's last run ends.
   int first = kReach;
   int end = kReach;
 #pragma unroll
@@ -199,6 +205,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
       end = heads && end == kReach ? head : end;
   }
   if (__all_sync(kAllLanes, first == kReach)) return;
+  // Marks the items of other units' runs, which are then skipped like those of long runs.
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
@@ -209,11 +216,12 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
-  // For float32, a step whose items are all entries of one row is added in pairs: a running sum of 64 terms has several
-  // times the rounding error of torch's. For 16-bit types the final rounding is much larger than either.
+  // For float32, a step without a head, whose items are all entries of one row, is added in pairs: a running sum of 64
+  // terms has several times the rounding error of torch's. For 16-bit types the final rounding is much larger than
+  // either.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
-  bool any = false;  // whether the row has entries
+  bool any = false;  // the row has entries
   const auto write_row = [&](const accumulate_t<T>(&sum)[kVec]) {
     if (row != kNoRow && (any || !kAccumulate)) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
   };
@@ -239,7 +247,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) has_head |= item[j] < 0;
     if (kPairwise && !has_head) {
-      // In place, so that it takes no more registers.
+      // The sums are formed in place, which needs no more registers.
 #pragma unroll
       for (int half = kLoadsInFlight<kVec> / 2; half > 0; half /= 2)
 #pragma unroll
@@ -268,8 +276,9 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   __syncwarp();  // before `items` is written again
 }
 
-// The parts of long runs that lie in a window of the items: of at most two, one that began in an earlier window and one
-// that begins in this one. So row 2 * window + (begins here) of the partials belongs to one part.
+// Sums the parts of long runs that are in a window of the items: at most two, of a run that began in an earlier window
+// and of a run that begins in this one. Row 2 * window + (1 if the run begins here) of the partials thus belongs to one
+// part.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
@@ -288,6 +297,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
+// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe, whose sums do not depend on the sort, so they
+// start without waiting for it. The other blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

@@ -7,7 +7,7 @@
 
 namespace gptkernels::cuda {
 
-// Whether the token is in the vocabulary. If not, prints the error and fails a device-side assertion.
+// Returns whether the token is in the vocabulary. If not, prints the error and fails a device-side assertion.
 template <typename Token>
 __device__ bool in_vocabulary(Token token, int64_t vocabulary, const char* op, int64_t position) {
   if (token >= 0 && token < vocabulary) return true;
