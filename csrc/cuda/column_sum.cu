@@ -1,17 +1,18 @@
+// The sum over the rows of x (N, C), for bias gradients. Reads x once: N * C * sizeof(T) bytes.
+//
+// A block has a strip of columns, one pack per lane, and every gridDim.y-th run of kRows rows; it writes one row of
+// partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
 #include "../column_sum.h"
 #include "common/partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Reads x once: N * C * sizeof(T) bytes. A block takes a strip of columns, one pack per thread, and every gridDim.y-th
-// run of rows; it writes one row of partial sums. A second kernel adds these rows in order, so equal inputs give equal
-// bits.
-constexpr int kRows = 16;  // threads that share a strip's columns: threadIdx.y
+constexpr int kRows = 16;  // threads that share a column: blockDim.y
 constexpr int kAhead = 4;  // loads in flight per thread
 
-// A thread adds kAhead rows in float32 and these sums, if T is float32, in float64. A float64 addition for every
-// element would be slower than the memory (docs/linear.md).
+// A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
+// element would be slower than memory (docs/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -50,7 +51,8 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// As many runs of rows as fill one wave of blocks, if each has at least kAhead rows per thread.
+// Returns the grid (strips of columns, blocks per strip). There are as many blocks per strip as fill one wave of
+// blocks, as long as each thread has at least kAhead rows.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
@@ -76,7 +78,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// The larger of what the vectorized and the scalar kernel need, because the alignment of x is not known yet.
+// Returns the larger of what the vectorized and the scalar kernel need, because the alignment of x is not known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

@@ -1,12 +1,12 @@
+// Dropout, elementwise over contiguous memory: 2 * size * sizeof(T) bytes. A thread has one pack, or single elements if
+// an array is not 16-byte aligned. An incomplete last pack is processed element by element. An output may overwrite an
+// input: a thread reads its elements before it writes them.
 #include "common/launch.cuh"
 #include "common/packed.cuh"
 #include "dropout.cuh"
 
 namespace gptkernels::cuda {
 namespace {
-
-// Elementwise over flat memory: 2 * size * sizeof(T) bytes. A thread takes one pack, the last one element by element.
-// An output may overwrite an input: a thread reads its elements before it writes them.
 
 constexpr int kThreads = 128;
 

@@ -1,4 +1,5 @@
-// Dropout on the device: of attention's probabilities, and of dense data.
+// Dropout masks on the device, computed from seed, offset and the element's coordinates (philox.h): DropoutDraw for
+// attention's probabilities, DenseDropout for contiguous data.
 #pragma once
 
 #include "../dropout.h"
@@ -6,13 +7,13 @@
 
 namespace gptkernels::cuda {
 
-// Dropout of attention's probabilities, with seed and offset loaded from device memory.
+// Dropout of attention's probabilities. The constructor loads seed and offset from device memory.
 struct DropoutDraw {
-  bool any = false;  // whether there is dropout, even if its probability is so small that nothing is dropped
+  bool any = false;  // dropout is on, even if its probability is too small to drop anything
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
-  double keep_scale = 1;  // 1 / (1 - probability); 0 where everything is dropped
+  double keep_scale = 1;  // 1 / (1 - probability); 0 if everything is dropped
 
   __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
     if (dropout.probability <= 0) return;
@@ -23,12 +24,13 @@ struct DropoutDraw {
     keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
   }
   __device__ bool drops() const { return any; }
+  // Returns whether element (i, j) of a head's (Tq, Tk) probabilities is kept.
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
     const DropoutGroup group = dropout_group(i, j);
     return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
-  // Whether the elements are kept whose random bits are the lower and the upper 16 bits of a word.
+  // Return whether the element whose random bits are the lower or the upper 16 bits of `word` is kept.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
@@ -36,7 +38,7 @@ struct DropoutDraw {
 template <typename A>
 class DenseDropoutDraw;
 
-// Dropout of dense data, as a kernel's argument; the host has computed what it can. draw() loads seed and offset: a
+// Dropout of contiguous data, as a kernel argument; the host has computed what it can. draw() loads seed and offset: a
 // kernel calls it early, so that these loads are in flight together with the others.
 template <typename A>
 struct DenseDropout {
@@ -48,13 +50,13 @@ struct DenseDropout {
 
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
-    // A threshold above 16 bits keeps nothing. The kernels compare only 16 bits, so the factor is 0 then.
+    // A threshold above 0xFFFF keeps nothing, but the kernels compare only 16 bits. Then the factor is 0.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
   }
   __device__ DenseDropoutDraw<A> draw() const { return DenseDropoutDraw<A>(*this); }
 };
 
-// The same, with seed and offset loaded.
+// The same, with seed and offset loaded from device memory.
 template <typename A>
 class DenseDropoutDraw {
  public:
@@ -64,14 +66,14 @@ class DenseDropoutDraw {
         threshold_(dropout.threshold << 16),
         keep_scale_(dropout.keep_scale) {}
 
-  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the first one's number, a
-  // multiple of N; N is 1, 2, 4 or 8.
+  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the index of the first in all
+  // data, a multiple of N; N is 1, 2, 4 or 8.
   template <int N>
   __device__ void apply(A (&x)[N], int64_t element) const {
     static_assert(kDenseGroup % N == 0);
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
-    // Moves the N elements' bits to the beginning.
+    // Moves the random bits of the N elements to the front: one Philox call has the bits of 8 elements.
     if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
     if (N < 4 && (element & 2)) word[0] = word[1];
     if (N < 2 && (element & 1)) word[0] >>= 16;
@@ -89,7 +91,7 @@ class DenseDropoutDraw {
   A keep_scale_;
 };
 
-// Takes the place of both where a kernel is compiled without dropout.
+// Replaces DenseDropout and DenseDropoutDraw in kernels that are compiled without dropout.
 struct NoDropout {
   static constexpr bool kOn = false;
   __device__ NoDropout draw() const { return {}; }

@@ -1,3 +1,7 @@
+// GELU forward and backward, elementwise over contiguous memory: forward moves 2 * size * sizeof(T) bytes, backward 3.
+// A thread has kItems packs, one block width apart, and loads all of them before it uses the first. The last block, if
+// it is not full, works element by element, and so does every block if an array is not 16-byte aligned (kVec is 1). An
+// output may overwrite an input: a thread reads its elements before it writes them.
 #include "../gelu.h"
 #include "common/launch.cuh"
 #include "common/packed.cuh"
@@ -5,10 +9,6 @@
 
 namespace gptkernels::cuda {
 namespace {
-
-// Elementwise over flat memory: forward moves 2 * size * sizeof(T) bytes, backward 3. A thread takes kItems packs, one
-// block width apart, and loads all of them before it uses the first. The last block, if it is not full, works element
-// by element. An output may overwrite an input: a thread reads its elements before it writes them.
 
 constexpr int kThreads = 128;
 
@@ -31,8 +31,8 @@ __device__ Packed<T, N> backward_of(const Packed<T, N>& x, const Packed<T, N>& d
   return narrow<T>(dx);
 }
 
-// Calls whole(i) with a thread's first element if its block has kRun elements per thread, else one(i) for every
-// element.
+// Calls whole(i), where i is the thread's first element, if this block has kRun elements for each thread; otherwise
+// calls one(i) for each of the thread's elements.
 template <int kRun, typename Whole, typename One>
 __device__ void for_each_run(int64_t size, int pack, const Whole& whole, const One& one) {
   const int64_t begin = int64_t(blockIdx.x) * kThreads * kRun;
@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
       [&](int64_t i) { store(p.dx + i, backward_of<Form>(load<1>(p.x + i), load<1>(p.dout + i))); });
 }
 
-// Packs per thread. Small blocks that start and end at different times keep reads and writes evenly mixed, so one pack
-// is the fastest, except where its eight elements take many instructions (docs/gelu.md).
+// Packs per thread in the forward. Small blocks that start and end at different times keep reads and writes evenly
+// mixed, so one pack is fastest, except for the exact GELU in 16 bits: its eight elements take many instructions
+// (docs/gelu.md).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>

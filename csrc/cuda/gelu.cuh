@@ -1,6 +1,6 @@
-// GELU and its derivative at one x.
+// GELU and its derivative at one x: GeluTanh for approximate='tanh', GeluErf for 'none'.
 //
-// Neither form is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)): for negative x the sum cancels. Both
+// Neither is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)), because for negative x the sum cancels. Both
 // compute the small tail directly.
 #pragma once
 
@@ -10,7 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// With v = 2 sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
+// The tanh form. Let v = 2 sqrt(2/pi) (x + 0.044715 x^3). Then (1 + tanh(v / 2)) / 2 is the logistic function
+// s(v) = 1 / (1 + e^-v), and GELU is x s(v).
 template <typename T>
 struct GeluTanh {
   using A = accumulate_t<T>;
@@ -23,7 +24,7 @@ struct GeluTanh {
     return x * reciprocal_for<T>(A(1) + exp_for<T>(-v));
   }
 
-  // s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
+  // Returns s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
   // s'(v) = e^-|v| s(|v|)^2. With x^2 limited to finite values, s' v' is 0 for |x| > 1e19, not 0 * inf = NaN.
   static __device__ A derivative(A x) {
     if constexpr (kSixteenBits<T>) return short_derivative(x);
@@ -35,14 +36,14 @@ struct GeluTanh {
   }
 
  private:
-  // e^-v with its log2(e) in the coefficients.
+  // Returns e^-v, with log2(e) multiplied into the coefficients. `square` is x^2.
   static __device__ float exp_minus_v(float x, float square) {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // The derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to where e^-v is
-  // 2^127 or 2^-127: beyond, the approximate instructions make s exactly 0 or 1, and so the derivative. In x s (1 - s)
-  // every finite x is multiplied by that 0, and an infinite one gives NaN, as in the formula.
+  // Returns the derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to the value
+  // at which e^-v is 2^127 or 2^-127: beyond it, the approximate instructions make s exactly 0 or 1, and thus the
+  // derivative too. In x s (1 - s) every finite x is then multiplied by 0; an infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -51,13 +52,13 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution's tail probability Q(x) for x >= 0 and its density at x, both from one exponential.
+// The normal distribution's tail probability Q(x) (`mass`) and density at x >= 0, both from one exponential.
 template <typename A>
 struct Tail {
   A mass, density;
 };
 
-// first + t (second + t (...)).
+// Returns first + t (second + t (...)).
 template <typename... Rest>
 __device__ float horner(float t, float first, Rest... rest) {
   if constexpr (sizeof...(rest) > 0)
@@ -87,9 +88,9 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// About 30 instructions, few enough for float32 to run at the memory's rate. The approximate exponential and reciprocal
-// have relative errors of up to 2^-22. For x >= 1 that is enough: where Q is subtracted from 1 it is less than 1/6, and
-// where it is the result itself, torch's error is larger.
+// Returns Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
+// exponential and reciprocal have relative errors of up to 2^-22. For x >= 1 that is enough: if Q is subtracted from 1
+// it is less than 1/6, and if it is the result itself, torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
@@ -111,10 +112,11 @@ __device__ Tail<double> tail(double x) {
   return {normcdf(-x), kDensityAtZero * exp(-0.5 * x * x)};
 }
 
+// The exact form, x (1 + erf(x / sqrt 2)) / 2 = x (1 - Q(x)).
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // beyond, the tail is 0; limits x so that x^2 is finite
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond; limits x so that x^2 is finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

@@ -1,3 +1,9 @@
+// The Euclidean norm of all elements of many tensors, deterministic:
+//
+//   global_norm_squares_chunks_kernel   one block per chunk of a tensor: its sum of squares, in float64
+//   global_norm_sum_block_kernel        one block: the square root of the sum of these sums
+//
+// Every element is read once.
 #include "../global_norm.h"
 #include "common/launch.cuh"
 #include "common/multi_tensor.cuh"
@@ -10,14 +16,14 @@ namespace {
 using NormList = TensorList<1, 512>;
 static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
-// ---- the partial sums: one block per chunk; every element is read once ----------------------------------------------
+// ---- the partial sums: one block per chunk --------------------------------------------------------------------------
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
 constexpr int kPacksInFlight = 4;  // per thread: 128 KB on an SM with 2048 threads
 
-// float64 costs no time on an SM that converts 16 values and adds 64 per clock (H100, H200): it reads only 8 bfloat16
-// per clock.
+// Returns the sum of the squares of a pack. float64 costs no time on SMs that convert 16 values and add 64 per clock
+// (H100, H200), because an SM reads only 8 bfloat16 per clock.
 template <int N, typename T>
 __device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;
@@ -58,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) partials[blockIdx.x] = total;
 }
 
-// ---- their sum: one block; 8 bytes per chunk ------------------------------------------------------------------------
+// ---- their sum: one block, which reads 8 bytes per chunk ------------------------------------------------------------
 
 constexpr int kSumThreads = 1024;
 constexpr int kSumsInFlight = 8;

@@ -1,15 +1,16 @@
+// The two reductions of a chunked cross-entropy: the scale of a mean (dloss / the number of targets that are not
+// ignored) and the sum of the losses. Each kernel is one block, because N values of 4 to 8 bytes are little work next
+// to the three matrix products over N rows.
 #include "../linear_cross_entropy.h"
 #include "common/reduce.cuh"
-
-// Each kernel is one block: N is the number of rows, 4 to 8 bytes each, beside three matrix products over them.
 
 namespace gptkernels::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kInFlight = 8;  // loads of a thread before the first is used
+constexpr int kInFlight = 8;  // loads in flight per thread
 
-// The sum of value(i) over [0, n), for every thread of the block.
+// Returns the sum of value(i) for i in [0, n) to every thread of the block.
 template <typename S, typename Value>
 __device__ S sum_over(int64_t n, const Value& value) {
   S sum = 0;
@@ -29,8 +30,8 @@ __device__ S sum_over(int64_t n, const Value& value) {
 template <typename A, typename Index>
 __global__ void __launch_bounds__(kThreads) linear_cross_entropy_mean_scale_kernel(MeanScale<A> p) {
   const Index* targets = static_cast<const Index*>(p.targets);
-  const auto takes_part = [&](int64_t i) { return static_cast<long long>(targets[i] != p.ignore_index); };
-  const long long rows = sum_over<long long>(p.rows, takes_part);
+  const auto is_counted = [&](int64_t i) { return static_cast<long long>(targets[i] != p.ignore_index); };
+  const long long rows = sum_over<long long>(p.rows, is_counted);
   if (threadIdx.x != 0) return;
   const A scale = (p.dloss ? *p.dloss : A(1)) / static_cast<A>(rows);
   *p.scale = scale;

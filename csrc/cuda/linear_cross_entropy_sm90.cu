@@ -1,12 +1,14 @@
-// Exponentials of the logits in place of the logits. The classifier's pass over them, which reads and writes all, is
-// saved: the finishing warps of the product have the time for it.
+// Cross-entropy fused into the product of the LM head: the product's epilogue stores exponentials of the logits instead
+// of the logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue
+// have idle time for the exponentials. Five launches (E and factor are defined in linear_cross_entropy_sm90.h):
 //
-//   before    a row's shift c, from its target's logit, which a warp computes by itself
-//   product   E = e^(logit - c), without the target's; the sums of every 256 columns; E at the target by itself
-//   after     loss, factor, E at the target, factor x
-//   redo      rows that have overflowed: their logits again, and the classifier
+//   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
+//   product    stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
+//   after      adds the sums of a row: loss, factor, E at the target, factor * x; marks rows whose E overflowed
+//   product    again, for blocks of rows that have a marked row: stores the logits of marked rows
+//   redo       the classifier (fused_classifier.cuh) on marked rows
 //
-// E is stored in bfloat16, which has float32's range: a row's c need not be its largest logit. As in the classifier,
+// E is stored in bfloat16, which has float32's range, so c need not be the row's largest logit. As in the classifier,
 // the sum leaves the target out, so that a small loss keeps its digits.
 #include <utility>
 
@@ -21,26 +23,27 @@ namespace {
 
 using namespace tile_product;
 
-// A row is redone if E at the target, which is about 1, or the sum of all is beyond these.
+// A row is redone if E at the target, which is about 1, is less than kLeast, or the sum of E more than kMost.
 constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
 
-// In place of a target.
+// Values that RowState::targets has in place of a target.
 constexpr int kNone = -1;  // a row without a loss
-constexpr int kRedo = -2;
+constexpr int kRedo = -2;  // a row to be redone
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows of a warp at a time
+[[maybe_unused]] constexpr int kAhead = 4;  // rows that a warp processes at a time
 
-// What the kernels leave for each other. Row blocks are those of a cluster's tiles.
+// The workspace: what the kernels pass on to each other. A row block is the kCluster * kRows rows of a cluster's tile.
 struct RowState {
-  float* shifts;     // (N) c log2(e)
-  int* targets;      // (N)
+  float* shifts;     // (N) c * log2(e)
+  int* targets;      // (N) the row's target, kNone or kRedo
   float* at_target;  // (N) E at the target
-  float* sums;       // (tiles across, N) of E but for the target's
-  int* block_redo;   // (row blocks) whether one of its rows is redone
-  int* redo_blocks;  // (row blocks) which those are: the first *redo_count
-  int* redo_count;
+  float* sums;       // (tiles across, N) sums of E over a tile's columns, without the target
+  int* block_redo;   // (row blocks) 1 if one of its rows is redone
+  int* redo_blocks;  // (row blocks) the indices of these row blocks: the first *redo_count entries
+  int* redo_count;   // (1)
 };
 
+// Returns the size of the workspace in words of 4 bytes.
 int64_t workspace_words(const ExpClassifier& p) {
   return (3 + tiles_across(p.width)) * p.rows + 2 * tiles_down(p.rows) + 1;
 }
@@ -63,7 +66,7 @@ RowState row_state(const ExpClassifier& p, void* workspace) {
 
 constexpr int kBeforeWarps = 8;
 
-// The product of two rows, for every lane.
+// Returns the dot product of two rows to every lane of the warp.
 __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   float sum = 0;
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -76,7 +79,7 @@ __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   return warp_reduce<Sum>(sum);
 }
 
-// A warp for each row.
+// One warp per row: its target and its shift. The kernel also resets the counters of redone rows.
 __global__ void __launch_bounds__(kBeforeWarps* kWarp)
     exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
   const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded as the product's logits are
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded like the logits of the product
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;
@@ -97,6 +100,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
 
 // ---- the product ----------------------------------------------------------------------------------------------------
 
+// `store` is false if only the losses are wanted.
 struct ExpArguments : TileProduct<bfloat16> {
   RowState state;
   int vocab_size;
@@ -105,12 +109,12 @@ struct ExpArguments : TileProduct<bfloat16> {
 
 #if GPTKERNELS_WGMMA
 
-// Sums of four rows over the lanes: of row i to the lanes 8i to 8i + 7.
-__device__ float reduce_four(const float (&of_row)[4], int lane) {
-  const bool last_two = lane & 16, second = lane & 8;  // of the rows that this lane keeps
-  float even = last_two ? of_row[2] : of_row[0], odd = last_two ? of_row[3] : of_row[1];
-  even += __shfl_xor_sync(~0u, last_two ? of_row[0] : of_row[2], 16);
-  odd += __shfl_xor_sync(~0u, last_two ? of_row[1] : of_row[3], 16);
+// Sums four values per lane over the warp, with 6 shuffles instead of 20: lanes 8i to 8i + 7 return the sum of value i.
+__device__ float reduce_four(const float (&row_values)[4], int lane) {
+  const bool last_two = lane & 16, second = lane & 8;  // the value that this lane returns
+  float even = last_two ? row_values[2] : row_values[0], odd = last_two ? row_values[3] : row_values[1];
+  even += __shfl_xor_sync(~0u, last_two ? row_values[0] : row_values[2], 16);
+  odd += __shfl_xor_sync(~0u, last_two ? row_values[1] : row_values[3], 16);
   float sum = second ? odd : even;
   sum += __shfl_xor_sync(~0u, second ? even : odd, 8);
 #pragma unroll
@@ -120,33 +124,37 @@ __device__ float reduce_four(const float (&of_row)[4], int lane) {
 
 #endif
 
-// Columns of tiles come one after the other: their part of the weight is read from memory once, and x from the L2
-// cache. kOfRedo: only blocks with rows to be redone, of which the logits are stored.
-template <bool kOfRedo>
+// The epilogue (Finish of matmul_sm90.cuh). A finishing warp takes the 16 rounded rows of a product warp from shared
+// memory, four at a time, with 8 neighbouring columns per lane.
+//
+// Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
+// comes from the L2 cache. kRedoOnly: only row blocks with rows to be redone, whose logits are stored.
+template <bool kRedoOnly>
 struct ExpFinish {
   using Arguments = ExpArguments;
-  [[maybe_unused]] static constexpr bool kBias = false, kMayBeIdle = kOfRedo;
+  [[maybe_unused]] static constexpr bool kBias = false, kMayBeIdle = kRedoOnly;
 
 #if GPTKERNELS_WGMMA
-  static __device__ int tiles_down(const Arguments& p) { return kOfRedo ? *p.state.redo_count : p.tiles_down; }
-  static __device__ int tiles(const Arguments& p) { return kOfRedo ? tiles_down(p) * p.tiles_across : p.tiles; }
+  static __device__ int tiles_down(const Arguments& p) { return kRedoOnly ? *p.state.redo_count : p.tiles_down; }
+  static __device__ int tiles(const Arguments& p) { return kRedoOnly ? tiles_down(p) * p.tiles_across : p.tiles; }
 
   static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank) {
     const int down = tile % tiles_down(p);
-    return tile_position(kOfRedo ? p.state.redo_blocks[down] : down, tile / tiles_down(p), rank);
+    return tile_position(kRedoOnly ? p.state.redo_blocks[down] : down, tile / tiles_down(p), rank);
   }
 
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
+    // The product warp whose rows this warp finishes; the finishing warps are warps 12 to 19.
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
     const uint32_t rounded = rounded_rows(shared_bytes, pair);
     unsigned phase = 0;
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      const int rows = min(p.rows - row, kWarpRows);  // negative: none
+      const int rows = min(p.rows - row, kWarpRows);  // rows of this warp that exist; negative if none do
       const bool stored = column < p.columns && p.store;
-      // Lane r has row r's.
+      // Lane r holds the shift and the target of row r.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
       const int target = lane < rows ? p.state.targets[row + lane] : kNone;
       bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
@@ -159,13 +167,13 @@ struct ExpFinish {
           const int r = r0 + i;
           const int target_of_row = __shfl_sync(~0u, target, r);
           Words words = load_shared(rounded + rounded_offset(r, lane));
-          if constexpr (!kOfRedo)
+          if constexpr (!kRedoOnly)
             words = exponentials(words, __shfl_sync(~0u, shift, r), target_of_row, column, p.vocab_size,
                                  p.state.at_target + row + r, sums[i]);
-          if (stored && r < rows && (!kOfRedo || target_of_row == kRedo)) store_global(out, words);
+          if (stored && r < rows && (!kRedoOnly || target_of_row == kRedo)) store_global(out, words);
           out += p.columns;
         }
-        if constexpr (!kOfRedo) {
+        if constexpr (!kRedoOnly) {
           const float sum = reduce_four(sums, lane);
           const int r = r0 + lane / 8;
           if (lane % 8 == 0 && r < rows)
@@ -179,7 +187,8 @@ struct ExpFinish {
   }
 
  private:
-  // Of 8 logits from `column` on; without padded columns and the target, whose own goes to at_target.
+  // Returns exp(logit - c) of the 8 columns from `column` on, where shift = c * log2(e), and their sum. Padded columns
+  // and the target's column are 0; the target's value is stored in *at_target.
   static __device__ Words exponentials(const Words& logits, float shift, int target, int column, int vocab_size,
                                        float* at_target, float& sum) {
     float e[8];
@@ -213,9 +222,13 @@ struct ExpFinish {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // of a block; threads that add up a row's sums
+constexpr int kAfterRows = 32, kAfterParts = 8;  // rows of a block; threads that add the sums of one row
 
-// Returns the row's factor, with which the target's gradient is exact though its E is rounded: it is most of the row's.
+// Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores E at the
+// target, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
+//
+// E at the target, -others, is rounded to bfloat16. The factor is corrected by that rounding, so that the target's
+// gradient, the largest of the row, is exact.
 __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
   const int target = state.targets[row];
   if (target == kNone) {
@@ -237,7 +250,7 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kLeast ? others / widen(rounded) : 1.0f);
 }
 
-// By a warp. A factor of 0 makes 0 of any number.
+// Computes to = factor * from for one row, by one warp. A factor of 0 gives 0 even for infinities and NaNs.
 template <typename From>
 __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float factor) {
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -249,6 +262,7 @@ __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float f
   }
 }
 
+// A block has kAfterRows rows. Threads (row, part) add the tiles' sums; then each warp scales whole rows of x.
 __global__ void __launch_bounds__(kAfterRows* kAfterParts)
     exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
   __shared__ float parts[kAfterParts][kAfterRows];
@@ -274,6 +288,7 @@ __global__ void __launch_bounds__(kAfterRows* kAfterParts)
 
 // ---- redo -----------------------------------------------------------------------------------------------------------
 
+// Replaces the logits of the marked rows by their dlogits.
 __global__ void __launch_bounds__(kSimpleThreads)
     exp_classifier_redo_kernel(const FusedClassifierForward<bfloat16> p, const RowState state) {
   if (*state.redo_count == 0) return;
@@ -285,6 +300,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 constexpr int kScaleWarps = 8;
 
+// One warp per row.
 __global__ void __launch_bounds__(kScaleWarps* kWarp)
     exp_classifier_scale_kernel(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width) {
   const int64_t row = int64_t(blockIdx.x) * kScaleWarps + threadIdx.y;
@@ -308,13 +324,13 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_takes(const ExpClassifier& p) {
-  constexpr double kUsed = 0.85;        // of the multiprocessors' time on tiles, by what lies within the matrix
-  constexpr int64_t kMostTerms = 4096;  // with more the product's own time counts for more than the pass
+  constexpr double kMinUtilization = 0.85;  // least share of the SMs' time spent on elements inside the matrix
+  constexpr int64_t kMostTerms = 4096;      // with more terms, the product's time matters more than the saved pass
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !takes(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);
   const double within = static_cast<double>(p.rows * p.width) / static_cast<double>(tiles * kTileElements);
-  const bool faster = busy(tiles) * within >= kUsed && p.inner <= kMostTerms;
+  const bool faster = busy(tiles) * within >= kMinUtilization && p.inner <= kMostTerms;
   return (faster || wanted == GemmBackend::kOwn) && p.inner % kPack<bfloat16> == 0 &&
          all_aligned(p.dlogits, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
 }

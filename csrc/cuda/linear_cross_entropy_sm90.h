@@ -1,35 +1,42 @@
-// The head's logits, loss and gradient of the logits for sm_90a, without a pass over the logits: the product itself
-// stores exponentials of the logits, which become the gradient by a factor for each row. bfloat16.
+// The LM head's loss and the gradient of its logits, in bfloat16 for sm_90a, without a separate pass over the logits:
+// the matrix product stores exponentials of the logits, and one factor per row turns them into the gradient.
 #pragma once
 
 #include "../fused_classifier.h"
 
 namespace gptkernels::cuda {
 
-// With c of a row its target's logit, and E = exp(logit - c),
-//   dlogits = factor E   but for the target's column,   factor = dloss / (the sum of E over the V columns).
-// E at the target is minus the sum of the others. Padded columns, and all columns of a row without a loss, are 0.
+// Let E = exp(logit - c), where c is the logit of the row's target. Then
 //
-// A row whose E overflows (a loss of more than 69) takes its logits and fused_classifier's kernel: E is its
-// dlogits then, and its factor 1.
-struct ExpClassifier : FusedClassifierForward<bfloat16> {  // dlogits take E, and are its logits for rows done again
-  const bfloat16* x = nullptr;                             // (N, C), rows x_stride apart
-  const bfloat16* weight = nullptr;                        // (Vp, C), rows weight_stride apart
-  int64_t inner = 0;                                       // C
+//   dlogits = factor * E in all columns but the target's,   factor = dloss / (sum of E over the V columns)
+//
+// E at the target is set to minus the sum of the others, so that the same factor holds there. Padded columns, and all
+// columns of a row without a loss, are 0.
+//
+// If E overflows in a row (a loss of more than 69), the row's logits are computed again and fused_classifier's kernel
+// replaces them by dlogits. These are stored in place of E, with factor 1. So `dlogits` (N, Vp) receives E, and for
+// such rows first their logits.
+struct ExpClassifier : FusedClassifierForward<bfloat16> {
+  const bfloat16* x = nullptr;       // (N, C), row stride x_stride
+  const bfloat16* weight = nullptr;  // (Vp, C), row stride weight_stride
+  int64_t inner = 0;                 // C
   int64_t x_stride = 0;
   int64_t weight_stride = 0;
-  float* factors = nullptr;      // (N); or null: neither E nor factors are wanted, only the losses
-  bfloat16* scaled_x = nullptr;  // (N, C), dense: factor x, so that dweight = E^T scaled_x; or null
+  float* factors = nullptr;      // (N); null if only the losses are wanted, neither E nor factors
+  bfloat16* scaled_x = nullptr;  // (N, C), contiguous: factor * x, so that dweight = E^T * scaled_x; or null
 };
 
-// Whether this is possible, and faster than a product and a pass.
+// Returns whether exp_classifier() supports these arguments and is faster than a product and a separate pass.
 bool exp_classifier_takes(const ExpClassifier& p);
 
-int64_t exp_classifier_workspace(const ExpClassifier& p);  // bytes
+// Returns the size of exp_classifier's workspace in bytes.
+int64_t exp_classifier_workspace(const ExpClassifier& p);
 
+// Computes losses, E, factors and scaled_x.
 cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);
 
-// dx (N, C) = factors times the rows of `product`, which is E weight; both are dense, and aligned to 16 bytes.
+// Computes dx (N, C) = factors * product, row by row, where `product` is E * weight. Both are contiguous and 16-byte
+// aligned.
 cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
                               Stream stream);
 
