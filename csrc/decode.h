@@ -1,7 +1,8 @@
-// The last token of each of B sequences through GPT-2, for decoding: the keys and values of the tokens before are in a
-// cache, so that every product is of a matrix and a few vectors, and the weights are read once.
+// One decoding step of GPT-2: takes the last token of each of B sequences through the model. The keys and values of
+// earlier tokens are in a cache, so every product is of a matrix and a few vectors, and the weights are read once.
 //
-// Shapes: B sequences, L layers, C channels, NH heads, HS = C / NH head size, V vocabulary, Vp rows of the head.
+// Shapes: B sequences, L layers, C channels, NH attention heads, HS = C / NH head size, V vocabulary, Vp rows of the LM
+// head.
 #pragma once
 
 #include "device.h"
@@ -9,7 +10,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A layer's weights; matrices are (out, in). The biases are null in a model without.
+// A layer's weights; matrices are (out, in). The biases are null in a model without biases.
 template <typename T>
 struct DecodeLayer {
   const T* norm1_weight;  // (C)
@@ -29,24 +30,24 @@ struct DecodeLayer {
 template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS): takes the last token's key and value
-  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, is taken as 0
-  const int64_t* lengths;        // (B), from 1: how many tokens each has. All but the last one are in the cache
+  T* keys_values;                // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
+  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, counts as 0
+  const int64_t* lengths;        // (B): number of tokens, at least 1. All but the last one are in the cache
   const T* wte;                  // (V or more, C)
   const T* wpe;                  // (capacity or more, C)
-  const DecodeLayer<T>* layers;  // (L), in the host's memory
+  const DecodeLayer<T>* layers;  // (L), in host memory
   const T* norm_weight;          // (C)
   const T* norm_bias;            // (C) or null
   const T* head;                 // (Vp, C)
   int64_t batch;                 // B
-  int64_t sequence_length;       // the most tokens that a row of sequences has
+  int64_t sequence_length;       // row length of `sequences`
   int64_t layer_count;           // L
   int64_t width;                 // C
   int64_t heads;                 // NH
-  int64_t capacity;              // tokens of a sequence that the cache has room for
+  int64_t capacity;              // tokens per sequence that fit in the cache
   int64_t vocabulary;            // V
   int64_t head_rows;             // Vp
-  double eps;                    // of the norms
+  double eps;                    // of the layer norms
   GeluForm gelu;
   void* workspace;  // decode_workspace bytes
 };
@@ -54,8 +55,8 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Bytes of scratch memory: the activations, in float32 (float64 for float64). A single sequence may take a step in
-// halves of layers, each of which leaves the residual and a partial sum for each 64 channels.
+// Bytes of scratch memory: the activations, in float32 (float64 for float64). For a single sequence also the exchange
+// buffer of the whole-model CUDA kernel: the residual and C / 64 partial sums for both halves of every layer.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   const int64_t in_halves = p.batch == 1 ? 2 * p.layer_count * (p.width / 64 + 1) * p.width : 0;

@@ -1,5 +1,5 @@
-// Quantisation to eight bits: one pass over a matrix writes its values as float8, if wanted also transposed, and notes
-// the largest of them for the scale of the next call.
+// Quantisation to float8: one pass over a matrix writes its values as float8, optionally also transposed, and records
+// the largest magnitude (amax) for the scale of later calls.
 #pragma once
 
 #include <cstdint>
@@ -8,44 +8,45 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// e4m3fn has 3 bits of significand and numbers up to 448; e5m2 has 2 and numbers up to 57344.
+// e4m3fn has 3 bits of significand and a maximum of 448; e5m2 has 2 bits and a maximum of 57344.
 enum class Fp8Format { kE4M3, kE5M2 };
 
-// What is quantised: x; GELU of x, rounded to T; x times the derivative of GELU at u, rounded to T.
+// The quantised values: x; GELU(x) rounded to T; x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
-// A tensor's history: the largest finite magnitudes of its last kFp8Calls calls, the newest last, as the bits of
-// float32; then two cells that are 0 between calls, the largest magnitude of a call under way and how many of its
-// blocks are done. (Bits, because a module's floating buffers change their dtype with the module's.)
+// A tensor's amax history: the largest finite magnitudes of its last kFp8Calls calls, the newest last; then two working
+// cells that are 0 between calls, the largest magnitude so far in the current call and the number of blocks that have
+// finished. Magnitudes are stored as the bits of float32 in int32, because `module.to(dtype)` converts floating-point
+// buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// The transposed matrix's rows are padded with zeros to a multiple of this: a product on the tensor cores takes no
-// other number of terms.
+// The transposed matrix's rows are padded with zeros to a multiple of 16, which float8 tensor core products require of
+// their inner dimension.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {
   return (rows + kFp8Alignment - 1) / kFp8Alignment * kFp8Alignment;
 }
 
-// Of a pass that the kernel of the product before it makes, wherever there is a scale (CUDA).
-struct Fp8Made {
-  const int32_t* done = nullptr;  // not 0: all but the addition of the partial sums is done
-  void* partials = nullptr;       // the partial sums are here, so many rows of sum_t<T>
+// Set if the preceding GEMM may already have quantised this tensor in its epilogue (CUDA; it does so if a scale is
+// known).
+struct Fp8Fused {
+  const int32_t* done = nullptr;  // on the device; not 0 if only the reduction of the partial sums is left
+  void* partials = nullptr;       // (partial_rows, C) of sum_t<T>: the GEMM's partial column sums
   int64_t partial_rows = 0;
 };
 
-// out = x / scale, rounded to the nearest, ties to even. Values beyond the format's largest become that; NaN and
-// infinities become NaN.
+// out = x / scale, rounded to nearest even. Values beyond the format's range saturate; infinities and NaN become NaN.
 //
-// The scale is a power of two, the least for which the largest magnitude in the history does not saturate. Without a
-// history, or where that has none but zeros, it is that of x itself, for which x is read twice.
+// The scale is the smallest power of two for which the largest magnitude in the history does not saturate. Without a
+// history, or with an all-zero one, the scale is computed from x itself, which is then read twice.
 template <typename T>
 struct Fp8Quantize {
-  uint8_t* out;             // (N, C), or null beside out_transposed
+  uint8_t* out;             // (N, C), or null if only out_transposed is needed
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
-  float* scale;             // of one element: what the float8 numbers are to be multiplied by
-  T* column_sums;           // (C): the sums over the rows of what is quantised, or null
+  float* scale;             // scalar: multiplying the float8 numbers by it gives the values
+  T* column_sums;           // (C): sums over the rows, before quantisation; or null
   const T* x;               // (N, C)
   const T* u;               // (N, C) for kGeluGradient, else null
   int32_t* history;         // (kFp8History), or null
@@ -53,8 +54,8 @@ struct Fp8Quantize {
   int64_t rows;             // N
   int64_t width;            // C
   Fp8Format format;
-  Fp8Source source;  // the CPU's kernel takes kValues without column_sums
-  Fp8Made made = {};
+  Fp8Source source;  // the CPU supports kValues without column_sums only
+  Fp8Fused fused = {};
 };
 
 // The size of the workspace in bytes.
@@ -64,19 +65,19 @@ int64_t fp8_quantize_workspace(int64_t rows, int64_t width);
 template <typename T>
 Status fp8_quantize(const Fp8Quantize<T>& p, Stream stream);
 
-// out (C, fp8_padded(N)) = x^T, of float8 numbers; beyond the last row of x there are zeros. C is a multiple of
-// kFp8Alignment, x and out begin at multiples of it.
+// out (C, fp8_padded(N)) = x^T, float8; the padded columns of out are zeros. C is a multiple of kFp8Alignment, and x
+// and out are aligned to kFp8Alignment bytes.
 struct Fp8Transpose {
   uint8_t* out;
   const uint8_t* x;    // (N, C)
   int64_t rows;        // N
   int64_t width;       // C
-  int64_t out_stride;  // from row to row of out, a multiple of kFp8Alignment
+  int64_t out_stride;  // distance between rows of out, a multiple of kFp8Alignment
 };
 
 Status fp8_transpose(const Fp8Transpose& p, Stream stream);
 
-// MACRO(T) for every dtype that is quantised.
+// MACRO(T) for every dtype that can be quantised.
 #define GPTKERNELS_FOR_FP8(MACRO) \
   MACRO(float)                    \
   MACRO(bfloat16)                 \

@@ -1,5 +1,5 @@
-// The scale of a tensor that is quantised to eight bits, from its largest magnitude, by whole numbers: the same on
-// every device.
+// Computes the float8 scale of a tensor from its largest magnitude, in integer arithmetic, so that it has the same bits
+// on every device.
 #pragma once
 
 #include <cstdint>
@@ -14,18 +14,19 @@ namespace gptkernels {
 
 // 2^exponent and 2^-exponent as the bits of float32.
 struct Fp8Scale {
-  uint32_t multiplier;  // x * multiplier is rounded to eight bits
-  uint32_t scale;       // and multiplied by this when it is read
+  uint32_t multiplier;  // 2^exponent: x * multiplier is rounded to float8
+  uint32_t scale;       // 2^-exponent: the float8 number * scale is the value
 };
 
-// The largest power of two by which `amax`, the bits of a finite float32 that is not negative, can be multiplied
-// without exceeding 1.75 * 2^largest_exponent: 448 for 8, 57344 for 15. 1 for amax 0.
+// `amax` holds the bits of a finite float32 that is not negative. The multiplier is the largest power of two by which
+// it can be multiplied without exceeding 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3),
+// 57344 for 15 (e5m2). It is 1 if amax is 0.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMost = 126;                      // both powers are normal numbers
+  constexpr int kMost = 126;                      // keeps both powers normal numbers
   if (amax == 0) return {127u << 23, 127u << 23};
-  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // of a denormal: below its own, and limited by kMost
+  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMost then limits the result
   int exponent = largest_exponent - amax_exponent - ((amax & kSignificand) > kThreeQuarters ? 1 : 0);
   if (exponent > kMost) exponent = kMost;
   if (exponent < -kMost) exponent = -kMost;

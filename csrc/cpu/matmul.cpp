@@ -76,9 +76,9 @@ void add_column_sums(const Matmul& p, Stream stream) {
 }  // namespace
 
 bool matmul_serves(const Matmul& p) {
-  const Choice wanted = choice();
-  if (p.rows == 0 || p.columns == 0 || p.inner == 0 || wanted == Choice::kBlas) return false;
-  return wanted == Choice::kOwn || is_faster(p);
+  const Choice requested = choice();
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0 || requested == Choice::kBlas) return false;
+  return requested == Choice::kOwn || is_faster(p);
 }
 
 int64_t matmul_ld(int64_t columns) {

@@ -40,9 +40,9 @@ float threshold_of(const Sample<T>& p, const std::vector<float>& x, float larges
   };
   int64_t total = 0, sum = 0;
   for (const float value : left) total += units(value);
-  const auto wanted = std::max<int64_t>(static_cast<int64_t>(std::ceil(p.top_p * static_cast<double>(total))), 1);
+  const auto requested = std::max<int64_t>(static_cast<int64_t>(std::ceil(p.top_p * static_cast<double>(total))), 1);
   for (const float value : left)
-    if ((sum += units(value)) >= wanted) return value;
+    if ((sum += units(value)) >= requested) return value;
   return threshold;
 }
 

@@ -1,7 +1,20 @@
-// A step has one kernel for all layers where this serves (decode_halves.cuh), otherwise five for each: qkv, attention,
-// projection, the MLP's two. These are launched early (programmatic dependent launch), except the first, which so runs
-// after everything before the step: what was written before the step (weights, lengths, earlier keys and values) may be
-// read by any of its kernels before it waits.
+// One decoding step: the newest token of each of B sequences goes through GPT-2, with earlier keys and values cached.
+//
+// A single 16-bit sequence through a 768-wide model on sm_90 runs all layers in one kernel (decode_halves.cuh).
+// Everything else uses five kernels per layer:
+//
+//   residual = wte[token] + wpe[position]
+//   for each layer:
+//     query, cache += qkv(layernorm(residual))       decode_product.cuh
+//     attended = attention(query, cache)             decode_attention.cuh
+//     residual += projection(attended)
+//     hidden = GELU(fc(layernorm(residual)))
+//     residual += fc_projection(hidden)
+//   logits = head(layernorm(residual))
+//
+// All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
+// only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
+// step (weights, lengths, earlier keys and values) before it waits for the kernel that precedes it.
 #include "decode_attention.cuh"
 #include "decode_halves.cuh"
 #include "decode_product.cuh"
@@ -10,7 +23,7 @@
 namespace gptkernels::cuda {
 namespace {
 
-// out (B, C) = wte[token] + wpe[position]: a block for each row.
+// out (B, C) = wte[token] + wpe[position]. One thread block per row.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {
@@ -86,7 +99,7 @@ template <typename T>
 Status decode(const Decode<T>& p, Stream stream) {
   if (p.batch == 0) return cudaSuccess;
   if constexpr (sizeof(T) == 2)
-    if (can_decode_by_halves<T, 768>(p)) return decode_by_halves<T, 768>(p, stream);
+    if (supports_decode_by_halves<T, 768>(p)) return decode_by_halves<T, 768>(p, stream);
   return decode_by_kernels(p, stream);
 }
 

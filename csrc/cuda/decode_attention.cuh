@@ -1,4 +1,11 @@
-// Attention of one query a head over the keys in the cache, for decoding.
+// Decoding attention: one query per attention head over the keys and values in the cache.
+//
+// decode_attention_kernel (sm_90, 16-byte aligned, HS equal to 4, 8, 16 or 32 packs of 16 bytes) runs a cluster of 8
+// blocks per attention head. A pack is loaded by one lane, so a team of HS / pack lanes loads a key; the teams of the
+// cluster take the keys round robin and keep an online softmax each. The partial softmaxes are then merged within the
+// warp by shuffles, within the block through shared memory, and within the cluster by the first block.
+//
+// decode_attention_simple_kernel serves every other case with one block per attention head and one key per warp.
 #pragma once
 
 #include "../decode.h"
@@ -16,7 +23,7 @@ struct DecodeAttention {
   const accumulate_t<T>* query;  // (B, NH, HS)
   const T* keys;                 // (B, NH, capacity, HS)
   const T* values;               // (B, NH, capacity, HS)
-  const int64_t* lengths;        // (B): keys, with the newest
+  const int64_t* lengths;        // (B): number of keys, including the newest
   int64_t batch;
   int64_t heads;
   int64_t capacity;
@@ -26,15 +33,15 @@ struct DecodeAttention {
 constexpr int kDecodeAttentionThreads = 128;
 constexpr int kDecodeAttentionWarps = kDecodeAttentionThreads / kWarp;
 
-// The largest score so far, the sum of exponentials relative to it, and a scale for what was summed relative to the
-// largest before.
+// The state of an online softmax: the largest score so far and the sum of exp(score - maximum).
 template <typename T>
 struct RunningSoftmax {
   using A = accumulate_t<T>;
   A maximum = -INFINITY;
   A sum = 0;
 
-  // Takes in another sum, and returns what to scale the sums with: this one's and the other's.
+  // Merges another softmax into this one. Sums relative to the previous maximum must be multiplied by `scale`, the
+  // other's by `other_scale`.
   __device__ void join(A other_maximum, A other_sum, A& scale, A& other_scale) {
     const A largest = fmax(maximum, other_maximum);
     const A origin = largest == -INFINITY ? A(0) : largest;
@@ -45,7 +52,7 @@ struct RunningSoftmax {
   }
 };
 
-// ---- the simple kernel: a block for each head, a warp for each key --------------------------------------------------
+// ---- the simple kernel: one block per attention head, one key per warp ----------------------------------------------
 
 template <typename T>
 __global__ void __launch_bounds__(kDecodeAttentionThreads)
@@ -95,28 +102,29 @@ __global__ void __launch_bounds__(kDecodeAttentionThreads)
   }
 }
 
-// ---- the fast kernel: a cluster of blocks for each head -------------------------------------------------------------
+// ---- the fast kernel: one cluster of blocks per attention head ------------------------------------------------------
 
 constexpr int kDecodeSplits = 8;
 
-// Not where the compiler refuses it; the kernel is then empty and never launched.
+// __cluster_dims__ does not compile below sm_90. There the kernel is empty and is never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define DECODE_CLUSTER
 #else
 #define DECODE_CLUSTER __cluster_dims__(kDecodeSplits, 1, 1)
 #endif
 
-// kLanes lanes share a key: a pack for each. Key j is of the keys that the cluster reads at once, the (j % kAtOnce)-th.
+// A team of kLanes lanes shares a key, one pack per lane. The cluster reads kAtOnce keys at a time; key j belongs to
+// the team with index j % kAtOnce.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
   static constexpr int kVec = kPack<T>;
   static constexpr int kHeadSize = kLanes * kVec;
-  static constexpr int kTeams = kDecodeAttentionThreads / kLanes;  // of a block
+  static constexpr int kTeams = kDecodeAttentionThreads / kLanes;  // per block
   static constexpr int kAtOnce = kTeams * kDecodeSplits;
-  static constexpr int kDepth = 8;  // keys that a team has in flight
+  static constexpr int kDepth = 8;  // keys in flight per team
 };
 
-// What a block found, in the shared memory of the cluster's first.
+// The partial softmax of one block, stored in the shared memory of the cluster's first block.
 template <typename T, int kHeadSize>
 struct DecodeAttentionPart {
   accumulate_t<T> out[kHeadSize];
@@ -124,6 +132,7 @@ struct DecodeAttentionPart {
   accumulate_t<T> sum;
 };
 
+// Stores 4 bytes to the same shared variable of block `rank` of the cluster.
 template <typename V>
 __device__ void store_remote(V* shared, V value, unsigned rank) {
   static_assert(sizeof(V) == 4);
@@ -132,8 +141,8 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
                : "memory");
 }
 
-// The keys and values of earlier tokens were written before the step that this kernel is part of, so they are loaded
-// before it waits for the previous kernel, which wrote the query and the newest key and value.
+// The keys and values of earlier tokens were written before this step, so the first ones are loaded before waiting for
+// the previous kernel. Only the query and the newest key and value come from that kernel.
 template <typename T, int kLanes>
 __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
     decode_attention_kernel(const __grid_constant__ DecodeAttention<T> p) {
@@ -151,7 +160,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
   const int split = static_cast<int>(cluster_rank());
   const int64_t row = blockIdx.x / kDecodeSplits, position = min(p.lengths[row / p.heads], p.capacity) - 1;
   const int own = threadIdx.x % kLanes * kVec;
-  const int64_t first = threadIdx.x / kLanes * kDecodeSplits + split;  // this team's first key
+  const int64_t first = threadIdx.x / kLanes * kDecodeSplits + split;  // the team's first key
   const T* keys = p.keys + row * p.capacity * kHeadSize + own;
   const T* values = p.values + row * p.capacity * kHeadSize + own;
 
@@ -217,13 +226,13 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
     }
   }
 
-  // The teams of a warp, then the warps, then the blocks.
+  // Merge the teams of a warp, then the warps of the block, then the blocks of the cluster.
 #pragma unroll
   for (int offset = kLanes; offset < kWarp; offset *= 2) {
     A scale_own, scale_other;
     const A other_maximum = __shfl_xor_sync(~0u, softmax.maximum, offset);
     const A other_sum = __shfl_xor_sync(~0u, softmax.sum, offset);
-    // In the same order in both lanes, so that both have the same bits.
+    // Both lanes merge in the same order (lower lane first), so that they get the same bits.
     RunningSoftmax<T> lower = lane & offset ? RunningSoftmax<T>{other_maximum, other_sum} : softmax;
     const RunningSoftmax<T> upper = lane & offset ? softmax : RunningSoftmax<T>{other_maximum, other_sum};
     lower.join(upper.maximum, upper.sum, scale_own, scale_other);
@@ -241,7 +250,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
     shared_sum[warp] = softmax.sum;
   }
   __syncthreads();
-  cluster_wait();  // all blocks have started
+  cluster_wait();  // all blocks have started, so their shared memory may be written
   for (int i = threadIdx.x; i < kHeadSize; i += kDecodeAttentionThreads) {
     RunningSoftmax<T> all;
     A total = 0;
@@ -275,7 +284,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// Launches the fast kernel if a head is kLanes packs, or a later number of kLanes.
+// Launches the fast kernel if HS is one of the listed numbers of packs. Returns whether it did.
 template <typename T, int... kLanes>
 bool launch_decode_attention(const DecodeAttention<T>& p, Stream stream) {
   const auto launch = [&](auto lanes) {

@@ -1,4 +1,11 @@
-// The first half of a layer: residual + attention(norm(residual)). A cluster has a head, of 64 channels.
+// The first half of a layer: residual + attention(layernorm(residual)). Each cluster computes one attention head of 64
+// channels:
+//
+//   each block: 8 rows of query, key and value                      -> `newest` of all blocks, the last two also cached
+//   each block: attention of the query over 1/8 of the cached keys  -> partial softmax, to `blocks` of all blocks
+//   each block: merges the 8 partial softmaxes and multiplies the head's output with its rows of the projection
+//
+// The blocks exchange their results through distributed shared memory, by stores that mbarriers count.
 #pragma once
 
 #include "common/approximate.cuh"
@@ -6,27 +13,27 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kHalfKeys = 128;  // the most keys of a head that a block has
+constexpr int kHalfKeys = 128;  // maximum number of keys per block
 
 template <typename T, int C>
 struct AttentionHalfShared {
   static constexpr int kHS = HalfShape<C>::kChannels;
-  static constexpr int kDims = kHS / kHalfBlocks;  // of the query, of the key and of the value, that a block computes
+  static constexpr int kDims = kHS / kHalfBlocks;  // rows each of query, key and value that a block computes
   alignas(128) T qkv[3][kDims][C];
   alignas(128) T proj[HalfShape<C>::kColumns][kHS];
   NormShared<T, C> norm;
   alignas(16) float x[C];
   alignas(16) float newest[3][kHS];  // query, key and value
-  // Of each warp, then of each block: the largest score, and the sums relative to it of exponentials and values.
+  // Eight partial softmaxes: largest score, sum of exponentials relative to it, and weighted sum of values.
   struct Softmax {
     alignas(16) float maximum[8];
     alignas(16) float sum[8];
     alignas(16) float out[8][kHS];
   };
-  Softmax warps, blocks;
+  Softmax warps, blocks;  // those of this block's warps and of the cluster's blocks
   alignas(16) float attended[kHalfWarps][kHS];
   uint64_t qkv_arrived, proj_arrived, keys_arrived, x_arrived, newest_arrived, blocks_arrived;
-  // Then keys and values, of kHS elements each.
+  // The block's cached keys and values follow the struct, ceil_div(capacity, kHalfBlocks) * kHS elements each.
 
   static constexpr int64_t bytes(int64_t capacity) {
     return sizeof(AttentionHalfShared) + 2 * ceil_div(capacity, kHalfBlocks) * kHS * static_cast<int64_t>(sizeof(T));
@@ -40,7 +47,7 @@ class AttentionHalf {
   using Shape = HalfShape<C>;
   using Shared = AttentionHalfShared<T, C>;
   static constexpr int kHS = Shared::kHS, kDims = Shared::kDims;
-  static constexpr int kTeams = kHalfThreads / 8;  // of 8 lanes, which share a key or a row of the projection
+  static constexpr int kTeams = kHalfThreads / 8;  // teams of 8 lanes; a team shares a key or a row of the projection
   static constexpr int kRounds = kHalfKeys / kTeams;
   static_assert(kHS == 64 && kHalfBlocks == 8 && kHalfWarps == 8 && kDims == kHalfWarps);
 
@@ -55,7 +62,7 @@ class AttentionHalf {
         head_(blockIdx.x / kHalfBlocks),
         dims_(lane_ % 8 * 8),
         layer_size_(C * p.step.capacity) {
-    // A wrong length has been reported; it must do no harm here.
+    // decode_start_kernel reports an invalid length; here it is clamped, so that no access is out of bounds.
     const int64_t most = min(step_.capacity, step_.sequence_length);
     position_ = static_cast<int>(min(max(step_.lengths[0], int64_t{1}), most)) - 1;
     const int each = position_ / kHalfBlocks + 1;
@@ -67,7 +74,7 @@ class AttentionHalf {
     values_ = keys_ + ceil_div(step_.capacity, kHalfBlocks) * kHS;
   }
 
-  // By one thread.
+  // Initialises the mbarriers. Called by one thread.
   __device__ void begin() {
     for (uint64_t* barrier : {&shared_.qkv_arrived, &shared_.proj_arrived, &shared_.keys_arrived, &shared_.x_arrived,
                               &shared_.newest_arrived, &shared_.blocks_arrived})
@@ -76,15 +83,15 @@ class AttentionHalf {
     expect();
   }
 
-  // By the threads that work, as is run().
+  // Issues the loads of a layer's weights, keys and values. Called by all compute warps, like run().
   __device__ void order(int layer) {
-    order_qkv(layer);
-    order_keys(layer);
-    order_proj(layer);
+    prefetch_qkv(layer);
+    prefetch_keys(layer);
+    prefetch_proj(layer);
     next_bias_ = bias_of(layer);
   }
 
-  // By the warp that waits.
+  // Waits for the residual and sends it to the cluster. Called by the polling warp.
   __device__ void receive(int layer) {
     HalfResidual<T, C>(p_, position_, 2 * layer).sum_and_send(shared_.x, &shared_.x_arrived);
   }
@@ -92,51 +99,54 @@ class AttentionHalf {
   __device__ void run(int layer) {
     parity_ = layer % 2;
     const DecodeLayer<T>& weights = p_.layers[layer];
-    const int kind = lane_ / 8, dim = rank_ * kDims + warp_;  // the query's, the key's or the value's
+    const int kind = lane_ / 8, dim = rank_ * kDims + warp_;  // kind 0: query, 1: key, 2: value
     const float bias = next_bias_;
     await(&shared_.qkv_arrived, parity_);
     NormalisedRows<T, C, 3> qkv;
     qkv.load(shared_.qkv[0][warp_], kDims * C, shared_.norm, weights.norm1_bias, bias);
     next_bias_ = bias_of(layer + 1);
     workers_barrier();
-    order_qkv(layer + 1);
+    prefetch_qkv(layer + 1);
     await(&shared_.x_arrived, parity_);
     const float sum = qkv.multiply(shared_.x, static_cast<float>(step_.eps));
-    // Eight lanes have it, for a block each.
+    // Eight lanes hold the sum; each stores it in one block of the cluster.
     if (kind < 3) store_in_block(&shared_.newest[kind][dim], sum, &shared_.newest_arrived, lane_ % kHalfBlocks);
     if (lane_ == 8 || lane_ == 16)
       keys_of(layer)[(lane_ == 8 ? 0 : layer_size_) + (head_ * step_.capacity + position_) * kHS + dim] =
           narrow<T>(sum);
     attend();
-    order_keys(layer + 1);
-    send_softmax();
+    prefetch_keys(layer + 1);
+    broadcast_softmax();
     project(p_.words + 2 * layer * Shape::kWords);
-    let_receive();
+    signal_sums_sent();
     workers_barrier();
-    order_proj(layer + 1);
-    // No block sends the next layer's before it has had this one's results from all others.
+    prefetch_proj(layer + 1);
+    // This is early enough to announce the next layer's bytes: no block sends them before it has received this layer's
+    // results from all other blocks.
     if (threadIdx.x == 0 && layer + 1 < step_.layer_count) expect();
   }
 
  private:
-  // Of this lane's query, key or value.
+  // The qkv bias of the lane's row.
   __device__ float bias_of(int layer) const {
     const int kind = lane_ / 8, dim = rank_ * kDims + warp_;
     if (layer >= step_.layer_count || kind >= 3 || !p_.layers[layer].qkv_bias) return 0;
     return widen(p_.layers[layer].qkv_bias[kind * C + head_ * kHS + dim]);
   }
 
-  // The layer's keys; its values are layer_size_ elements behind them.
+  // The layer's keys (NH, capacity, HS) in the cache; its values follow layer_size_ elements later.
   __device__ T* keys_of(int layer) const { return step_.keys_values + 2 * layer * layer_size_; }
 
+  // Announces the bytes that the cluster's blocks will store in this block during the next layer.
   __device__ void expect() {
     mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
     mbarrier_expect(&shared_.newest_arrived, sizeof(shared_.newest));
     mbarrier_expect(&shared_.blocks_arrived, sizeof(shared_.blocks));
   }
 
-  // The orders are for a layer that there may not be. They are a later warp's, for the first one has more to do.
-  __device__ void order_qkv(int layer) {
+  // The following three functions issue the loads of a layer, and are no-ops after the last layer. A later warp issues
+  // them, because the first warp has more to do.
+  __device__ void prefetch_qkv(int layer) {
     const int thread = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
     if (layer >= step_.layer_count || thread < 0 || thread >= 3) return;
     if (thread == 0) {
@@ -149,7 +159,7 @@ class AttentionHalf {
               sizeof(shared_.qkv[0]), &shared_.qkv_arrived);
   }
 
-  __device__ void order_keys(int layer) {
+  __device__ void prefetch_keys(int layer) {
     if (layer >= step_.layer_count || threadIdx.x != kHalfThreads - kWarp) return;
     const unsigned bytes = cached_ * kHS * sizeof(T);
     mbarrier_expect(&shared_.keys_arrived, 2 * bytes);
@@ -159,7 +169,7 @@ class AttentionHalf {
     bulk_load(values_, from + layer_size_, bytes, &shared_.keys_arrived);
   }
 
-  __device__ void order_proj(int layer) {
+  __device__ void prefetch_proj(int layer) {
     const int row = static_cast<int>(threadIdx.x) - kHalfThreads / 2;
     static_assert(Shape::kColumns <= kHalfThreads / 2);
     if (layer >= step_.layer_count || row < 0 || row >= Shape::kColumns) return;
@@ -169,14 +179,15 @@ class AttentionHalf {
               sizeof(shared_.proj[0]), &shared_.proj_arrived);
   }
 
-  // As the cache has it.
+  // The lane's 8 elements of the newest key (1) or value (2), rounded to T as in the cache.
   __device__ Packed<T, 8> newest(int kind) const {
     float wide[8];
     load_floats(wide, shared_.newest[kind] + dims_);
     return narrow<T>(wide);
   }
 
-  // The block's keys, a warp's part of them for each warp. Scores are in units of log 2.
+  // Attention over the block's keys, dealt to the teams round robin. Each warp leaves its softmax in shared_.warps.
+  // Scores are multiplied by log2(e), so that exp2 applies.
   __device__ void attend() {
     await(&shared_.keys_arrived, parity_);
     await(&shared_.newest_arrived, parity_);
@@ -187,7 +198,7 @@ class AttentionHalf {
     for (int e = 0; e < 8; ++e) query[e] *= 0.125f * kLog2E;  // 1 / sqrt(kHS)
 #pragma unroll
     for (int d = 0; d <= kRounds; ++d) scores[d] = -INFINITY;
-    // The key of a round; in a team that has none, another one.
+    // Offset of the team's key in round d, clamped to the last cached key; scores beyond it stay -inf.
     const auto index = [&](int d) { return min(d * kTeams + team, cached_ - 1) * kHS + dims_; };
 #pragma unroll
     for (int d = 0; d < kRounds; ++d) {
@@ -220,12 +231,12 @@ class AttentionHalf {
       add_value(scores[d], load<8>(values_ + index(d)));
     }
     if (has_newest_) add_value(scores[kRounds], newest(2));
-    put_warp(largest, sum, out);
+    store_warp_softmax(largest, sum, out);
     workers_barrier();
   }
 
-  // Adds up what the four teams of a warp have; each ends with 2 of the lane's 8 dimensions.
-  __device__ void put_warp(float largest, float sum, const float (&out)[8]) {
+  // Reduce-scatter over the four teams of a warp: each lane ends with 2 of its 8 dimensions and stores them.
+  __device__ void store_warp_softmax(float largest, float sum, const float (&out)[8]) {
     sum += __shfl_xor_sync(~0u, sum, 8);
     sum += __shfl_xor_sync(~0u, sum, 16);
     const bool upper = lane_ & 16, odd = lane_ & 8;
@@ -245,10 +256,10 @@ class AttentionHalf {
     }
   }
 
-  // Eight softmaxes as one: relative to the largest of the maxima.
-  struct Joined {
+  // Merges eight partial softmaxes, relative to the largest of their maxima.
+  struct MergedSoftmax {
     float maximum, weights[8], sum = 0;
-    __device__ explicit Joined(const typename Shared::Softmax& from) {
+    __device__ explicit MergedSoftmax(const typename Shared::Softmax& from) {
       float maxima[8], sums[8];
       load_floats(maxima, from.maximum);
       load_floats(sums, from.sum);
@@ -269,39 +280,42 @@ class AttentionHalf {
     }
   };
 
-  // The block's softmax, to all blocks. Each dimension has four threads, which send it to two blocks each.
-  __device__ void send_softmax() {
+  // Sends the block's softmax to all blocks of the cluster. Four threads hold the same dimension; each of them sends it
+  // to two blocks.
+  __device__ void broadcast_softmax() {
     const int dim = threadIdx.x % kHS;
-    const Joined joined(shared_.warps);
-    const float out = joined.out(shared_.warps, dim);
+    const MergedSoftmax merged(shared_.warps);
+    const float out = merged.out(shared_.warps, dim);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       const unsigned to = threadIdx.x / kHS * 2 + k;
       store_in_block(&shared_.blocks.out[rank_][dim], out, &shared_.blocks_arrived, to);
-      if (dim == 0) store_in_block(&shared_.blocks.maximum[rank_], joined.maximum, &shared_.blocks_arrived, to);
-      if (dim == 1) store_in_block(&shared_.blocks.sum[rank_], joined.sum, &shared_.blocks_arrived, to);
+      if (dim == 0) store_in_block(&shared_.blocks.maximum[rank_], merged.maximum, &shared_.blocks_arrived, to);
+      if (dim == 1) store_in_block(&shared_.blocks.sum[rank_], merged.sum, &shared_.blocks_arrived, to);
     }
   }
 
+  // Multiplies the head's output with kRows rows of the projection per team, and sends the partial sums to output
+  // (kParts, C).
   __device__ void project(float* output) {
-    constexpr int kRows = Shape::kColumns / kTeams;  // of a team
+    constexpr int kRows = Shape::kColumns / kTeams;  // rows per team
     await(&shared_.proj_arrived, parity_);
     Packed<T, 8> rows[kRows];
 #pragma unroll
     for (int k = 0; k < kRows; ++k) rows[k] = load<8>(shared_.proj[(warp_ * kRows + k) * 4 + lane_ / 8] + dims_);
     await(&shared_.blocks_arrived, parity_);
-    const Joined joined(shared_.blocks);
+    const MergedSoftmax merged(shared_.blocks);
     float (&attended)[kHS] = shared_.attended[warp_];
 #pragma unroll
-    for (int dim = lane_; dim < kHS; dim += kWarp) attended[dim] = joined.out(shared_.blocks, dim) / joined.sum;
+    for (int dim = lane_; dim < kHS; dim += kWarp) attended[dim] = merged.out(shared_.blocks, dim) / merged.sum;
     __syncwarp();
     float own[8], sums[kRows], sum;
     load_floats(own, attended + dims_);
 #pragma unroll
     for (int k = 0; k < kRows; ++k) sums[k] = dot(own, rows[k]);
-    const int k = scatter_sums<8>(sums, sum);
-    constexpr int kHolders = 8 / std::bit_ceil(unsigned{kRows});  // lanes that have the same sum
-    if (k < kRows && lane_ % kHolders == 0)
+    const int k = reduce_scatter<8>(sums, sum);
+    constexpr int kLanesPerSum = 8 / std::bit_ceil(unsigned{kRows});  // lanes that hold the same sum
+    if (k < kRows && lane_ % kLanesPerSum == 0)
       send(output + head_ * C + rank_ * Shape::kColumns + (warp_ * kRows + k) * 4 + lane_ / 8, sum);
   }
 
@@ -309,8 +323,8 @@ class AttentionHalf {
   const Decode<T>& step_;
   Shared& shared_;
   const int lane_, warp_, rank_, head_, dims_;
-  const int64_t layer_size_;           // of a layer's keys
-  int position_, first_key_, cached_;  // cached: of the block's keys, without the newest
+  const int64_t layer_size_;           // elements of a layer's keys
+  int position_, first_key_, cached_;  // cached_: number of the block's keys, without the newest
   bool has_newest_;
   unsigned parity_;
   float next_bias_;

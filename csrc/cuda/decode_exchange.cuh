@@ -1,8 +1,8 @@
-// Vectors of float32 that blocks pass to the other blocks of a kernel, all of which are resident at once.
+// Exchange of float32 vectors between the blocks of one kernel through global memory. All blocks must be resident.
 //
-// A reader polls the words that it needs until they have been written. A word that has not is kAbsent, which the kernel
-// before has stored. A word is stored and loaded whole, so one that is not absent is the value: nothing else needs to
-// be ordered.
+// The preceding kernel fills the exchange buffer with kAbsent. A writer stores its values; a reader polls the words
+// that it needs until none of them is kAbsent. Each aligned 32-bit word is written atomically, so a word that differs
+// from kAbsent is the final value: no flag, fence or memory ordering is needed.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace gptkernels::cuda {
 
-constexpr uint32_t kAbsent = 0xFFFFFFFFu;  // a NaN that no arithmetic gives
+constexpr uint32_t kAbsent = 0xFFFFFFFFu;  // a NaN; arithmetic results are never this bit pattern
 
 __device__ inline float4 operator+(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
@@ -19,6 +19,7 @@ __device__ inline float4 operator+(const float4& a, const float4& b) {
 
 #if GPTKERNELS_HOPPER
 
+// Relaxed accesses at GPU scope, so that neither L1 nor the compiler keeps an old value.
 __device__ inline void send(float* to, float value) {
   random_delay();
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(to), "f"(value) : "memory");
@@ -49,7 +50,7 @@ __device__ inline bool any_absent(const float4& v) {
          __float_as_uint(v.w) == kAbsent;
 }
 
-// The sum of kCount values: of the first half's sum and the second half's, and so on.
+// Sums kCount values pairwise: the sum of the first half plus the sum of the second half, recursively.
 template <int kCount>
 __device__ float4 tree_sum(const float4* v) {
   if constexpr (kCount == 1)
@@ -58,7 +59,8 @@ __device__ float4 tree_sum(const float4* v) {
     return tree_sum<kCount / 2>(v) + tree_sum<kCount - kCount / 2>(v + kCount / 2);
 }
 
-// Four neighbouring elements of the sum of kCount vectors, stride apart. Waits until all have been sent.
+// Returns four neighbouring elements of the sum of kCount vectors that are `stride` floats apart. Polls until all of
+// them have been sent.
 template <int kCount>
 __device__ float4 receive_sum(const float* from, int stride) {
   constexpr int kPatience = 64;
@@ -69,7 +71,8 @@ __device__ float4 receive_sum(const float* from, int stride) {
     for (int i = 0; i < kCount; ++i) v[i] = load_sent(from + i * stride);
     const float4 sum = tree_sum<kCount>(v);
     if (!any_nan(sum)) return sum;
-    // Where the model has computed NaNs, nothing is absent. This is seldom asked: it takes longer than the loads.
+    // The sum is NaN if a word is absent, or if the model itself has computed a NaN. Checking which one costs more than
+    // the loads, so it is done on every 64th attempt only.
     if (tries % kPatience > 0) continue;
     bool absent = false;
 #pragma unroll

@@ -1,13 +1,20 @@
-// What the two halves of a layer have in common, in the kernel that takes one sequence in 16 bits through all layers
-// (decode_halves.cuh).
+// Code shared by the two halves of a layer, attention (decode_attention_half.cuh) and MLP (decode_mlp_half.cuh), in the
+// kernel that takes one 16-bit sequence through all layers (decode_halves.cuh).
 //
-// A half has two products, with one cluster of 8 blocks for each 64 channels. Of the first product a cluster has some
-// of the rows, and of the second the columns that these rows' results are multiplied with: so they stay in its shared
-// memory. A half leaves a vector (C) of partial sums from each cluster, and the residual that they are to be added to.
-// The next half adds them up.
+// A half consists of two matrix-vector products and is computed by C / 64 clusters of 8 blocks. A cluster computes a
+// slice of the first product's rows and uses it as the matching slice of the second product's columns, so the
+// intermediate stays in the cluster's shared memory:
 //
-// A block has the weights of both its halves in shared memory. When it has used some, it orders the next layer's in
-// their place. Eight warps work; a ninth waits for the other clusters' sums.
+//   x        = residual after the previous half: its residual plus the partial sums of all clusters
+//   slice    = f(first_weight[rows of the cluster] @ layernorm(x))            f: attention or GELU
+//   partials = second_weight[:, columns of the cluster] @ slice               (C), one vector per cluster
+//
+// A half writes the partial sums of every cluster and the residual x to global memory (decode_exchange.cuh); the next
+// half adds them up.
+//
+// Every block keeps its part of both halves' weights in shared memory. As soon as a matrix has been used, the block
+// issues the bulk load of the next layer's matrix into the same buffer. Eight warps compute; a ninth, the polling warp,
+// waits for the partial sums of the other clusters.
 #pragma once
 
 #include <bit>
@@ -21,27 +28,27 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kHalfBlocks = 8;  // of a cluster
-constexpr int kHalfWarps = 8;   // that work
+constexpr int kHalfBlocks = 8;  // blocks of a cluster
+constexpr int kHalfWarps = 8;   // compute warps of a block
 constexpr int kHalfThreads = kHalfWarps * kWarp;
 
 template <int C>
 struct HalfShape {
-  static constexpr int kChannels = 64;              // of a cluster
+  static constexpr int kChannels = 64;              // channels of a cluster
   static constexpr int kParts = C / kChannels;      // clusters
-  static constexpr int kColumns = C / kHalfBlocks;  // of the residual, that a block adds up; and rows of its output
-  static constexpr int kWords = (kParts + 1) * C;   // that a half leaves: partial sums, then the residual
+  static constexpr int kColumns = C / kHalfBlocks;  // residual channels that a block sums, and output rows it computes
+  static constexpr int kWords = (kParts + 1) * C;   // floats that a half writes: partial sums, then the residual
   static_assert(C % (kWarp * kHalfBlocks) == 0 && kColumns <= 4 * kWarp);
 };
 
-constexpr int kMostLayers = 40;  // what a kernel's 4 KB of arguments have room for
+constexpr int kMaxLayers = 40;  // limited by the 4 KB of kernel arguments
 
 template <typename T>
 struct DecodeLayers {
-  Decode<T> step;  // its layers are in the host's memory
-  DecodeLayer<T> layers[kMostLayers];
-  float* words;     // (2L, HalfShape::kWords): what the halves leave
-  float* residual;  // (C): after the last layer
+  Decode<T> step;  // step.layers is a host pointer: use `layers`
+  DecodeLayer<T> layers[kMaxLayers];
+  float* words;     // (2L, HalfShape::kWords): exchange buffer, the output of every half
+  float* residual;  // (C): the residual after the last layer
 };
 static_assert(sizeof(DecodeLayers<float>) <= 4096);
 
@@ -49,12 +56,13 @@ static_assert(sizeof(DecodeLayers<float>) <= 4096);
 template <typename T, int C>
 struct NormShared {
   alignas(128) T weight[C];
-  alignas(128) T bias[C];  // if there is one
+  alignas(128) T bias[C];  // unused if the model has no biases
 
   __host__ __device__ static unsigned bytes(const T* bias) { return (bias ? 2 : 1) * C * sizeof(T); }
 
 #if GPTKERNELS_HOPPER
-  // By one thread; the barrier has been told of so many bytes.
+  // Issues the bulk loads of weight and bias. Called by one thread, after it has announced bytes(from_bias) to the
+  // barrier.
   __device__ void order(const T* from_weight, const T* from_bias, uint64_t* barrier) {
     bulk_load(weight, from_weight, sizeof(weight), barrier);
     if (from_bias) bulk_load(bias, from_bias, sizeof(bias), barrier);
@@ -64,10 +72,10 @@ struct NormShared {
 
 // ---- sums over lanes ------------------------------------------------------------------------------------------------
 
-// Sums kCount values over kLanes neighbouring lanes. At each step a lane gives away half of its values, and so ends
-// with one of the sums. Returns its index, which is kCount or more in a lane that has none.
+// Reduce-scatter of kCount values over kLanes neighbouring lanes. At each step a lane exchanges half of its values with
+// a partner, so it ends with one complete sum. Returns the index of that sum; kCount or more if the lane has none.
 template <int kLanes, int kCount>
-__device__ int scatter_sums(const float (&values)[kCount], float& sum, int first = 0, int limit = kCount) {
+__device__ int reduce_scatter(const float (&values)[kCount], float& sum, int first = 0, int limit = kCount) {
   if constexpr (kCount == 1) {
     sum = warp_reduce<Sum, kLanes>(values[0]);
     return first < limit ? first : 1 << 20;
@@ -81,16 +89,17 @@ __device__ int scatter_sums(const float (&values)[kCount], float& sum, int first
       const float high = i + kHalf < kCount ? values[i + kHalf < kCount ? i + kHalf : 0] : 0.0f;
       kept[i] = (upper ? high : values[i]) + __shfl_xor_sync(~0u, upper ? values[i] : high, kOffset);
     }
-    return scatter_sums<kOffset>(kept, sum, upper ? first + kHalf : first, upper ? limit : min(limit, first + kHalf));
+    return reduce_scatter<kOffset>(kept, sum, upper ? first + kHalf : first, upper ? limit : min(limit, first + kHalf));
   }
 }
 
-// Mean and sum of squared distances from it.
+// The mean, and the sum of squared deviations from it.
 struct MeanAndSquares {
   float mean, squares;
 };
 
-// Of kCount values of each lane; the same bits in all lanes.
+// Computes both over all lanes' values, kCount per lane; all lanes get the same bits. The lanes' moments are merged by
+// Chan's parallel formula.
 template <int kCount>
 __device__ MeanAndSquares mean_and_squares(const float (&x)[kCount]) {
   constexpr int kChains = 4;
@@ -117,24 +126,26 @@ __device__ MeanAndSquares mean_and_squares(const float (&x)[kCount]) {
 
 #if GPTKERNELS_HOPPER
 
+// Waits until the mbarrier phase of this parity has completed. Called by a whole warp.
 __device__ inline void await(uint64_t* barrier, unsigned parity) {
   mbarrier_wait(barrier, parity);
   __syncwarp();
 }
 
-// A barrier of the warps that work.
+// A barrier of the compute warps.
 __device__ inline void workers_barrier() {
   random_delay();
   asm volatile("bar.sync 1, %0;" ::"n"(kHalfThreads) : "memory");
 }
 
-// The warp that waits for the other clusters' sums begins when this block's have been sent: what it asks for before
-// that is in the way of what the blocks send.
-__device__ inline void let_receive() {
+// The polling warp starts to poll only after the compute warps have sent this block's partial sums: earlier polling
+// would compete with those stores for bandwidth. The compute warps arrive by the first function, the polling warp waits
+// in the second.
+__device__ inline void signal_sums_sent() {
   random_delay();
   asm volatile("bar.arrive 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
 }
-__device__ inline void await_own_sums() {
+__device__ inline void wait_until_sums_sent() {
   random_delay();
   asm volatile("bar.sync 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
 }
@@ -151,7 +162,7 @@ __device__ void load_floats(float (&to)[N], const T* from) {
   }
 }
 
-// Two dependent chains of additions are half as long as one.
+// The dot product of eight elements, by two chains of additions: each is half as long as a single one.
 template <typename T>
 __device__ float dot(const float (&x)[8], const Packed<T, 8>& weights) {
   float w[8], even = 0, odd = 0;
@@ -161,16 +172,18 @@ __device__ float dot(const float (&x)[8], const Packed<T, 8>& weights) {
   return even + odd;
 }
 
-// ---- the beginning of a half ----------------------------------------------------------------------------------------
+// ---- the start of a half --------------------------------------------------------------------------------------------
 
-// The residual before a half, by a warp of each block of a cluster: the block's columns, four a lane.
+// Computes the residual at the start of a half. The polling warp of each block sums the block's kColumns channels, four
+// per lane, and sends them to all blocks of its cluster.
 template <typename T, int C>
 class HalfResidual {
   using Shape = HalfShape<C>;
   using Vector = float[C];
 
  public:
-  // Of what the half before, half - 1, has left. Loads what no half writes.
+  // `half` counts both halves of all layers, from 0. The constructor loads what no half writes: the embeddings for half
+  // 0, otherwise the bias of half - 1.
   __device__ HalfResidual(const DecodeLayers<T>& p, int position, int half) : p_(p), half_(half) {
     column_ = static_cast<int>(cluster_rank()) * Shape::kColumns + static_cast<int>(threadIdx.x) % kWarp * 4;
     if (!mine()) return;
@@ -183,9 +196,10 @@ class HalfResidual {
     }
   }
 
-  // To `words` by the first cluster, and to all blocks of this one: x and the barrier are variables that they all have.
+  // Waits for the outputs of half - 1 and stores the new residual in x of every block of the cluster (x and barrier are
+  // shared variables with the same address in each). The first cluster also writes it to the exchange buffer.
   __device__ void sum_and_send(Vector& x, uint64_t* barrier) const {
-    if (half_ > 0) await_own_sums();
+    if (half_ > 0) wait_until_sums_sent();
     if (mine()) {
       const float4 sum = wait_for_sum();
 #pragma unroll
@@ -196,9 +210,9 @@ class HalfResidual {
     __syncwarp();
   }
 
-  // By the first cluster.
+  // After the last layer: the first cluster writes the final residual to `to` (C).
   __device__ void sum_and_store(float* to) const {
-    await_own_sums();
+    wait_until_sums_sent();
     if (blockIdx.x < kHalfBlocks && mine()) *reinterpret_cast<float4*>(to + column_) = wait_for_sum();
   }
 
@@ -220,20 +234,20 @@ class HalfResidual {
   float4 known_ = {};
 };
 
-// kRows rows of a weight, times the layer norm of x, by a warp. With the norm's weight g and bias b, the mean m and the
-// deviation 1 / r,
+// The product of kRows rows of a weight w with layernorm(x), computed by one warp. With the norm's weight g and bias b,
+// mean m and reciprocal standard deviation r,
 //
-//   sum w (g (x - m) r + b) = r (sum w g x - m sum w g) + sum w b,
+//   sum w (g (x - m) r + b) = r (sum w g x - m sum w g) + sum w b.
 //
-// so that the product does not wait for the statistics, and two of the sums are known before x is. A lane ends with the
-// result of row lane / 8.
+// So the product does not wait for the statistics, and the last two sums are computed before x arrives. Each lane ends
+// with the result of row lane / 8.
 template <typename T, int C, int kRows>
 class NormalisedRows {
-  static constexpr int kPacks = C / 8 / kWarp;  // of a row, that a lane has
+  static constexpr int kPacks = C / 8 / kWarp;  // packs of a row per lane
   static_assert(C % (8 * kWarp) == 0 && kRows > 2 && kRows <= 4);
 
  public:
-  // Rows are `stride` elements apart; the bias is that of row lane / 8.
+  // Loads the rows, which are `stride` elements apart, and the norm. `bias` is the product's bias of row lane / 8.
   __device__ void load(const T* rows, int stride, const NormShared<T, C>& norm, bool has_bias, float bias) {
     float slopes[kRows] = {}, offsets[kRows] = {};
 #pragma unroll
@@ -250,8 +264,8 @@ class NormalisedRows {
         offsets[i] += dot(b, rows_[i][k]);
       }
     }
-    scatter_sums<kWarp>(slopes, slope_);
-    scatter_sums<kWarp>(offsets, offset_);
+    reduce_scatter<kWarp>(slopes, slope_);
+    reduce_scatter<kWarp>(offsets, offset_);
     offset_ += bias;
   }
 
@@ -270,12 +284,12 @@ class NormalisedRows {
       for (int i = 0; i < kRows; ++i) products[i] += dot(scaled, rows_[i][k]);
     }
     float product;
-    scatter_sums<kWarp>(products, product);
+    reduce_scatter<kWarp>(products, product);
     return rsqrtf(moments.squares * (1.0f / C) + eps) * (product - moments.mean * slope_) + offset_;
   }
 
  private:
-  // Lane l has the packs l, l + 32, ...
+  // The first element of the lane's pack k: lane l holds the packs l, l + 32, ...
   __device__ static int own(int k) { return (static_cast<int>(threadIdx.x) % kWarp + k * kWarp) * 8; }
 
   Packed<T, 8> rows_[kRows][kPacks];

@@ -1,5 +1,11 @@
-// A step of one sequence with all layers in one kernel (decode_half.cuh); one kernel before, and the head's product
-// after.
+// A decoding step of one sequence with all layers in one kernel. Three launches:
+//
+//   decode_start_kernel   checks the newest token and fills the exchange buffer with kAbsent (decode_exchange.cuh)
+//   decode_layers_kernel  all layers: C / 64 clusters of 8 blocks, each half of a layer as in decode_half.cuh
+//   decode_head_kernel    logits (decode_head.cuh)
+//
+// Used for B = 1, 16 bits, C = 768 with 64-wide attention heads, at most 40 layers and 1024 cached tokens, on sm_90
+// with room for all clusters at once.
 #pragma once
 
 #include "decode_attention_half.cuh"
@@ -9,7 +15,7 @@
 
 namespace gptkernels::cuda {
 
-// Not where the compiler refuses it; the kernel is then empty and never launched.
+// __cluster_dims__ does not compile below sm_90. There the kernel is empty and is never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define DECODE_LAYERS_KERNEL __global__ void
 #else
@@ -23,12 +29,12 @@ int64_t layers_shared_bytes(int64_t capacity) {
   return static_cast<int64_t>(sizeof(MlpHalfShared<T, C>)) + AttentionHalfShared<T, C>::bytes(capacity);
 }
 
-// Checks the newest token, and makes all words absent.
+// Checks the newest token, and sets all words of the exchange buffer to kAbsent.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_start_kernel(const __grid_constant__ Decode<T> p, uint4* words, int64_t count) {
-  // Waits before it lets the next kernel start: so what was written before the step may be read by any kernel of the
-  // step before it waits.
+  // This kernel waits before it lets the next one start. So every kernel of the step may read what was written before
+  // the step without waiting first.
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (blockIdx.x == 0 && threadIdx.x == 0) newest_token(p, 0);
@@ -57,7 +63,7 @@ DECODE_LAYERS_KERNEL decode_layers_kernel(const __grid_constant__ DecodeLayers<T
     attention.order(0);
     mlp.order(0);
   }
-  cluster_wait();  // all blocks have initialised their barriers
+  cluster_wait();  // all blocks of the cluster have initialised their mbarriers
   wait_for_previous_kernel();
   for (int layer = 0; layer < layers; ++layer) {
     if (layer == layers - 1) let_next_kernel_start();
@@ -70,7 +76,7 @@ DECODE_LAYERS_KERNEL decode_layers_kernel(const __grid_constant__ DecodeLayers<T
     }
   }
   if (!works) HalfResidual<T, C>(p, 0, 2 * layers).sum_and_store(p.residual);
-  cluster_barrier();  // no block ends while another one sends to it
+  cluster_barrier();  // no block exits while another one still writes to its shared memory
 #endif
 }
 
@@ -80,10 +86,10 @@ cudaLaunchConfig_t layers_config(int64_t shared_bytes, Stream stream, cudaLaunch
 }
 
 template <typename T, int C>
-bool can_decode_by_halves(const Decode<T>& p) {
+bool supports_decode_by_halves(const Decode<T>& p) {
   constexpr auto kKernel = decode_layers_kernel<T, C>;
   if (p.batch != 1 || p.width != C || p.heads != HalfShape<C>::kParts || p.layer_count < 1 ||
-      p.layer_count > kMostLayers || p.capacity > kHalfBlocks * kHalfKeys)
+      p.layer_count > kMaxLayers || p.capacity > kHalfBlocks * kHalfKeys)
     return false;
   if (!all_aligned(p.wte, p.wpe, p.keys_values, p.norm_weight, p.norm_bias, p.head, p.workspace)) return false;
   for (int64_t l = 0; l < p.layer_count; ++l) {
@@ -94,7 +100,8 @@ bool can_decode_by_halves(const Decode<T>& p) {
   }
   if (!built_for_hopper<kKernel>() || max_dynamic_shared_memory<kKernel>() < layers_shared_bytes<T, C>(p.capacity))
     return false;
-  // Blocks wait for each other, so all must be resident at once.
+  // Blocks wait for each other, so all clusters must be resident at once. once_a_device caches 1 + the number of
+  // resident clusters, because a cached answer must not be 0.
   return once_a_device([](int) {
            cudaLaunchAttribute attribute = {};
            cudaLaunchConfig_t config = layers_config<T, C>(max_dynamic_shared_memory<kKernel>(), nullptr, &attribute);
@@ -115,7 +122,8 @@ Status decode_by_halves(const Decode<T>& p, Stream stream) {
   layers.residual = layers.words + words;
   launch_early<decode_start_kernel<T>>(grid_size(multiprocessors()), kDecodeThreads, 0, stream, p,
                                        static_cast<uint4*>(p.workspace), words / 4);
-  cudaLaunchAttribute together = {};  // all blocks at once, or none: also where other streams' kernels take room
+  // A cooperative launch starts all blocks at once or none, even if kernels of other streams occupy SMs.
+  cudaLaunchAttribute together = {};
   together.id = cudaLaunchAttributeCooperative;
   together.val.cooperative = 1;
   const cudaLaunchConfig_t config = layers_config<T, C>(layers_shared_bytes<T, C>(p.capacity), stream, &together);

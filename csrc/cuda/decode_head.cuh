@@ -1,7 +1,7 @@
-// The last product of a step of one sequence in 16 bits: logits = norm(x) @ head^T, with rows of C elements.
+// The LM head of a whole-model step: logits (1, Vp) = layernorm(x) @ head^T, 16 bits, C known at compile time.
 //
-// A warp has four rows on their way to its registers, and asks for two more when it has multiplied two. The warps take
-// turns, so that at any moment they read what is close together.
+// Each warp keeps the loads of four rows in flight: as soon as two rows have been multiplied, it loads the next two.
+// The groups of four rows are dealt to the warps round robin, so that at any moment all warps read neighbouring memory.
 #pragma once
 
 #include "decode_half.cuh"
@@ -9,8 +9,8 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kHeadRows = 4;    // that a warp has at once
-constexpr int kHeadBlocks = 2;  // of a multiprocessor
+constexpr int kHeadRows = 4;    // rows in flight per warp
+constexpr int kHeadBlocks = 2;  // blocks per SM
 
 template <typename T, int C>
 __global__ void __launch_bounds__(kDecodeThreads, kHeadBlocks)
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kHeadBlocks)
       for (int i = 0; i < 2; ++i) sums[pair * 2 + i] = x.dot(weights[pair][i]);
       if (next < count) load_pair(next, pair);
     }
-    const int64_t row = int64_t{group} * kHeadRows + scatter_sums<kWarp>(sums, sum);
-    constexpr int kHolders = kWarp / kHeadRows;  // lanes that have the same sum
-    if (lane % kHolders == 0 && row < p.sizes.rows) p.epilogue.narrow_out[row] = narrow<T>(sum);
+    const int64_t row = int64_t{group} * kHeadRows + reduce_scatter<kWarp>(sums, sum);
+    constexpr int kLanesPerSum = kWarp / kHeadRows;  // lanes that hold the same sum
+    if (lane % kLanesPerSum == 0 && row < p.sizes.rows) p.epilogue.narrow_out[row] = narrow<T>(sum);
     group = next;
   }
 #endif

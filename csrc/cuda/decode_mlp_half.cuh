@@ -1,4 +1,5 @@
-// The second half of a layer: residual + MLP(norm(residual)).
+// The second half of a layer: residual + MLP(layernorm(residual)). Cluster i computes the hidden units 256 i to
+// 256 i + 255, and multiplies them with the matching columns of the projection.
 #pragma once
 
 #include "decode_half.cuh"
@@ -8,8 +9,8 @@ namespace gptkernels::cuda {
 
 template <typename T, int C>
 struct MlpHalfShared {
-  static constexpr int kHidden = 4 * HalfShape<C>::kChannels;  // hidden units of a cluster
-  static constexpr int kUnits = kHidden / kHalfBlocks;         // of a block
+  static constexpr int kHidden = 4 * HalfShape<C>::kChannels;  // hidden units per cluster
+  static constexpr int kUnits = kHidden / kHalfBlocks;         // hidden units per block
   alignas(128) T fc[kUnits][C];
   alignas(128) T fcproj[HalfShape<C>::kColumns][kHidden];
   NormShared<T, C> norm;
@@ -24,8 +25,8 @@ template <typename T, int C>
 class MlpHalf {
   using Shape = HalfShape<C>;
   using Shared = MlpHalfShared<T, C>;
-  static constexpr int kUnits = Shared::kUnits / kHalfWarps;  // of a warp
-  static constexpr int kRows = Shape::kColumns / kHalfWarps;  // of the output, of a warp
+  static constexpr int kUnits = Shared::kUnits / kHalfWarps;  // hidden units per warp
+  static constexpr int kRows = Shape::kColumns / kHalfWarps;  // output rows per warp
 
  public:
   __device__ MlpHalf(const DecodeLayers<T>& p, Shared& shared)
@@ -37,7 +38,7 @@ class MlpHalf {
         rank_(static_cast<int>(cluster_rank())),
         part_(blockIdx.x / kHalfBlocks) {}
 
-  // By one thread.
+  // Initialises the mbarriers. Called by one thread.
   __device__ void begin() {
     for (uint64_t* barrier :
          {&shared_.fc_arrived, &shared_.fcproj_arrived, &shared_.x_arrived, &shared_.hidden_arrived})
@@ -46,14 +47,14 @@ class MlpHalf {
     expect();
   }
 
-  // By the threads that work, as is run().
+  // Issues the loads of a layer's weights. Called by all compute warps, like run().
   __device__ void order(int layer) {
-    order_fc(layer);
-    order_fcproj(layer);
+    prefetch_fc(layer);
+    prefetch_fcproj(layer);
     next_bias_ = bias_of(layer);
   }
 
-  // By the warp that waits.
+  // Waits for the residual and sends it to the cluster. Called by the polling warp.
   __device__ void receive(int layer) {
     HalfResidual<T, C>(p_, 0, 2 * layer + 1).sum_and_send(shared_.x, &shared_.x_arrived);
   }
@@ -68,33 +69,34 @@ class MlpHalf {
     fc.load(shared_.fc[warp_ * kUnits], C, shared_.norm, weights.norm2_bias, bias);
     next_bias_ = bias_of(layer + 1);
     workers_barrier();
-    order_fc(layer + 1);
+    prefetch_fc(layer + 1);
     await(&shared_.x_arrived, parity_);
     const float sum = fc.multiply(shared_.x, static_cast<float>(step_.eps));
     const float value = step_.gelu == GeluForm::kTanh ? GeluTanh<T>::value(sum) : GeluErf<T>::value(sum);
-    // Eight lanes have it, for a block each.
+    // Eight lanes hold the value; each stores it in one block of the cluster.
     store_in_block(&shared_.hidden[rank_ * Shared::kUnits + unit], value, &shared_.hidden_arrived, lane_ % kHalfBlocks);
     project(p_.words + (2 * layer + 1) * Shape::kWords);
-    let_receive();
+    signal_sums_sent();
     workers_barrier();
-    order_fcproj(layer + 1);
+    prefetch_fcproj(layer + 1);
     if (threadIdx.x == 0 && layer + 1 < step_.layer_count) expect();
   }
 
  private:
-  // Of this lane's hidden unit.
+  // The fc bias of the lane's hidden unit.
   __device__ float bias_of(int layer) const {
     if (layer >= step_.layer_count || !p_.layers[layer].fc_bias) return 0;
     const int unit = warp_ * kUnits + lane_ / 8;
     return widen(p_.layers[layer].fc_bias[part_ * Shared::kHidden + rank_ * Shared::kUnits + unit]);
   }
 
+  // Announces the bytes that the cluster's blocks will store in this block during the next layer.
   __device__ void expect() {
     mbarrier_expect(&shared_.x_arrived, sizeof(shared_.x));
     mbarrier_expect(&shared_.hidden_arrived, sizeof(shared_.hidden));
   }
 
-  __device__ void order_fc(int layer) {
+  __device__ void prefetch_fc(int layer) {
     const int row = static_cast<int>(threadIdx.x) - (kHalfThreads - kWarp);
     static_assert(Shared::kUnits <= kWarp);
     if (layer >= step_.layer_count || row < 0 || row >= Shared::kUnits) return;
@@ -107,7 +109,7 @@ class MlpHalf {
     bulk_load(shared_.fc[row], p_.layers[layer].fc_weight + unit * C, sizeof(shared_.fc[0]), &shared_.fc_arrived);
   }
 
-  __device__ void order_fcproj(int layer) {
+  __device__ void prefetch_fcproj(int layer) {
     const int row = static_cast<int>(threadIdx.x) - kHalfThreads / 2;
     static_assert(Shape::kColumns <= kHalfThreads / 2);
     if (layer >= step_.layer_count || row < 0 || row >= Shape::kColumns) return;
@@ -117,7 +119,8 @@ class MlpHalf {
               sizeof(shared_.fcproj[0]), &shared_.fcproj_arrived);
   }
 
-  // Each lane has 8 of the cluster's hidden units.
+  // Multiplies the cluster's hidden units, 8 per lane, with kRows rows of the projection per warp, and sends the
+  // partial sums to output (kParts, C).
   __device__ void project(float* output) {
     static_assert(Shared::kHidden == 8 * kWarp);
     await(&shared_.fcproj_arrived, parity_);
@@ -129,9 +132,10 @@ class MlpHalf {
     load_floats(hidden, shared_.hidden + lane_ * 8);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) sums[i] = dot(hidden, rows[i]);
-    const int i = scatter_sums<kWarp>(sums, sum);
-    constexpr int kHolders = kWarp / std::bit_ceil(unsigned{kRows});  // lanes that have the same sum
-    if (i < kRows && lane_ % kHolders == 0) send(output + part_ * C + rank_ * Shape::kColumns + warp_ * kRows + i, sum);
+    const int i = reduce_scatter<kWarp>(sums, sum);
+    constexpr int kLanesPerSum = kWarp / std::bit_ceil(unsigned{kRows});  // lanes that hold the same sum
+    if (i < kRows && lane_ % kLanesPerSum == 0)
+      send(output + part_ * C + rank_ * Shape::kColumns + warp_ * kRows + i, sum);
   }
 
   const DecodeLayers<T>& p_;

@@ -1,8 +1,18 @@
-// Products of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, at the memory's rate: what follows
-// the product is an Epilogue, and a layer norm may come before it. x and all sums are float32 (float64 for float64).
+// Products of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
+// preceding layer norm of x. Bound by the bandwidth of reading the weights once. x and all sums are float32 (float64
+// for float64).
 //
-// The weights do not depend on the kernels before, so a thread loads its first ones before it waits for these
-// (programmatic dependent launch): the memory works on while the previous kernel ends and this one begins.
+// decode_product_kernel: a block computes `block_rows` rows of the weight. A row is divided into `slices` of equal
+// size, and each warp multiplies one slice of its rows:
+//
+//   load the first rows of the weight (and of the norm)   before the wait: they do not depend on earlier kernels
+//   wait for the previous kernel; load x; normalise x     x stays in registers if B = 1
+//   for each group of kRows rows: dot products, warp reductions, partial sums to shared memory; load the next rows
+//   sum the slices, add the bias, apply the epilogue
+//
+// Loading weights before the wait (programmatic dependent launch) keeps the memory busy while the previous kernel ends.
+// The norm is fused if B = 1 and a row is one slice; otherwise decode_norm_kernel runs first. Shapes that are not
+// aligned to 16 bytes, and very long rows, use decode_product_simple_kernel.
 #pragma once
 
 #include <algorithm>
@@ -23,41 +33,44 @@ struct DecodeProductSizes {
   int64_t inner;  // K
 };
 
-// What is done with the sums.
+// What happens to the sums, after the bias has been added.
 template <typename T>
 struct DecodeEpilogue {
   using A = accumulate_t<T>;
   enum Kind { kQueryKeyValue, kGeluTanh, kGeluErf, kAdd, kLogits };
   Kind kind;
-  A* out;                            // (B, M): takes GELU of the sums, or has them added; of the query only (B, C)
-  T* narrow_out;                     // logits (B, M), or the layer's keys and values (2, B, NH, capacity, HS)
-  const int64_t* lengths = nullptr;  // (B), with the newest token; for keys and values, as are the sizes
+  A* out;         // kAdd, kGelu*: (B, M), added to or written; kQueryKeyValue: the query (B, C)
+  T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
+  // For kQueryKeyValue only:
+  const int64_t* lengths = nullptr;  // (B): tokens including the newest
   int64_t width = 0;                 // C
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
 
-  // What is read besides the sum, before it is known.
-  struct Early {
+  // Operands of the epilogue besides the sum. They are loaded before the sum is known.
+  struct Preloaded {
     A value;
     int64_t position;
   };
-  __device__ Early early(int64_t b, int64_t row, const DecodeProductSizes& sizes) const {
+  __device__ Preloaded preloaded(int64_t b, int64_t row, const DecodeProductSizes& sizes) const {
     if (kind == kAdd) return {out[b * sizes.rows + row], 0};
     return {A(0), kind == kQueryKeyValue ? lengths[b] - 1 : 0};
   }
 
-  __device__ void store(int64_t b, int64_t row, A sum, const Early& early, const DecodeProductSizes& sizes) const {
+  __device__ void store(int64_t b, int64_t row, A sum, const Preloaded& preloaded,
+                        const DecodeProductSizes& sizes) const {
     switch (kind) {
-      case kAdd: out[b * sizes.rows + row] = early.value + sum; break;
+      case kAdd: out[b * sizes.rows + row] = preloaded.value + sum; break;
       case kGeluTanh: out[b * sizes.rows + row] = GeluTanh<T>::value(sum); break;
       case kGeluErf: out[b * sizes.rows + row] = GeluErf<T>::value(sum); break;
       case kLogits: narrow_out[b * sizes.rows + row] = narrow<T>(sum); break;
-      case kQueryKeyValue: store_part(b, row, sum, early.position, sizes.batch); break;
+      case kQueryKeyValue: store_query_key_value(b, row, sum, preloaded.position, sizes.batch); break;
     }
   }
 
  private:
-  __device__ void store_part(int64_t b, int64_t row, A sum, int64_t position, int64_t batch) const {
+  // Stores one row of qkv: the query to `out`, key and value to the cache.
+  __device__ void store_query_key_value(int64_t b, int64_t row, A sum, int64_t position, int64_t batch) const {
     if (row < width) {
       out[b * width + row] = sum;
       return;
@@ -73,7 +86,7 @@ template <typename T>
 struct DecodeProduct {
   DecodeEpilogue<T> epilogue;
   const accumulate_t<T>* x;  // (B, K)
-  const T* norm_weight;      // (K) or null: x is normalised first
+  const T* norm_weight;      // (K), or null for no layer norm
   const T* norm_bias;        // (K) or null
   const T* weight;           // (M, K)
   const T* bias;             // (M) or null
@@ -86,7 +99,7 @@ constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
 // ---- the simple kernels: any shape ----------------------------------------------------------------------------------
 
-// out (B, K) = layernorm(x): a block for each row.
+// out (B, K) = layernorm(x). One block per row of x.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_norm_kernel(accumulate_t<T>* out, const __grid_constant__ DecodeProduct<T> p) {
@@ -107,7 +120,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-// A warp for each row of the weight.
+// One warp per row of the weight.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_product_simple_kernel(const __grid_constant__ DecodeProduct<T> p) {
@@ -123,30 +136,28 @@ __global__ void __launch_bounds__(kDecodeThreads)
       sum += p.x[b * p.sizes.inner + i] * widen(p.weight[row * p.sizes.inner + i]);
     sum = warp_reduce<Sum>(sum);
     if (p.bias) sum += widen(p.bias[row]);
-    if (lane == 0) p.epilogue.store(b, row, sum, p.epilogue.early(b, row, p.sizes), p.sizes);
+    if (lane == 0) p.epilogue.store(b, row, sum, p.epilogue.preloaded(b, row, p.sizes), p.sizes);
   }
 }
 
 // ---- the fast kernel ------------------------------------------------------------------------------------------------
 
-// Where the work is. A row of the weight is `slices` parts of `packs` packs, one for each of so many warps; the other
-// warps of the block have other rows. A block has `block_rows` rows.
+// How the work is divided.
 struct DecodeLayout {
-  int slices;
-  int packs;
-  int block_rows;
+  int slices;      // slices of a weight row, each for one warp; 0: the fast kernel does not support the shape
+  int packs;       // packs of a slice (the last slice may be shorter)
+  int block_rows;  // weight rows per block
 };
 
-// The packs of weights that a thread holds at once.
-constexpr int kDecodePacks = 12;
+constexpr int kDecodePacks = 12;  // packs of weights in flight per thread
 
 template <typename T, int kPacks>
 struct DecodeShape {
   static constexpr int kVec = kPack<T>;
-  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // of the weight, that a warp holds at once
+  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // weight rows in flight per warp
 };
 
-// A pack of weights: read once, by one warp, so not kept in L1.
+// Loads a pack of weights. Every weight is read once, by one warp, so it is not allocated in L1.
 template <typename T>
 __device__ Packed<T, kPack<T>> load_weights(const T* p) {
   uint4 words;
@@ -156,7 +167,7 @@ __device__ Packed<T, kPack<T>> load_weights(const T* p) {
   return reinterpret_cast<const Packed<T, kPack<T>>&>(words);
 }
 
-// kCount neighbouring activations.
+// Loads kCount neighbouring activations.
 template <int kCount, typename A>
 __device__ void load_activations(A* to, const A* from) {
   constexpr int kStep = std::min(kCount, kPack<A>);
@@ -168,7 +179,7 @@ __device__ void load_activations(A* to, const A* from) {
   }
 }
 
-// A slice of a vector in the registers of a warp: lane l has packs l, l + 32, ...; beyond the slice they are 0.
+// A slice of a vector in the registers of a warp. Lane l holds the packs l, l + 32, ...; packs beyond the slice are 0.
 template <typename T, int kPacks>
 struct DecodeVector {
   using A = accumulate_t<T>;
@@ -223,7 +234,7 @@ struct DecodeVector {
   }
 };
 
-// A norm's weight and bias, as they lie in memory.
+// The norm's weight and bias in registers, distributed like DecodeVector, in the dtype of the memory.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;
@@ -255,7 +266,7 @@ struct DecodeNorm {
   }
 };
 
-// kNorm: B is 1, there is one slice, and x is normalised, by each warp for itself.
+// kNorm: the layer norm is fused. It requires B = 1 and one slice; every warp normalises x for itself.
 template <typename T, int kPacks, bool kNorm>
 __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
     decode_product_kernel(const __grid_constant__ DecodeProduct<T> p, const __grid_constant__ DecodeLayout layout) {
@@ -271,7 +282,6 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
   const int64_t first = blockIdx.x * int64_t{layout.block_rows};
   const int rows = static_cast<int>(min(int64_t{layout.block_rows}, p.sizes.rows - first));
   const int64_t begin = static_cast<int64_t>(slice) * layout.packs * kVec;
-  // The last slice may be shorter.
   const int packs = static_cast<int>(min(int64_t{layout.packs}, (p.sizes.inner - begin) / kVec));
 
   Packed<T, kVec> weights[kRows][kPacks];
@@ -291,15 +301,15 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
   load_rows(group);
   DecodeNorm<T, kPacks> norm;
   if constexpr (kNorm) norm.load(p, packs);
-  // This thread's first output.
+  // The thread's first output. Its bias is loaded before the wait, the epilogue's operands right after.
   const int count = rows * static_cast<int>(p.sizes.batch);
   const bool any = threadIdx.x < count;
   const int64_t b0 = threadIdx.x / rows, row0 = first + threadIdx.x % rows;
   const A bias0 = any && p.bias ? widen(p.bias[row0]) : A(0);
 
   wait_for_previous_kernel();
-  typename DecodeEpilogue<T>::Early early0 = {};
-  if (any) early0 = p.epilogue.early(b0, row0, p.sizes);
+  typename DecodeEpilogue<T>::Preloaded preloaded0 = {};
+  if (any) preloaded0 = p.epilogue.preloaded(b0, row0, p.sizes);
   DecodeVector<T, kPacks> x;
   if (p.sizes.batch == 1) x.load(p.x + begin, packs);
   if constexpr (kNorm) norm.apply(x, p, packs);
@@ -324,21 +334,21 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
     A sum = parts[i * layout.slices];
     for (int s = 1; s < layout.slices; ++s) sum += parts[i * layout.slices + s];
     if (i == threadIdx.x) {
-      p.epilogue.store(b0, row0, sum + bias0, early0, p.sizes);
+      p.epilogue.store(b0, row0, sum + bias0, preloaded0, p.sizes);
     } else {
       const int64_t b = i / rows, own = first + i % rows;
       if (p.bias) sum += widen(p.bias[own]);
-      p.epilogue.store(b, own, sum, p.epilogue.early(b, own, p.sizes), p.sizes);
+      p.epilogue.store(b, own, sum, p.epilogue.preloaded(b, own, p.sizes), p.sizes);
     }
   }
 }
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// Most packs of a slice that a lane has.
-constexpr int kDecodeMaxPacks = 8;
+constexpr int kDecodeMaxPacks = 8;  // maximum packs of a slice per lane
 
-// Slices 0 where the fast kernel does not serve: rows that do not begin at multiples of 16 bytes, or very long ones.
+// Returns 0 slices if the fast kernel does not support the shape: rows that do not begin at multiples of 16 bytes, or
+// rows too long for kDecodeWarps slices.
 template <typename T>
 DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   constexpr int kMaxShared = 32 << 10, kBlocksEach = 2;
@@ -347,17 +357,17 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   const int64_t packs = p.sizes.inner / kPack<T>;
   int slices = 1;
   while (slices <= kDecodeWarps && ceil_div(packs, slices) > int64_t{kDecodeMaxPacks} * kWarp) slices *= 2;
-  // Slices of 4 packs a lane or fewer: so many rows are in flight at once.
+  // Without a norm, prefer slices of at most 4 packs per lane: then several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
-  // A block for each multiprocessor, so that the next kernel's blocks have room; two where there is much to read.
+  // One block per SM leaves room for the next kernel's blocks; two if there is much to read.
   int64_t rows = ceil_div(p.sizes.rows, multiprocessors());
   if (rows > kFewRows) rows = ceil_div(p.sizes.rows, int64_t{kBlocksEach} * multiprocessors());
   rows = std::min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-// The fast kernel that has so many packs a lane.
+// Launches the fast kernel with the smallest listed number of packs per lane that is sufficient.
 template <typename T, bool kNorm, int kFirst, int... kOthers>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
   if constexpr (sizeof...(kOthers) > 0)
@@ -367,7 +377,7 @@ void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout
                                                         kDecodeThreads, shared, stream, p, layout);
 }
 
-// `normalised` (B, K) is scratch for products of a norm.
+// `normalised` (B, K) is scratch memory for a layer norm that is not fused.
 template <typename T>
 Status decode_product(DecodeProduct<T> p, accumulate_t<T>* normalised, Stream stream) {
   const DecodeLayout layout = decode_layout(p);

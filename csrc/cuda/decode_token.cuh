@@ -1,4 +1,4 @@
-// The newest token of a sequence, checked.
+// Reads and checks the newest token of a sequence.
 #pragma once
 
 #include "../decode.h"
@@ -6,12 +6,12 @@
 
 namespace gptkernels::cuda {
 
-// Of sequence b: where it is and what it is. The host does not read lengths and tokens: a wrong one fails a device-side
-// assertion.
 struct NewestToken {
   int64_t position, token;
 };
 
+// Returns the position and the token of sequence b. The host does not read lengths and tokens, so an invalid one fails
+// a device-side assertion.
 template <typename T>
 __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   const int64_t length = p.lengths[b], most = min(p.capacity, p.sequence_length);

@@ -1,3 +1,14 @@
+// Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums.
+//
+// Two kernels:
+//   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise it returns at once
+//   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
+//
+// fp8_quantize_kernel reads x once, N * C * sizeof(T) bytes (for the GELU gradient also u, as many), and writes N * C
+// bytes, twice with the transposed copy. A block processes a strip of 64 columns, and of it every gridDim.y-th tile of
+// 128 rows. A thread has 4 rows x 8 columns of a tile: it rounds them and transposes their bytes in registers. The
+// transposed tile is assembled in shared memory, so that the stores to the transposed copy are whole 128-byte lines.
+// The loads of the next tile are issued before the barrier of the current one.
 #include "../fp8.h"
 #include "../fp8_scale.h"
 #include "common/launch.cuh"
@@ -8,31 +19,25 @@
 #include "fp8_tile.cuh"
 #include "gelu.cuh"
 
-// The pass reads x once, N * C * sizeof(T) bytes (and u, as many), and writes N * C bytes, twice with the transposed
-// copy. A block takes a strip of 64 columns and every gridDim.y-th tile of 128 rows of it. A thread has 4 rows of 8
-// columns of a tile: it rounds them, transposes their bytes in registers, and the tile's transposed rows are put
-// together in shared memory, so that its stores to the transposed copy are of whole 128-byte lines. The next tile's
-// loads are under way meanwhile.
-
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kSide = 8;  // columns of a thread's part of a tile
-using Tile = TransposedTile<kSide>;
+constexpr int kThreadColumns = 8;  // columns per thread
+using Tile = TransposedTile<kThreadColumns>;
 constexpr int kTileRows = Tile::kRows;
 constexpr int kTileColumns = Tile::kColumns;
-constexpr int kDown = Tile::kDown;  // rows of a thread's part
+constexpr int kThreadRows = Tile::kThreadRows;  // rows per thread
 constexpr int kGroups = Tile::kGroups;
 constexpr int kThreads = Tile::kThreads;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kWarpBands = kWarp / kGroups;  // bands that are in one warp
+constexpr int kWarpBands = kWarp / kGroups;  // bands per warp
 
 // ---------------------------------------------------------------------------------------------------------------
-// What is quantised.
+// The quantised function of x and u (Fp8Source).
 
-// kResident: how many blocks of a multiprocessor were fastest (docs/fp8.md).
-struct Values {
-  static constexpr bool kTwo = false;
+// kResident: resident blocks per SM, the fastest measured number (docs/fp8.md).
+struct ValuesSource {
+  static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
   template <typename T>
   static __device__ float of(float x, float) {
@@ -40,8 +45,8 @@ struct Values {
   }
 };
 
-struct GeluOf {
-  static constexpr bool kTwo = false;
+struct GeluSource {
+  static constexpr bool kReadsU = false;
   static constexpr int kResident = 4;
   template <typename T>
   static __device__ float of(float x, float) {
@@ -49,8 +54,8 @@ struct GeluOf {
   }
 };
 
-struct GeluGradientOf {
-  static constexpr bool kTwo = true;
+struct GeluGradientSource {
+  static constexpr bool kReadsU = true;
   static constexpr int kResident = 3;
   template <typename T>
   static __device__ float of(float x, float u) {
@@ -58,18 +63,18 @@ struct GeluGradientOf {
   }
 };
 
-constexpr int kMostResident = 4;
+constexpr int kMaxResident = 4;
 
-// A row's 8 neighbouring elements, as they are in memory.
+// Eight neighbouring elements of a row, in the dtype of the memory.
 template <typename T>
 struct Part {
-  Packed<T, kPack<T>> packs[kSide / kPack<T>];
+  Packed<T, kPack<T>> packs[kThreadColumns / kPack<T>];
 
-  // Loads those of the `count` elements that exist; the others are 0.
+  // Loads the first `count` elements; the others are 0.
   template <bool kVector>
   __device__ void load_from(const T* from, int64_t count) {
 #pragma unroll
-    for (int i = 0; i < kSide; i += kPack<T>) {
+    for (int i = 0; i < kThreadColumns; i += kPack<T>) {
       auto& pack = packs[i / kPack<T>];
       if constexpr (kVector) {
         pack = count > 0 ? load<kPack<T>>(from + i) : Packed<T, kPack<T>>{};
@@ -80,9 +85,9 @@ struct Part {
     }
   }
 
-  __device__ void to(float (&values)[kSide]) const {
+  __device__ void to(float (&values)[kThreadColumns]) const {
 #pragma unroll
-    for (int i = 0; i < kSide; i += kPack<T>) {
+    for (int i = 0; i < kThreadColumns; i += kPack<T>) {
       float some[kPack<T>];
       widen(some, packs[i / kPack<T>]);
 #pragma unroll
@@ -91,42 +96,43 @@ struct Part {
   }
 };
 
+// True if the preceding GEMM has already quantised this tensor.
 template <typename T>
-__device__ bool is_made(const Fp8Quantize<T>& p) {
-  return p.made.done && *p.made.done;
+__device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
+  return p.fused.done && *p.fused.done;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The largest magnitude of x, for a scale without a history.
+// The largest magnitude of x, needed for a scale without an amax history.
 
-constexpr int kMostLargest = 1024;  // blocks, each of which writes one number
+constexpr int kMaxAmaxBlocks = 1024;  // maximum number of blocks; each writes its largest magnitude
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
   wait_for_previous_kernel();
-  if (history_largest(p.history) > 0 || is_made(p)) return;
+  if (history_amax(p.history) > 0 || is_already_quantized(p)) return;
   const int64_t size = p.rows * p.width;
-  const int64_t stride = int64_t(gridDim.x) * kThreads * kSide;
+  const int64_t stride = int64_t(gridDim.x) * kThreads * kThreadColumns;
   float amax = 0;
-  for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kSide; i < size; i += stride) {
+  for (int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kThreadColumns; i < size; i += stride) {
     Part<T> x, u;
-    float values[kSide], others[kSide] = {};
+    float values[kThreadColumns], others[kThreadColumns] = {};
     x.template load_from<kVector>(p.x + i, size - i);
     x.to(values);
-    if constexpr (Source::kTwo) {
+    if constexpr (Source::kReadsU) {
       u.template load_from<kVector>(p.u + i, size - i);
       u.to(others);
     }
 #pragma unroll
-    for (int k = 0; k < kSide; ++k)
+    for (int k = 0; k < kThreadColumns; ++k)
       amax = fmaxf(amax, fabsf(finite_or_nan(Source::template of<T>(values[k], others[k]))));
   }
-  amax = block_largest<kWarps>(amax);
+  amax = block_amax<kWarps>(amax);
   if (threadIdx.x == 0) largest[blockIdx.x] = amax;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The pass.
+// Quantisation.
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads, Source::kResident)
@@ -136,28 +142,29 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   __shared__ int32_t shared_bits;
   const int group = Tile::group(), band = Tile::band();
   const int64_t column = int64_t(blockIdx.x) * kTileColumns;
-  const int64_t mine = column + group * kSide, columns = p.width - mine;  // the thread's first column, and those left
+  // The thread's first column, and the number of columns from there to the end of the row.
+  const int64_t mine = column + group * kThreadColumns, columns = p.width - mine;
   const int64_t stride = int64_t(gridDim.y) * kTileRows;
-  Part<T> x[kDown], u[Source::kTwo ? kDown : 1];
+  Part<T> x[kThreadRows], u[Source::kReadsU ? kThreadRows : 1];
   const auto load_tile = [&](int64_t tile) {
 #pragma unroll
-    for (int i = 0; i < kDown; ++i) {
-      const int64_t row = tile + band * kDown + i;
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int64_t row = tile + band * kThreadRows + i;
       const int64_t at = row * p.width + mine, left = row < p.rows ? columns : 0;
       x[i].template load_from<kVector>(p.x + at, left);
-      if constexpr (Source::kTwo) u[i].template load_from<kVector>(p.u + at, left);
+      if constexpr (Source::kReadsU) u[i].template load_from<kVector>(p.u + at, left);
     }
   };
 
   wait_for_previous_kernel();
-  if (is_made(p)) return;
+  if (is_already_quantized(p)) return;
   int64_t tile = int64_t(blockIdx.y) * kTileRows;
   if (tile < p.rows) load_tile(tile);
-  int32_t bits = history_largest(p.history);
+  int32_t bits = history_amax(p.history);
   if (bits == 0) {
     float amax = 0;
     for (int i = threadIdx.x; i < count; i += kThreads) amax = fmaxf(amax, largest[i]);
-    bits = __float_as_int(block_largest<kWarps>(amax));
+    bits = __float_as_int(block_amax<kWarps>(amax));
   }
   if (threadIdx.x == 0) shared_bits = bits;
   __syncthreads();
@@ -167,17 +174,17 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   const float multiplier = __uint_as_float(scale.multiplier);
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *p.scale = __uint_as_float(scale.scale);
 
-  A sums[kSide] = {};
+  A sums[kThreadColumns] = {};
   float amax = 0;
   for (int buffer = 0; tile < p.rows; tile += stride, buffer ^= 1) {
-    uint2 rows[kDown];
+    uint2 rows[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kDown; ++i) {
-      float values[kSide], others[kSide] = {};
+    for (int i = 0; i < kThreadRows; ++i) {
+      float values[kThreadColumns], others[kThreadColumns] = {};
       x[i].to(values);
-      if constexpr (Source::kTwo) u[i].to(others);
+      if constexpr (Source::kReadsU) u[i].to(others);
 #pragma unroll
-      for (int k = 0; k < kSide; ++k) {
+      for (int k = 0; k < kThreadColumns; ++k) {
         const float value = Source::template of<T>(values[k], others[k]);
         sums[k] += value;
         const float finite = finite_or_nan(value);
@@ -185,38 +192,38 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
         values[k] = finite * multiplier;
       }
       rows[i] = to_fp8(values, format);
-      const int64_t row = tile + band * kDown + i;
+      const int64_t row = tile + band * kThreadRows + i;
       if (row >= p.rows || p.out == nullptr) continue;
       uint8_t* to = p.out + row * p.width + mine;
       if constexpr (kVector) {
         if (columns > 0) __stwb(reinterpret_cast<uint2*>(to), rows[i]);
       } else {
 #pragma unroll
-        for (int k = 0; k < kSide; ++k)
+        for (int k = 0; k < kThreadColumns; ++k)
           if (k < columns) to[k] = static_cast<uint8_t>((k < 4 ? rows[i].x : rows[i].y) >> 8 * (k % 4));
       }
     }
     if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    __syncthreads();  // one a tile: with two buffers, a thread may be one tile ahead of another
+    __syncthreads();  // one barrier per tile suffices: there are two buffers
     const int64_t padded = fp8_padded(p.rows);
     tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }
 
   if (p.history) {
-    amax = block_largest<kWarps>(amax);
-    if (threadIdx.x == 0) note_largest(p.history, __float_as_int(amax));
+    amax = block_amax<kWarps>(amax);
+    if (threadIdx.x == 0) update_history(p.history, __float_as_int(amax));
   }
   if (p.column_sums == nullptr) return;
   using Bands = A[kWarps][kTileColumns];
   Bands& bands = *reinterpret_cast<Bands*>(tiles);
   __syncthreads();
 #pragma unroll
-  for (int k = 0; k < kSide; ++k) {
+  for (int k = 0; k < kThreadColumns; ++k) {
 #pragma unroll
     for (int lanes = kGroups; lanes < kWarp; lanes *= 2) sums[k] += __shfl_xor_sync(0xFFFFFFFFu, sums[k], lanes);
-    if (band % kWarpBands == 0) bands[threadIdx.x / kWarp][group * kSide + k] = sums[k];
+    if (band % kWarpBands == 0) bands[threadIdx.x / kWarp][group * kThreadColumns + k] = sums[k];
   }
   __syncthreads();
   const int64_t sum_column = column + threadIdx.x;
@@ -229,25 +236,25 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 // ---------------------------------------------------------------------------------------------------------------
 // Launches.
 
-constexpr int64_t kLargestBytes = kMostLargest * sizeof(float);
+constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// As many runs of tiles as fill one wave of blocks, `resident` on a multiprocessor.
+// One block per strip in x; in y as many blocks as fill one wave with `resident` blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
-  constexpr int64_t kMostRuns = 1024;
+  constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);
   const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
-  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTileRows), 1, std::min(filling, kMostRuns));
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTileRows), 1, std::min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
 template <typename T, typename Source, bool kVector>
 void launch(const Fp8Quantize<T>& p, Stream stream) {
   auto* largest = static_cast<float*>(p.workspace);
-  void* const own_partials = static_cast<char*>(p.workspace) + kLargestBytes;
-  auto* const partials = static_cast<sum_t<T>*>(p.made.partials ? p.made.partials : own_partials);
+  void* const own_partials = static_cast<char*>(p.workspace) + kAmaxBytes;
+  auto* const partials = static_cast<sum_t<T>*>(p.fused.partials ? p.fused.partials : own_partials);
   const int64_t size = p.rows * p.width;
-  const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMostLargest);
-  const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kSide), 1, filling));
+  const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMaxAmaxBlocks);
+  const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kThreadColumns), 1, filling));
   launch_early<fp8_largest_kernel<T, Source, kVector>>(dim3(count), dim3(kThreads), 0, stream, p, largest);
   const dim3 grid = quantize_grid(p.rows, p.width, Source::kResident);
   launch_early<fp8_quantize_kernel<T, Source, kVector>>(grid, dim3(kThreads), 0, stream, p, largest, count, partials);
@@ -255,7 +262,7 @@ void launch(const Fp8Quantize<T>& p, Stream stream) {
     launch_partial_sums<T, sum_t<T>>({.first = p.column_sums,
                                       .second = nullptr,
                                       .partials = partials,
-                                      .count = std::max<int64_t>(grid.y, p.made.partial_rows),
+                                      .count = std::max<int64_t>(grid.y, p.fused.partial_rows),
                                       .width = p.width,
                                       .split = p.width},
                                      stream);
@@ -263,7 +270,7 @@ void launch(const Fp8Quantize<T>& p, Stream stream) {
 
 template <typename T, typename Source>
 Status launch(const Fp8Quantize<T>& p, Stream stream) {
-  if (can_vectorize<T>(p.width, p.x, p.u, p.out) && p.width % kSide == 0)
+  if (can_vectorize<T>(p.width, p.x, p.u, p.out) && p.width % kThreadColumns == 0)
     launch<T, Source, true>(p, stream);
   else
     launch<T, Source, false>(p, stream);
@@ -274,16 +281,16 @@ Status launch(const Fp8Quantize<T>& p, Stream stream) {
 
 template <typename T>
 int64_t fp8_quantize_workspace(int64_t rows, int64_t width) {
-  const int64_t most = quantize_grid(rows, width, kMostResident).y;
-  return kLargestBytes + most * width * int64_t(sizeof(sum_t<T>));
+  const int64_t most = quantize_grid(rows, width, kMaxResident).y;
+  return kAmaxBytes + most * width * int64_t(sizeof(sum_t<T>));
 }
 
 template <typename T>
 Status fp8_quantize(const Fp8Quantize<T>& p, Stream stream) {
   switch (p.source) {
-    case Fp8Source::kGelu: return launch<T, GeluOf>(p, stream);
-    case Fp8Source::kGeluGradient: return launch<T, GeluGradientOf>(p, stream);
-    default: return launch<T, Values>(p, stream);
+    case Fp8Source::kGelu: return launch<T, GeluSource>(p, stream);
+    case Fp8Source::kGeluGradient: return launch<T, GeluGradientSource>(p, stream);
+    default: return launch<T, ValuesSource>(p, stream);
   }
 }
 

@@ -1,11 +1,11 @@
-// The classifier with float8 gradients.
+// Instantiates the fused classifier with float8 gradients of the logits.
 
 #include "fp8_bytes.cuh"
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
 
-// The gradients of a pack, eight or four, or one. None is infinite, and NaN stays NaN.
+// Stores the gradients of a pack of N = 1, 4 or 8 as e5m2. They are never infinite, and NaN stays NaN.
 template <int N>
 __device__ void store_narrow(Fp8Dlogit* p, const float (&values)[N]) {
   constexpr auto kFormat = __NV_E5M2;

@@ -1,13 +1,21 @@
-// Float8 products for sm_90a that GELU or its gradient follows, quantised as they are computed.
+// Float8 products for sm_90a with GELU or its gradient in the epilogue, which also quantises the result.
 //
-// A block keeps 256 or 128 rows of b, with all of their terms, in shared memory, and takes every so many 64 rows of a.
-// It has a warpgroup of which one thread loads, and two pairs that compute tiles of 64 x 256 (or 128) in turns, each
-// warpgroup half of the columns: while the tensor cores work on the product of one pair, the other finishes its own.
-// (One warpgroup in place of a pair waits more: 16 warps hide each other's latencies better than 8.)
+//   GELU:           product = T(scale_a scale_b (a @ b^T) + bias);  out = fp8(GELU(product)), and its transpose
+//   GELU gradient:  product = T(scale_a scale_b (a @ b^T));  out = fp8(product * GELU'(u)), its transpose, column sums
 //
-// TMA puts the rows of a and b into shared memory in an order by which a thread's accumulators are, of every 32
-// columns, 8 neighbouring ones of two neighbouring rows: 16 bytes of T, 8 of float8, and, transposed, pairs of bytes
-// that stmatrix puts together to 16 rows of a column.
+// Without a scale (an all-zero amax history) only the product is written; fp8_quantize, which is launched afterwards,
+// then does the rest.
+//
+// The columns of the product are divided into `strips` of 256 (128 if inner > 768), one strip per block column. A block
+// keeps the strip's rows of b, with the whole inner dimension, in shared memory, and processes every `parts`-th tile of
+// 64 rows. It has one producer warpgroup (one thread issues TMA loads of a into a ring of 3 stages) and two pairs of
+// consumer warpgroups. The pairs alternate tiles ("ping-pong"): while the tensor cores compute one pair's product, the
+// other pair runs its epilogue. The two warpgroups of a pair compute half of the tile's columns each. (A single
+// warpgroup per tile is slower: 16 warps hide more latency than 8.)
+//
+// TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
+// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. So it stores 16 bytes of T or 8 bytes of
+// float8 at once; for the transposed copy, stmatrix assembles its pairs of bytes to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -29,30 +37,31 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 64;                   // of a tile
-constexpr int kStepBytes = kPanelRowBytes;  // terms of a step
+constexpr int kRows = 64;                   // rows of a tile
+constexpr int kStepBytes = kPanelRowBytes;  // inner elements (bytes) per step
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
-constexpr int kPairs = 2;  // of warpgroups that compute
+constexpr int kPairs = 2;  // pairs of consumer warpgroups
 constexpr int kConsumers = 2 * kPairs;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 
-// Shared memory. The block's rows of b, one for each of the tile's columns, have the room of 256 with 768 terms.
+// Shared memory: rows of b (256 of up to 768 elements, or 128 of up to 1536), ring buffer of a, one transposed piece
+// per consumer warpgroup, bias, largest magnitudes, mbarriers. 232448 bytes is the limit of a block on sm_90.
 constexpr int kBBytes = 256 * 768;
 constexpr int kAStep = kRows * kStepBytes;
-constexpr int kTransposedBytes = kPieceColumns * kRows;  // of a warpgroup's piece
+constexpr int kTransposedBytes = kPieceColumns * kRows;  // bytes of a warpgroup's piece
 constexpr int kTransposedAt = kBBytes + kStages * kAStep;
 constexpr int kBiasAt = kTransposedAt + kConsumers * kTransposedBytes;
-constexpr int kLargestAt = kBiasAt + 2 * 256;
-constexpr int kBarriersAt = kLargestAt + 4 * 4 * kConsumers;
+constexpr int kAmaxAt = kBiasAt + 2 * 256;
+constexpr int kBarriersAt = kAmaxAt + 4 * 4 * kConsumers;
 constexpr int kSharedBytes = kBarriersAt + 8 * (2 * kStages + 1 + kPairs);
 static_assert(kSharedBytes <= 232448 && kBarriersAt % 8 == 0);
 
-// 256, or half as many where the terms are more.
-constexpr int columns_for(int64_t inner) {
+// The columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
+constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
-constexpr int kMostTerms = kBBytes / 128;
+constexpr int kMaxInner = kBBytes / 128;
 
 enum class Finish { kGelu, kDgelu };
 
@@ -60,22 +69,23 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): written for GELU; for its gradient where the pass is not made
+  T* product;     // (rows, columns): always written for GELU; for its gradient only without a scale
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
-  int32_t* done;    // takes whether the pass was made
-  float* partials;  // (row groups, columns), or null
+  int32_t* done;    // set to 1 if the result was quantised, else to 0
+  float* partials;  // (partial_rows, columns): column sums of each warp, or null
   int rows;
   int columns;
   int steps;
-  int tiles;  // of rows
-  int strips;
-  int parts;  // blocks for each strip
+  int tiles;   // row tiles
+  int strips;  // column strips
+  int parts;   // blocks per strip
 };
 
 #if GPTKERNELS_WGMMA
 
+// Addresses of the mbarriers in shared memory.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -84,7 +94,7 @@ struct Barriers {
   __device__ uint32_t turn(int pair) const { return first + 8 * (2 * kStages + 1 + pair); }
 };
 
-// Called by one thread: loads the block's rows of b, then those of a for one tile after the other.
+// The producer, one thread: loads the block's rows of b, then the rows of a, tile by tile, into the ring buffer.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, uint32_t shared, const Barriers& barriers, int strip, int part) {
   constexpr int kBStep = kColumns * kStepBytes;
@@ -108,7 +118,8 @@ __device__ inline uint4 load_shared(uint32_t shared) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// The sums over 8 lanes, lane % 4 being the same, of 8 values. A lane returns that of value lane / 4, bits reversed.
+// Reduce-scatter of 8 values over the 8 lanes with the same lane % 4. A lane returns the sum of value sum_column(lane),
+// which is lane / 4 with its three bits reversed.
 __device__ inline float sum_over_rows(const float (&values)[8], int lane) {
   float four[4], two[2];
 #pragma unroll
@@ -132,28 +143,29 @@ __device__ inline int sum_column(int lane) {
 }
 
 template <typename T>
-using Two = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+using PackedPair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
 
-// Two numbers with infinities made NaN, which larger_magnitudes ignores.
+// Replaces infinities by NaN in both numbers; larger_magnitudes ignores NaN.
 template <typename T>
 __device__ uint32_t finite_or_nan(uint32_t pair) {
-  const Two<T> x = reinterpret_cast<const Two<T>&>(pair), zero = {};
-  const Two<T> found = __hfma2(x, zero, x);
+  const PackedPair<T> x = reinterpret_cast<const PackedPair<T>&>(pair), zero = {};
+  const PackedPair<T> found = __hfma2(x, zero, x);
   return reinterpret_cast<const uint32_t&>(found);
 }
 
 template <typename T>
 __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
-  const Two<T> found = __hmax2(reinterpret_cast<const Two<T>&>(a), __habs2(reinterpret_cast<const Two<T>&>(b)));
+  const PackedPair<T> found =
+      __hmax2(reinterpret_cast<const PackedPair<T>&>(a), __habs2(reinterpret_cast<const PackedPair<T>&>(b)));
   return reinterpret_cast<const uint32_t&>(found);
 }
 
-// Two neighbouring rows of 8 neighbouring columns, as words of two columns of T.
+// 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
 using Pair = uint32_t[2][4];
 
 template <typename T, Finish kFinish, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
-  constexpr int kOwnColumns = kColumns / 2, kPieces = kOwnColumns / kPieceColumns;  // of a warpgroup
+  constexpr int kOwnColumns = kColumns / 2, kPieces = kOwnColumns / kPieceColumns;  // per warpgroup
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const uint32_t shared = shared_address(shared_bytes);
   const Barriers barriers = {shared + kBarriersAt};
@@ -162,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 8);  // the warps of a pair
+      barrier_init(barriers.empty(i), 8);  // the 8 warps of a pair
     }
     barrier_init(barriers.weights(), 1);
     for (int i = 0; i < kPairs; ++i) barrier_init(barriers.turn(i), 8);
@@ -187,22 +199,23 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   const int lane = thread % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int row_in_tile = warp * 16 + lane / 4 * 2;  // the first of two
+  const int row_in_tile = warp * 16 + lane / 4 * 2;  // first of the thread's two rows
   const int pair = warpgroup / 2, first_column = strip * kColumns + warpgroup % 2 * kOwnColumns;
   const int own_column = first_column + lane % 4 * 8;
   const int pieces = min(kPieces, (p.columns - first_column) / kPieceColumns);
 
-  const int32_t bits = history_largest(p.pass.history);
-  const bool made = bits > 0;
+  const int32_t bits = history_amax(p.pass.history);
+  const bool fused = bits > 0;
   const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(bits), kE4M3 ? 8 : 15);
   const float multiplier = __uint_as_float(scale.multiplier);
   if (blockIdx.x == 0 && threadIdx.x == kWarpgroup) {
-    *p.done = made;
-    if (made) *p.pass.scale = __uint_as_float(scale.scale);
+    *p.done = fused;
+    if (fused) *p.pass.scale = __uint_as_float(scale.scale);
   }
-  const float factor = *p.scale_a * *p.scale_b;  // powers of two: exact
+  const float factor = *p.scale_a * *p.scale_b;  // exact: the scales are powers of two
 
-  // The transposed piece in shared memory: 64 bytes a column, whose 16-byte chunk i is at i ^ (column / 8).
+  // The transposed piece in shared memory: 64 bytes per column; 16-byte chunk i is at index i ^ (column / 8), which
+  // avoids bank conflicts.
   const auto place = [](int column, int chunk) { return column * kRows + ((chunk ^ column / 8) << 4); };
   const uint32_t transposed = shared + kTransposedAt + warpgroup * kTransposedBytes;
   const uint32_t put_at = transposed + place(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, warp);
@@ -210,12 +223,13 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   const uint32_t get_at = transposed + place(get_column, thread % 4);
 
   float sums[kOwnColumns / 2];
-  uint32_t largest_two = 0;
+  uint32_t amax_pair = 0;
   float totals[kPieces] = {};
-  int position = pair * p.steps;  // in the ring
+  int position = pair * p.steps;  // the next step's index in the sequence of all loads of a
 
+  // Issues the wgmmas of one step.
   const auto issue = [&](int step, int slot) {
-    // A wgmma descriptor takes the lower 18 bits of an address.
+    // A wgmma descriptor holds the lower 18 bits of an address.
     const uint64_t a = panel_descriptor((shared & 0x3FFFF) + kBBytes + slot * kAStep);
     const uint64_t b =
         panel_descriptor((shared & 0x3FFFF) + (step * kColumns + warpgroup % 2 * kOwnColumns) * kStepBytes);
@@ -227,16 +241,16 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   };
   const auto release = [&](int slot) { barrier_arrive_if(lane == 0, barriers.empty(slot)); };
 
-  // Rounds pairs of neighbouring columns to float8, and stores both copies.
+  // Rounds a piece to float8, stores it and its transposed copy, and tracks the largest magnitude.
   const auto quantise = [&](Pair& pairs, int piece, int row, bool inside) {
-    uint32_t words[4];  // of two columns, each of two rows
+    uint32_t words[4];  // two columns x two rows each, the rows of a column adjacent
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 of_row[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t finite = finite_or_nan<T>(pairs[h][i]);
-        largest_two = larger_magnitudes<T>(largest_two, finite);
+        amax_pair = larger_magnitudes<T>(amax_pair, finite);
         of_row[h] = unpack_pair<T>(finite);
       }
       const float2 first = {of_row[0].x * multiplier, of_row[1].x * multiplier};
@@ -252,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
              {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
     }
     if (p.pass.out_transposed == nullptr) return;
-    warpgroup_barrier(1 + warpgroup);  // the piece before has been read
+    warpgroup_barrier(1 + warpgroup);  // the previous piece has been read
     store_matrices_transposed(put_at, words[0], words[1], words[2], words[3]);
     warpgroup_barrier(1 + warpgroup);
     const int first_row = row - row_in_tile + get_row;
@@ -262,22 +276,22 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   };
 
   barrier_wait(barriers.weights(), 0);
-  unsigned turn = pair ^ 1;  // the first pair begins
+  unsigned turn = pair ^ 1;  // phase parity of barriers.turn; the first pair begins
   for (int tile = part + pair * p.parts; tile < p.tiles; tile += kPairs * p.parts) {
     const int row = tile * kRows + row_in_tile;
-    const bool inside = row < p.rows;  // the same for a warp
+    const bool inside = row < p.rows;  // uniform in a warp: rows is a multiple of 16
     const int64_t at = int64_t(row) * p.columns + own_column;
-    uint4 where[2] = {};  // of the next piece
-    const auto load_where = [&](int piece) {
+    uint4 next_u[2] = {};  // u of the next piece, prefetched: the points at which GELU's derivative is taken
+    const auto load_u = [&](int piece) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        where[h] = inside && piece < pieces
-                       ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
-                       : uint4{};
+        next_u[h] = inside && piece < pieces
+                        ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
+                        : uint4{};
     };
-    if constexpr (kFinish == Finish::kDgelu) load_where(0);
-    // The products take turns, and with them what is taken from the ring. (A barrier tells apart no more than two of
-    // its phases: nobody may wait for one that is further ahead.)
+    if constexpr (kFinish == Finish::kDgelu) load_u(0);
+    // The pairs alternate, so that they consume the stages of the ring in order. A pair must not wait on a stage more
+    // than one phase ahead, because mbarrier waits distinguish only the current and the previous phase.
     barrier_wait(barriers.turn(pair), turn);
     turn ^= 1;
     int slot = 0;
@@ -295,15 +309,15 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
     wgmma_wait<0>();
     pin_registers(sums);
     release(slot);
-    position += p.steps;  // the other pair's
+    position += p.steps;  // skip the other pair's steps
 
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       if (piece >= pieces) break;
       Pair product;
-      const uint4 here[2] = {where[0], where[1]};
+      const uint4 current_u[2] = {next_u[0], next_u[1]};
       if constexpr (kFinish == Finish::kDgelu)
-        if (piece + 1 < kPieces) load_where(piece + 1);
+        if (piece + 1 < kPieces) load_u(piece + 1);
       uint4 bias = {};
       if constexpr (kFinish == Finish::kGelu)
         bias = load_shared(shared + kBiasAt + 2 * (warpgroup % 2 * kOwnColumns + piece * kPieceColumns + lane % 4 * 8));
@@ -316,12 +330,12 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
           const float* of = sums + 16 * piece + 4 * i + 2 * h;
           product[h][i] = pack_pair<T>(fmaf(of[0], factor, add.x), fmaf(of[1], factor, add.y));
         }
-      if ((kFinish == Finish::kGelu || !made) && inside)
+      if ((kFinish == Finish::kGelu || !fused) && inside)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
                  {product[h][0], product[h][1], product[h][2], product[h][3]});
-      if (!made) continue;
+      if (!fused) continue;
       Pair values;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -331,7 +345,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
           if constexpr (kFinish == Finish::kGelu) {
             values[h][i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
           } else {
-            const float2 u = unpack_pair<T>((&here[h].x)[i]);
+            const float2 u = unpack_pair<T>((&current_u[h].x)[i]);
             values[h][i] = pack_pair<T>(x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y));
           }
         }
@@ -355,16 +369,16 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
     for (int piece = 0; piece < kPieces; ++piece)
       if (piece < pieces) to[own_column + piece * kPieceColumns + sum_column(lane)] = totals[piece];
   }
-  if (!made) return;
-  float* const largest = reinterpret_cast<float*>(shared_bytes + kLargestAt);
-  const float2 of_two = unpack_pair<T>(largest_two);
+  if (!fused) return;
+  float* const largest = reinterpret_cast<float*>(shared_bytes + kAmaxAt);
+  const float2 of_two = unpack_pair<T>(amax_pair);
   float amax = warp_reduce<FiniteMax>(fmaxf(of_two.x, of_two.y));
   if (lane == 0) largest[warpgroup * 4 + warp] = amax;
   random_delay();
   asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
   if (threadIdx.x != kWarpgroup) return;
   for (int i = 1; i < 4 * kConsumers; ++i) amax = fmaxf(amax, largest[i]);
-  note_largest(p.pass.history, __float_as_int(amax));
+  update_history(p.pass.history, __float_as_int(amax));
 }
 
 #else
@@ -374,8 +388,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 #endif
 
-// Of a matrix of bytes with dense rows, seen as blocks of rows: `sizes` and `strides` of its dimensions but the first,
-// the columns, of which a box has 128.
+// Returns a tensor map of a dense matrix of bytes whose row index is split in kRank dimensions: `sizes`, `strides` (in
+// rows) and `boxes` describe them, the fastest first. The innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -394,20 +408,20 @@ CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[
   return map;
 }
 
-// Of every 16 rows the even ones first: rows g and g + 8 of a warp's accumulators are then rows 2g and 2g + 1.
+// Loads the even rows of every 16 first, so that rows g and g + 8 of a warp's accumulators are rows 2g and 2g + 1 of a.
 CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
 
-// Row 8 t + 2 j + i of every 32 at place 8 j + 2 t + i: columns 2 t + i of every 8 of the accumulators are then, over
-// j, 8 neighbouring ones.
+// Loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared memory. Thread t of a quad
+// holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t + 2 j + i of b.
 CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
   return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
 }
 
 template <typename T>
 int strips_of(const Fp8Matmul<T>& p) {
-  return static_cast<int>(ceil_div(p.columns, columns_for(p.inner)));
+  return static_cast<int>(ceil_div(p.columns, strip_columns(p.inner)));
 }
 
 template <typename T>
@@ -415,7 +429,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The workspace: whether the pass was made, sums over each warp's rows, then the workspace of the pass by itself.
+// The workspace: the flag `done`, the column sums of each warp, then the workspace of fp8_quantize.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
@@ -452,31 +466,31 @@ cudaError_t launch(const Fp8Matmul<T>& p, Fp8Quantize<T> pass, Stream stream) {
                                   .parts = parts_of(p)};
   max_dynamic_shared_memory<kernel>();
   kernel<<<problem.strips * problem.parts, kThreads, kSharedBytes, stream>>>(problem);
-  pass.made = {.done = done, .partials = partials, .partial_rows = partial_rows(p)};
+  pass.fused = {.done = done, .partials = partials, .partial_rows = partial_rows(p)};
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? fp8_quantize(pass, stream) : error;
 }
 
 template <typename T, Finish kFinish>
 cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream stream) {
-  return columns_for(p.inner) == 256 ? launch<T, kFinish, 256>(p, pass, stream)
-                                     : launch<T, kFinish, 128>(p, pass, stream);
+  return strip_columns(p.inner) == 256 ? launch<T, kFinish, 256>(p, pass, stream)
+                                       : launch<T, kFinish, 128>(p, pass, stream);
 }
 
 inline bool aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
 }
 
-// Whether sizes and addresses suit the kernel.
+// True if the kernel supports the operation, formats, sizes and alignment.
 template <typename T>
-bool can_serve(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
+bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const bool gelu = pass.source == Fp8Source::kGelu && !pass.column_sums;
   const bool dgelu = pass.source == Fp8Source::kGeluGradient && !p.bias;
   const Fp8Format format = gelu ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
   if (!(gelu || dgelu) || !pass.history || !p.fast_accumulation) return false;
   if (p.a_format != format || p.b_format != Fp8Format::kE4M3 || pass.format != format) return false;
-  if (p.rows < 1 || p.columns < 1 || p.inner < 1 || p.inner > kMostTerms) return false;
+  if (p.rows < 1 || p.columns < 1 || p.inner < 1 || p.inner > kMaxInner) return false;
   if (p.rows >= kLargest || p.columns >= kLargest || strips_of(p) > multiprocessors()) return false;
   if (p.rows % 16 != 0 || p.columns % 32 != 0) return false;
   return aligned(p.a) && aligned(p.b) && aligned(p.out) && aligned(pass.u) && aligned(pass.out) &&
@@ -484,7 +498,7 @@ bool can_serve(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Finish::kGelu, 256>>();
 }
 
-// Whether most multiprocessors have work, and enough of it for the time that loading b takes.
+// True if at least 85 % of the SMs are busy, each with enough tiles (4) to amortise loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;
@@ -499,9 +513,9 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    const GemmBackend wanted = gemm_backend();
-    return wanted != GemmBackend::kCublas && can_serve(product, pass) &&
-           (wanted == GemmBackend::kOwn || is_faster(product));
+    const GemmBackend requested = gemm_backend();
+    return requested != GemmBackend::kCublas && supports(product, pass) &&
+           (requested == GemmBackend::kOwn || is_faster(product));
   }
 }
 

@@ -1,4 +1,5 @@
-// The history of a tensor that is quantised, in a kernel: read for the scale, and moved on at the end.
+// Device functions for a tensor's amax history (fp8.h): reading it for the scale, and updating it at the end of a
+// kernel.
 #pragma once
 
 #include "../fp8.h"
@@ -7,13 +8,14 @@
 
 namespace gptkernels::cuda {
 
-// The value with its infinities made NaN, which FiniteMax ignores and float8 has.
+// Replaces infinities by NaN, which float8 can represent and FiniteMax ignores.
 __device__ inline float finite_or_nan(float x) {
   return fmaf(x, 0.0f, x);
 }
 
-// The bits of floats that are not negative have the order of whole numbers.
-__device__ inline int32_t history_largest(const int32_t* history) {
+// Returns the bits of the largest magnitude in the history, 0 without a history. For floats that are not negative, the
+// order of the bits as integers is the order of the values.
+__device__ inline int32_t history_amax(const int32_t* history) {
   int32_t bits = 0;
   if (history)
 #pragma unroll
@@ -21,9 +23,9 @@ __device__ inline int32_t history_largest(const int32_t* history) {
   return bits;
 }
 
-// The largest over a block of kWarps warps, which may have two dimensions; in its first thread.
+// Returns the largest finite magnitude over a 1D or 2D block of kWarps warps to the block's first thread.
 template <int kWarps>
-__device__ float block_largest(float magnitude) {
+__device__ float block_amax(float magnitude) {
   __shared__ float warps[kWarps];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
   magnitude = warp_reduce<FiniteMax>(magnitude);
@@ -35,22 +37,23 @@ __device__ float block_largest(float magnitude) {
   return magnitude;
 }
 
-// The last block to come here moves the history on.
-__device__ inline void note_largest(int32_t* history, int32_t bits) {
-  int32_t* under_way = history + kFp8Calls;
-  atomicMax(under_way, bits);
+// Called by one thread of every block with the block's largest magnitude. The last block to arrive shifts the history
+// by one call and resets the two working cells.
+__device__ inline void update_history(int32_t* history, int32_t bits) {
+  int32_t* in_progress = history + kFp8Calls;
+  atomicMax(in_progress, bits);
   __threadfence();
   random_delay();
   const int32_t blocks = static_cast<int32_t>(gridDim.x * gridDim.y);
-  if (atomicAdd(under_way + 1, 1) != blocks - 1) return;
+  if (atomicAdd(in_progress + 1, 1) != blocks - 1) return;
   __threadfence();
   int32_t calls[kFp8Calls];
 #pragma unroll
   for (int i = 1; i < kFp8Calls; ++i) calls[i - 1] = history[i];
-  calls[kFp8Calls - 1] = atomicExch(under_way, 0);
+  calls[kFp8Calls - 1] = atomicExch(in_progress, 0);
 #pragma unroll
   for (int i = 0; i < kFp8Calls; ++i) history[i] = calls[i];
-  under_way[1] = 0;
+  in_progress[1] = 0;
 }
 
 }  // namespace gptkernels::cuda

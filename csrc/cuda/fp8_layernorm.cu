@@ -1,11 +1,14 @@
-// Layernorm with float8 output. Reads x, and the residual, and writes the sum, 2 bytes a number each, and the float8
-// numbers twice, a byte each: 4 or 8 bytes a number.
+// Layernorm with float8 output. Per element it reads x (2 bytes) and writes the float8 number twice, 4 bytes in all; a
+// residual adds reading it and writing the sum, 8 bytes in all.
 //
-// A warp has a row in registers, as in layernorm_forward_registers_kernel. A block has a tile of 32 whole rows: its
-// bytes are put together in shared memory, so that the transposed copy is stored in runs of that many, whole sectors.
+// A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A block processes tiles of 32 whole rows
+// and assembles the tile's bytes in shared memory, so that the transposed copy is stored in runs of 32 bytes, whole
+// sectors.
 //
-// Where the history has nothing but zeros, the kernel finds the largest magnitude alone. A second kernel, which
-// otherwise ends at once, then normalises the sums and writes the float8 numbers.
+// Two launches of the same kernel:
+//   1  scale known: normalises, quantises, and updates the amax history
+//      no scale (an all-zero history): writes only sums, statistics and each block's largest magnitude
+//   2  no scale: computes it from those magnitudes, normalises again, and quantises. Otherwise returns at once.
 #include <limits>
 
 #include "../fp8_scale.h"
@@ -22,15 +25,15 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kTileRows = 32;
-constexpr int kMostBlocks = 2048;
+constexpr int kMaxBlocks = 2048;
 
-// The workspace: what the second kernel needs to know.
-struct FirstCall {
-  int32_t is_one;              // whether there was no scale
-  float largest[kMostBlocks];  // of each block of the first kernel
+// The workspace, written by the first launch for the second.
+struct CalibrationWorkspace {
+  int32_t active;             // 1 if there was no scale, so that the second launch must quantise
+  float largest[kMaxBlocks];  // largest magnitude of each block of the first launch
 };
 
-// The resident blocks of a multiprocessor for which there are registers.
+// Resident blocks per SM, limited by registers.
 template <typename R>
 constexpr int kResident = R::kItems <= 3   ? 4
                           : R::kItems <= 5 ? 3
@@ -38,8 +41,8 @@ constexpr int kResident = R::kItems <= 3   ? 4
 
 // ---- a tile's bytes in shared memory ----
 
-// A row's bytes, in whole lines of 128. Rows from 16 on have the halves of each line exchanged, so that the lanes that
-// store 32 rows of some columns read different banks.
+// Bytes of a row in shared memory, rounded up to lines of 128. Rows 16 to 31 have the halves of each line exchanged, so
+// that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed use different banks.
 __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }
@@ -48,14 +51,15 @@ __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
 
-// Two neighbouring lanes store the 32 rows of 4 columns, 16 each.
+// Writes the tile to the transposed copy. Two neighbouring lanes store 32 rows of 4 columns, 16 rows each.
 __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile_row, int64_t padded, int width) {
   const int pitch = line_bytes(width);
   for (int i = threadIdx.y * kWarp + threadIdx.x; i < width / 2; i += kThreads) {
     const int column = i / 2 * 4, row = i % 2 * 16;
     if (tile_row + row >= padded) continue;
     const uint8_t* from = tile + row * pitch + place(row, column);
-    uint32_t words[4][4];  // words[j][k]: 4 columns of row 4 * j + k, then rows 4 * j to 4 * j + 3 of column k
+    // words[j][k]: 4 columns of row 4 * j + k; after transpose_bytes, rows 4 * j to 4 * j + 3 of column k.
+    uint32_t words[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -69,14 +73,13 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
   }
 }
 
-// ---- both kernels ----
+// ---- the kernel ----
 
-// kSecond: the kernel for calls without a scale, whose x is the sum that the first has written, if there was a
-// residual.
-template <typename R, bool kResidual, bool kSecond>
+// kCalibrated: the second launch. With a residual its x is the sum that the first launch has written.
+template <typename R, bool kResidual, bool kCalibrated>
 __global__ void __launch_bounds__(kThreads, kResident<R>)
     fp8_layernorm_kernel(const LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T> pass,
-                         FirstCall* first, int count, float inverse) {
+                         CalibrationWorkspace* first, int count, float inverse) {
   using T = typename R::T;
   constexpr int kVec = R::kVec;
   extern __shared__ __align__(128) uint8_t tile[];
@@ -85,26 +88,26 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
   const int64_t padded = fp8_padded(p.rows);
   const bool first_thread = threadIdx.x == 0 && threadIdx.y == 0;
   wait_for_previous_kernel();
-  if (kSecond && !first->is_one) return;
+  if (kCalibrated && !first->active) return;
   int32_t largest = 0;
-  if constexpr (kSecond) {
+  if constexpr (kCalibrated) {
     float amax = 0;
     for (int i = threadIdx.y * kWarp + threadIdx.x; i < count; i += kThreads) amax = fmaxf(amax, first->largest[i]);
-    amax = block_largest<kWarps>(amax);
+    amax = block_amax<kWarps>(amax);
     if (first_thread) shared_bits = __float_as_int(amax);
     __syncthreads();
     largest = shared_bits;
   } else {
-    largest = history_largest(pass.history);
+    largest = history_amax(pass.history);
   }
-  const bool writes = kSecond || largest != 0;
+  const bool writes = kCalibrated || largest != 0;
   const bool e4m3 = pass.format == Fp8Format::kE4M3;
   const auto format = e4m3 ? __NV_E4M3 : __NV_E5M2;
   const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(largest), e4m3 ? 8 : 15);
   const float multiplier = __uint_as_float(scale.multiplier);
   if (blockIdx.x == 0 && first_thread) {
     if (writes) *pass.scale = __uint_as_float(scale.scale);
-    if (!kSecond) first->is_one = !writes;
+    if (!kCalibrated) first->active = !writes;
   }
 
   float amax = 0;
@@ -129,7 +132,7 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
         packs = x;
       }
       const Moments<float> m = row_moments(packs, width, inverse, p.eps);
-      if (!kSecond && threadIdx.x == 0) store_statistics(p, row, m);
+      if (!kCalibrated && threadIdx.x == 0) store_statistics(p, row, m);
       const float offset = -m.rest * m.rstd;
       packs.each(width, [&](int i, float (&y)[kVec]) {
         const int column = R::column(i);
@@ -156,24 +159,24 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
     __syncthreads();
   }
 
-  if constexpr (!kSecond) {
-    amax = block_largest<kWarps>(amax);
+  if constexpr (!kCalibrated) {
+    amax = block_amax<kWarps>(amax);
     if (first_thread) {
       first->largest[blockIdx.x] = amax;
-      if (pass.history) note_largest(pass.history, __float_as_int(amax));
+      if (pass.history) update_history(pass.history, __float_as_int(amax));
     }
   }
 }
 
 // ---- launches ----
 
-// Returns the number of blocks.
-template <typename R, bool kResidual, bool kSecond>
-unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& pass, FirstCall* first,
-                int count, Stream stream) {
-  constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kSecond>;
-  max_dynamic_shared_memory<kKernel>();  // raises its limit
-  const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMostBlocks);
+// Launches the kernel and returns its number of blocks.
+template <typename R, bool kResidual, bool kCalibrated>
+unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& pass,
+                CalibrationWorkspace* first, int count, Stream stream) {
+  constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
+  max_dynamic_shared_memory<kKernel>();  // called to raise the kernel's limit
+  const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
   const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));
   launch_early<kKernel>(dim3(grid), dim3(kWarp, kWarps), bytes, stream, p, pass, first, count, 1 / float(p.width));
@@ -182,7 +185,7 @@ unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<type
 
 template <bool kResidual, typename R>
 void launch_both(LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T>& pass, Stream stream) {
-  auto* const first = static_cast<FirstCall*>(pass.workspace);
+  auto* const first = static_cast<CalibrationWorkspace*>(pass.workspace);
   const unsigned count = launch<R, kResidual, false>(p, pass, first, 0, stream);
   if constexpr (kResidual) p.x = p.sum;
   launch<R, false, true>(p, pass, first, static_cast<int>(count), stream);
@@ -196,7 +199,7 @@ RowShape shape_of_row(const LayernormForward<T>& p) {
 }  // namespace
 
 int64_t fp8_layernorm_workspace() {
-  return sizeof(FirstCall);
+  return sizeof(CalibrationWorkspace);
 }
 
 template <typename T>

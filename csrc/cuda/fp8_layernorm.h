@@ -1,5 +1,5 @@
-// Layernorm, also of a sum with a residual, whose output is quantised where it is computed and never written in 16
-// bits. bfloat16 and float16, rows that a warp keeps in registers, no dropout.
+// Layernorm, optionally with a residual addition before it, whose output is quantised to float8 by the same kernel and
+// never written in 16 bits. Supports bfloat16 and float16 and rows that fit in the registers of a warp; no dropout.
 #pragma once
 
 #include "../fp8.h"
@@ -7,15 +7,15 @@
 
 namespace gptkernels::cuda {
 
-// Whether fp8_layernorm computes the norm, and then the pass over its output.
+// True if fp8_layernorm supports this norm followed by this quantisation.
 template <typename T>
 bool fp8_layernorm_serves(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass);
 
-// The size of the pass's workspace in bytes.
+// The size of `pass.workspace` in bytes.
 int64_t fp8_layernorm_workspace();
 
-// The norm's out and the pass's x are not used. Where the history has nothing but zeros, the norm is computed again
-// from the sum, or from x, once its largest magnitude is known.
+// Ignores norm.out and pass.x. Without a scale yet (an all-zero history), the norm is computed a second time, after its
+// largest magnitude is known.
 template <typename T>
 Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass, Stream stream);
 

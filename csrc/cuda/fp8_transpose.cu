@@ -1,6 +1,6 @@
-// The transpose of a matrix of bytes: N * C bytes read, and as many written. A block has one tile of 128 rows and 128
-// columns; eight blocks are resident, some of which load while others store. Neighbouring blocks have neighbouring
-// rows, so that they write neighbouring lines.
+// Transpose of a matrix of bytes: reads N * C bytes and writes as many. One block per tile of 128 x 128; eight blocks
+// are resident on an SM, so that some load while others store. Consecutive blocks take consecutive rows, so that they
+// write neighbouring lines.
 
 #include "../fp8.h"
 #include "common/launch.cuh"
@@ -10,18 +10,18 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kSide = 16;
-using Tile = TransposedTile<kSide>;
+constexpr int kThreadColumns = 16;
+using Tile = TransposedTile<kThreadColumns>;
 
 __global__ void __launch_bounds__(Tile::kThreads, 8) fp8_transpose_kernel(const Fp8Transpose p) {
   __shared__ Tile tile;
   wait_for_previous_kernel();
   const int64_t bands = ceil_div(p.rows, Tile::kRows);
   const int64_t row = blockIdx.x % bands * Tile::kRows, column = blockIdx.x / bands * Tile::kColumns;
-  const int64_t first = row + Tile::band() * Tile::kDown, mine = column + Tile::group() * kSide;
-  uint4 rows[Tile::kDown];
+  const int64_t first = row + Tile::band() * Tile::kThreadRows, mine = column + Tile::group() * kThreadColumns;
+  uint4 rows[Tile::kThreadRows];
 #pragma unroll
-  for (int i = 0; i < Tile::kDown; ++i) {
+  for (int i = 0; i < Tile::kThreadRows; ++i) {
     const bool exists = first + i < p.rows && mine < p.width;
     rows[i] = exists ? *reinterpret_cast<const uint4*>(p.x + (first + i) * p.width + mine) : uint4{};
   }

@@ -1,13 +1,23 @@
-// A cluster of blocks for each row, which is read once: x stays in shared memory.
+// Draws the next token of each row of logits. One cluster of 8 blocks per row (one block below sm_90). The row is read
+// once: x = logits / temperature stays in shared memory.
 //
-// A small top_k: each warp has its largest x, and the k-th largest of these is not above the k-th largest of all x. So
-// the x not below it, few more than k, are candidates. The first block takes them, counts for each how many are larger,
-// and draws. The blocks send each other what they find, and wait for it by barriers in shared memory that count bytes:
-// a barrier of all their threads takes longer.
+//   maxima[w] = max x of each warp; largest = max of the maxima
+//   if not finite(largest): return -1
+//   if no noise: return argmax
+//   if top_k < V:
+//     bound = k-th largest of `maxima`                    not above the k-th largest x
+//     if at most 1024 elements have x >= bound:           slightly more than k for random logits
+//       the first block gathers them, ranks each by counting the larger ones, applies top_k and top_p, and draws
+//       return
+//     threshold = radix search for the k-th largest x
+//   if top_p < 1: threshold = radix search for the smallest x that top_p keeps, among those not below threshold
+//   return argmax of exp(x - largest) / noise over x >= threshold
 //
-// Otherwise, what top_k and top_p leave is found by a radix search for the smallest x that is left: of all x by their
-// first 8 bits, then of those with these bits by the next 8, and so on. What is counted are integers, so that the sums
-// have the same bits in any order.
+// A radix search builds a histogram of the first 8 bits over all x, then of the next 8 bits over the x that share the
+// digit found, and so on: four passes. Weights are integers, so the sums have the same bits in any order.
+//
+// Blocks send each other results through distributed shared memory and wait on mbarriers that count bytes, which is
+// faster than a barrier of all threads of the cluster.
 #include <cmath>
 
 #include "../sample.h"
@@ -22,9 +32,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 8;         // of a cluster
-constexpr int kKept = 8192;        // x of a block in shared memory: all of 65536 logits; further ones are read again
-constexpr int kCandidates = 1024;  // at most, of each block an equal part, or the radix search is made
+constexpr int kBlocks = 8;         // blocks per cluster
+constexpr int kSlots = 8192;       // x per block in shared memory: 65536 per cluster; further logits are read again
+constexpr int kCandidates = 1024;  // maximum per row, an equal share for each block
 constexpr int kDigits = 256;
 constexpr int kPasses = 4;
 using Count = unsigned long long;
@@ -46,9 +56,9 @@ constexpr int block_count() {
   return 1;
 #endif
 }
-constexpr int kStep = block_count() * kThreads;  // from one x of a thread to its next
+constexpr int kStep = block_count() * kThreads;  // distance between consecutive elements of a thread
 
-// The two halves of a barrier of all blocks' threads.
+// A barrier of all threads of the cluster, split in arrive and wait.
 __device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
   cluster_arrive();
@@ -68,7 +78,7 @@ __device__ void all_blocks_barrier() {
   all_blocks_wait();
 }
 
-// The variable of another block of the cluster.
+// Reads the same shared variable of block `rank` of the cluster.
 template <typename V>
 __device__ V read_block(const V* shared, int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -88,7 +98,7 @@ __device__ V read_block(const V* shared, int rank) {
 #endif
 }
 
-// Writes 4 or 8 bytes to the variable of another block, whose `arrived` counts them.
+// Writes 4 or 8 bytes to the same shared variable of block `rank`, whose mbarrier `arrived` counts them.
 template <typename V>
 __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64_t* arrived,
                               [[maybe_unused]] int rank) {
@@ -99,7 +109,7 @@ __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64
 #endif
 }
 
-// Tells another block's `arrived` how many bytes this one sends.
+// Announces to the mbarrier `arrived` of block `rank` how many bytes this block sends.
 __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] unsigned bytes,
                                   [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -111,7 +121,7 @@ __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_un
 #endif
 }
 
-// Waits until this block has all that was announced.
+// Waits until all announced bytes have arrived in this block. Below sm_90 it is a block barrier.
 __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_wait(arrived, 0);
@@ -123,7 +133,7 @@ __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 
 // ---- reductions -----------------------------------------------------------------------------------------------------
 
-// An unsigned number for each x that is larger for a larger x, and the largest for NaN.
+// Maps x to an unsigned integer with the same order; NaN maps to the largest.
 __device__ uint32_t key_of(float x) {
   if (isnan(x)) return ~0u;
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
@@ -134,6 +144,7 @@ __device__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
+// Returns NaN if one of the arguments is NaN.
 __device__ float max_or_nan(float a, float b) {
 #if __CUDA_ARCH__ >= 800
   float larger;
@@ -144,14 +155,15 @@ __device__ float max_or_nan(float a, float b) {
 #endif
 }
 
-// What may be the largest: of equal ones the lower index.
-struct alignas(8) Best {
+// A key with the index of its element.
+struct alignas(8) KeyIndex {
   uint32_t key;
   int index;
 };
-constexpr Best kNone = {0, 0x7FFFFFFF};
+constexpr KeyIndex kNoKeyIndex = {0, 0x7FFFFFFF};
 
-__device__ bool better(const Best& a, const Best& b) {
+// True if a's key is larger, or the keys are equal and a's index is lower.
+__device__ bool precedes(const KeyIndex& a, const KeyIndex& b) {
   return a.key > b.key || (a.key == b.key && a.index < b.index);
 }
 
@@ -161,26 +173,26 @@ struct Candidates {
 };
 
 struct Shared {
-  alignas(16) float kept[kKept];
-  Best warps[2][kBlocks * kWarps];  // of all blocks; two, so that none is overwritten while it is read
-  union {                           // one or the other way to search
-    Count histograms[kPasses][kDigits];
-    Candidates candidates;
+  alignas(16) float kept[kSlots];
+  KeyIndex warps[2][kBlocks * kWarps];  // maxima of all blocks' warps, one array for each of the two calls of row_max
+  union {
+    Count histograms[kPasses][kDigits];  // radix search
+    Candidates candidates;               // top_k by candidates
   };
   union {
-    Count totals[kDigits];  // of all blocks
-    alignas(16) uint32_t keys[kBlocks * kWarps];
+    Count totals[kDigits];                        // radix search: histogram summed over the blocks
+    alignas(16) uint32_t keys[kBlocks * kWarps];  // top_k by candidates: maxima of the groups of warps
   };
-  int digit;
-  Count wanted;
-  unsigned count;  // of this block's candidates
-  uint32_t least;  // of them
-  unsigned counts[kBlocks];
+  int digit;                 // radix search: the digit found in this pass
+  Count requested;           // radix search: the weight still required; also the accumulator of block_total
+  unsigned count;            // number of candidates of this block
+  uint32_t least;            // key of the k-th largest maximum
+  unsigned counts[kBlocks];  // `count` of every block
   uint64_t warps_arrived[2], candidates_arrived;
 };
 static_assert(kDigits <= kThreads && kCandidates == kThreads);
 
-// To be called by one thread, before the block takes part in a barrier of all blocks.
+// Initialises the mbarriers and counters. Called by one thread, before the block arrives at the first cluster barrier.
 __device__ void begin(Shared& shared) {
   shared.count = 0;
   shared.least = ~0u;
@@ -191,43 +203,44 @@ __device__ void begin(Shared& shared) {
                : "memory");
   mbarrier_init_fence();
   for (uint64_t& arrived : shared.warps_arrived)
-    mbarrier_expect(&arrived, static_cast<unsigned>(block_count() * kWarps * sizeof(Best)));
+    mbarrier_expect(&arrived, static_cast<unsigned>(block_count() * kWarps * sizeof(KeyIndex)));
 #endif
 }
 
-__device__ Best best_of_warp(Best best) {
+__device__ KeyIndex warp_max(KeyIndex best) {
 #if __CUDA_ARCH__ >= 800
   const uint32_t key = __reduce_max_sync(~0u, best.key);
-  return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNone.index)};
+  return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNoKeyIndex.index)};
 #else
 #pragma unroll
   for (int offset = kWarp / 2; offset > 0; offset /= 2) {
-    const Best other = {__shfl_xor_sync(~0u, best.key, offset), __shfl_xor_sync(~0u, best.index, offset)};
-    if (better(other, best)) best = other;
+    const KeyIndex other = {__shfl_xor_sync(~0u, best.key, offset), __shfl_xor_sync(~0u, best.index, offset)};
+    if (precedes(other, best)) best = other;
   }
   return best;
 #endif
 }
 
-// The best over all blocks, returned to every thread; the best of each warp stays in shared.warps[turn]. The other
-// blocks must have begun.
-__device__ Best best_of(Best best, int turn, Shared& shared) {
+// Reduces over all blocks and returns the result to every thread. The maximum of each warp stays in shared.warps[turn].
+// All blocks must have called begin() before.
+__device__ KeyIndex row_max(KeyIndex best, int turn, Shared& shared) {
   const int lane = threadIdx.x % kWarp, own = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
-  best = best_of_warp(best);
+  best = warp_max(best);
   if (lane < block_count()) send_to_block(&shared.warps[turn][own], best, &shared.warps_arrived[turn], lane);
   await_blocks(&shared.warps_arrived[turn]);
-  best = kNone;
+  best = kNoKeyIndex;
   for (int i = lane; i < block_count() * kWarps; i += kWarp)
-    if (better(shared.warps[turn][i], best)) best = shared.warps[turn][i];
-  return best_of_warp(best);
+    if (precedes(shared.warps[turn][i], best)) best = shared.warps[turn][i];
+  return warp_max(best);
 }
 
-// ---- the search -----------------------------------------------------------------------------------------------------
+// ---- radix search ---------------------------------------------------------------------------------------------------
 
-// A search for the k-th largest weighs every x alike.
-struct One {};
+// Weight 1 for every element, for the search of the k-th largest.
+struct UnitWeight {};
 
-__device__ Count sum_of(unsigned peers, One) {
+// Sums the weights of the lanes in the mask `peers`.
+__device__ Count sum_of(unsigned peers, UnitWeight) {
   return __popc(peers);
 }
 
@@ -242,20 +255,22 @@ __device__ Count sum_of(unsigned peers, unsigned weight) {
 #endif
 }
 
-// The threads of a warp that have the same digit add up their weights first: many x have the same first bits.
+// Lanes with the same digit sum their weights first, so that one of them makes the atomic addition: many x share their
+// first bits.
 template <typename Weight>
 __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, Weight weight) {
   const unsigned all = __ballot_sync(~0u, active);
-  if (!active) return;  // after the first pass, nearly all
+  if (!active) return;  // nearly all lanes after the first pass
   const unsigned peers = __match_any_sync(all, digit);
   const Count sum = sum_of(peers, weight);
   if (static_cast<int>(threadIdx.x % kWarp) == __ffs(peers) - 1) atomicAdd(histogram + digit, sum);
 }
 
-// Calls each(i, slot) for a thread's part of the row, all threads of a warp together; i may be beyond the row's end.
-// The slots of a block are numbered from 0, and each thread always has the same ones.
+// Calls each(i, slot) for every element i of the row that this thread processes, and its slot in the block's shared
+// memory. All lanes of a warp make the same number of calls, so i may be beyond the end of the row. A thread always
+// gets the same elements.
 template <typename Each>
-__device__ void for_each_own(int64_t vocabulary, const Each& each) {
+__device__ void for_each_of_thread(int64_t vocabulary, const Each& each) {
   int64_t slot = threadIdx.x;
 #pragma unroll 4
   for (int64_t start = block_rank() * kThreads; start < vocabulary; start += kStep) {
@@ -264,36 +279,37 @@ __device__ void for_each_own(int64_t vocabulary, const Each& each) {
   }
 }
 
-// By one warp: the largest digit for which the totals of all digits not below it sum to what is wanted or more. Of it
-// the rest is wanted.
-template <typename Wanted>
-__device__ void find_digit(bool first, const Wanted& wanted_of, Shared& shared) {
-  constexpr int kEach = kDigits / kWarp;  // of the largest digits in lane 0
+// Finds the largest digit d for which sum(totals[d..255]) >= shared.wanted, and replaces shared.wanted by the part of
+// it that elements with the digit d must still contribute. Called by the first warp. In the first pass the required
+// weight is computed from the total.
+template <typename Requested>
+__device__ void find_digit(bool first, const Requested& requested_of, Shared& shared) {
+  constexpr int kEach = kDigits / kWarp;  // digits per lane; lane 0 holds the largest
   const int lane = static_cast<int>(threadIdx.x), largest = kDigits - 1 - lane * kEach;
-  Count wanted = shared.wanted, sum = 0;
+  Count requested = shared.requested, sum = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) sum += shared.totals[largest - k];
-  Count before = sum;  // then of the lanes before
+  Count before = sum;  // inclusive prefix sum over the lanes, made exclusive below
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
     const Count other = __shfl_up_sync(~0u, before, offset);
     if (lane >= offset) before += other;
   }
   const Count total = __shfl_sync(~0u, before, kWarp - 1);
-  if (first) wanted = wanted_of(total);
+  if (first) requested = requested_of(total);
   before -= sum;
-  if (before < wanted && before + sum >= wanted) {
+  if (before < requested && before + sum >= requested) {
     int digit = largest;
-    while (before + shared.totals[digit] < wanted) before += shared.totals[digit--];
+    while (before + shared.totals[digit] < requested) before += shared.totals[digit--];
     shared.digit = digit;
-    shared.wanted = wanted - before;
+    shared.requested = requested - before;
   }
 }
 
-// The largest key for which the weights of all keys not below it sum to `wanted` or more: wanted_of(the sum of all
-// weights), which is from 1 to that sum.
-template <typename Key, typename Weight, typename Wanted>
-__device__ uint32_t search(int64_t vocabulary, const Key& key, const Weight& weight, const Wanted& wanted_of,
+// Returns the largest key for which the weights of all elements with at least this key sum to the required weight or
+// more. The required weight is requested_of(sum of all weights), from 1 to that sum.
+template <typename Key, typename Weight, typename Requested>
+__device__ uint32_t search(int64_t vocabulary, const Key& key, const Weight& weight, const Requested& requested_of,
                            Shared& shared) {
   for (int i = threadIdx.x; i < kPasses * kDigits; i += kThreads) shared.histograms[i / kDigits][i % kDigits] = 0;
   __syncthreads();
@@ -301,9 +317,9 @@ __device__ uint32_t search(int64_t vocabulary, const Key& key, const Weight& wei
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = 24 - 8 * pass;
     Count* const histogram = shared.histograms[pass];
-    for_each_own(vocabulary, [&](int64_t i, int64_t slot) {
+    for_each_of_thread(vocabulary, [&](int64_t i, int64_t slot) {
       const uint32_t own = i < vocabulary ? key(i, slot) : 0;
-      // Shifts by 32 are not defined, so in two steps.
+      // Two shifts, because a shift by 32 is undefined.
       const bool active = i < vocabulary && (own >> shift >> 8) == (found >> shift >> 8);
       add_to_histogram(histogram, active, own >> shift & 0xFFu, weight(i, slot, active));
     });
@@ -314,16 +330,17 @@ __device__ uint32_t search(int64_t vocabulary, const Key& key, const Weight& wei
       shared.totals[threadIdx.x] = total;
     }
     __syncthreads();
-    if (threadIdx.x < kWarp) find_digit(pass == 0, wanted_of, shared);
+    if (threadIdx.x < kWarp) find_digit(pass == 0, requested_of, shared);
     __syncthreads();
     found |= static_cast<uint32_t>(shared.digit) << shift;
   }
-  all_blocks_barrier();  // all have read the histograms
+  all_blocks_barrier();  // all blocks have read the histograms
   return found;
 }
 
 // ---- a row ----------------------------------------------------------------------------------------------------------
 
+// Access to x = logits / temperature and the noise of a row.
 template <typename T>
 class Row {
  public:
@@ -333,11 +350,11 @@ class Row {
         noise_(p.noise ? p.noise + row * p.vocabulary : nullptr),
         temperature_(p.noise ? static_cast<float>(p.temperature) : 1.0f) {}
 
-  // Keeps a thread's part of the row, and returns the largest of it. To be called before x().
-  __device__ Best load(int64_t vocabulary) const {
-    constexpr int kAtOnce = kKept / kThreads;  // on their way
+  // Stores the thread's elements in shared memory and returns the largest. Must be called before x().
+  __device__ KeyIndex load(int64_t vocabulary) const {
+    constexpr int kAtOnce = kSlots / kThreads;  // loads in flight per thread
     float largest = -INFINITY;
-    int at = kNone.index;
+    int at = kNoKeyIndex.index;
     int slot = static_cast<int>(threadIdx.x);
     for (int64_t i = block_rank() * kThreads + slot; i < vocabulary; i += kAtOnce * kStep, slot += kAtOnce * kThreads) {
       const T* const from = logits_ + i;
@@ -350,21 +367,21 @@ class Row {
       for (int k = 0; k < kAtOnce; ++k) {
         if (k * kStep >= left) break;
         const float x = scale(logits[k]);
-        if (slot < kKept) kept_[slot + k * kThreads] = x;
-        if (x > largest || at == kNone.index) at = static_cast<int>(i) + k * kStep;
+        if (slot < kSlots) kept_[slot + k * kThreads] = x;
+        if (x > largest || at == kNoKeyIndex.index) at = static_cast<int>(i) + k * kStep;
         largest = max_or_nan(largest, x);
       }
     }
-    return {at == kNone.index ? kNone.key : key_of(largest), at};
+    return {at == kNoKeyIndex.index ? kNoKeyIndex.key : key_of(largest), at};
   }
-  __device__ float x(int64_t i, int64_t slot) const { return slot < kKept ? kept_[slot] : scale(logits_[i]); }
+  __device__ float x(int64_t i, int64_t slot) const { return slot < kSlots ? kept_[slot] : scale(logits_[i]); }
   __device__ uint32_t key(int64_t i, int64_t slot) const { return key_of(x(i, slot)); }
   __device__ float noise(int64_t i) const { return noise_[i]; }
   __device__ bool has_noise() const { return noise_ != nullptr; }
-  // Asks for the noise in the L2 cache: it may have been written long ago.
+  // Prefetches the noise into L2: if it was written long ago, it may have been evicted.
   __device__ void prefetch_noise(int64_t vocabulary) const {
     if (!noise_) return;
-    for_each_own(vocabulary, [&](int64_t i, int64_t) {
+    for_each_of_thread(vocabulary, [&](int64_t i, int64_t) {
       if (i < vocabulary) asm volatile("prefetch.global.L2 [%0];" ::"l"(noise_ + i));
     });
   }
@@ -381,28 +398,30 @@ class Row {
   float temperature_;
 };
 
+// exp(x - largest) as a multiple of 2^-31.
 __device__ unsigned probability_units(float x, float largest) {
   return static_cast<unsigned>(rintf(expf(x - largest) * static_cast<float>(kSampleUnits)));
 }
 
-// Of the sum of all, what top_p leaves comes to this or more.
+// Returns the weight that the elements kept by top_p must reach, at least 1.
 template <typename T>
-__device__ Count wanted_units(const Sample<T>& p, Count total) {
+__device__ Count requested_units(const Sample<T>& p, Count total) {
   return max(static_cast<Count>(ceil(p.top_p * static_cast<double>(total))), Count{1});
 }
 
-// The sum over the block of two halves, returned to every thread.
-__device__ Count block_sum_of(unsigned value, Shared& shared) {
-  if (threadIdx.x == 0) shared.wanted = 0;
+// Sums over the block, and returns the sum to every thread.
+__device__ Count block_total(unsigned value, Shared& shared) {
+  if (threadIdx.x == 0) shared.requested = 0;
   __syncthreads();
   const Count sum = sum_of(~0u, value);
-  if (threadIdx.x % kWarp == 0 && sum > 0) atomicAdd(&shared.wanted, sum);
+  if (threadIdx.x % kWarp == 0 && sum > 0) atomicAdd(&shared.requested, sum);
   __syncthreads();
-  return shared.wanted;
+  return shared.requested;
 }
 
-// The k-th largest of kGroups maxima, each of an equal number of warps; NaN, which nothing is below, if some that had
-// none are among these k.
+// Returns the k-th largest of kGroups maxima, each over an equal number of warps. It is not above the k-th largest x,
+// because each of the first k groups has an x that is not below it. If fewer than k groups have an element, it returns
+// NaN, and `x < NaN` excludes nothing.
 template <int kGroups>
 __device__ float kth_largest(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -412,7 +431,7 @@ __device__ float kth_largest(int64_t k, Shared& shared) {
     shared.keys[thread] = largest;
   }
   __syncthreads();
-  // Some threads for each: how many are larger?
+  // A team of threads per maximum counts how many are larger.
   constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
   if (thread / kTeam < kGroups) {
     const uint32_t own = shared.keys[thread / kTeam];
@@ -432,19 +451,20 @@ __device__ float kth_largest(int64_t k, Shared& shared) {
   return value_of(shared.least);
 }
 
-// Whether top_k left few enough candidates; if so, the first block has them.
+// Sends all elements that may be among the top_k to the first block. Returns false if they may not fit there.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
-  // Fewer groups are ranked sooner, but leave more candidates: with 64, 62 for the 40 largest in random places, not 44.
-  constexpr int kFew = 64, kMostOfFew = 48;
+  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62
+  // candidates, 256 groups 44.
+  constexpr int kFewGroups = 64, kMaxKForFewGroups = 48;
   constexpr int blocks = block_count(), room = kCandidates / blocks;
   const int rank = block_rank();
   if (p.top_k > blocks * kWarps) return false;
-  const bool few = p.top_k <= kMostOfFew && p.vocabulary >= int64_t{blocks} * kThreads;
+  const bool few = p.top_k <= kMaxKForFewGroups && p.vocabulary >= int64_t{blocks} * kThreads;
   const float least = blocks < kBlocks ? kth_largest<kWarps>(p.top_k, shared)
-                      : few            ? kth_largest<kFew>(p.top_k, shared)
+                      : few            ? kth_largest<kFewGroups>(p.top_k, shared)
                                        : kth_largest<kBlocks * kWarps>(p.top_k, shared);
-  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
+  for_each_of_thread(p.vocabulary, [&](int64_t i, int64_t slot) {
     if (i >= p.vocabulary || row.x(i, slot) < least) return;
     const int at = static_cast<int>(atomicAdd(&shared.count, 1u));
     if (at >= room) return;
@@ -463,7 +483,7 @@ __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& s
   return fit;
 }
 
-// Calls each(x) for the candidates, which are at the beginning of `kept`, and up to three times more for -infinity.
+// Calls each(x) for the `count` candidates at the start of `kept`, padded with -infinity to a multiple of 4.
 template <typename Each>
 __device__ void for_each_candidate(const Shared& shared, int count, const Each& each) {
 #pragma unroll 4
@@ -476,52 +496,52 @@ __device__ void for_each_candidate(const Shared& shared, int count, const Each& 
   }
 }
 
-// By the first block, of its candidates.
+// Draws a token from the candidates. Called by the first block; each thread owns the candidate with its index.
 template <typename T>
 __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
   constexpr int kRoom = kCandidates / block_count();
   const int thread = static_cast<int>(threadIdx.x), from = thread / kRoom;
-  const bool is_one = thread % kRoom < static_cast<int>(shared.counts[from]);
-  const float x = is_one ? shared.candidates.x[thread] : -INFINITY;
-  const int index = is_one ? shared.candidates.index[thread] : kNone.index;
-  const float noise = is_one ? row.noise(index) : 1.0f;
-  // One after another, without the gaps, in the place of what is kept of the row.
+  const bool active = thread % kRoom < static_cast<int>(shared.counts[from]);
+  const float x = active ? shared.candidates.x[thread] : -INFINITY;
+  const int index = active ? shared.candidates.index[thread] : kNoKeyIndex.index;
+  const float noise = active ? row.noise(index) : 1.0f;
+  // Compact the candidates into `kept`, which is no longer needed for the row.
   int count = 0, own = thread % kRoom;
 #pragma unroll
   for (int k = 0; k < block_count(); ++k) {
     own += k < from ? static_cast<int>(shared.counts[k]) : 0;
     count += static_cast<int>(shared.counts[k]);
   }
-  if (is_one) shared.kept[own] = x;
+  if (active) shared.kept[own] = x;
   if (thread < 3) shared.kept[count + thread] = -INFINITY;
   __syncthreads();
   int larger = 0;
-  if (is_one) for_each_candidate(shared, count, [&](float other) { larger += other > x; });
-  bool left = is_one && larger < p.top_k;
+  if (active) for_each_candidate(shared, count, [&](float other) { larger += other > x; });
+  bool left = active && larger < p.top_k;
   if (p.top_p < 1) {
-    const Count total = block_sum_of(left ? probability_units(x, largest) : 0u, shared);
-    const Count wanted = wanted_units(p, total);
+    const Count total = block_total(left ? probability_units(x, largest) : 0u, shared);
+    const Count requested = requested_units(p, total);
     Count before = 0;
     if (left)
       for_each_candidate(shared, count, [&](float other) {
         if (other > x) before += probability_units(other, largest);
       });
-    left = left && before < wanted;
+    left = left && before < requested;
   }
-  Best best = kNone;
+  KeyIndex best = kNoKeyIndex;
   if (left) best = {key_of(expf(x - largest) / noise), index};
-  best = best_of_warp(best);
+  best = warp_max(best);
   if (threadIdx.x % kWarp == 0) shared.warps[1][threadIdx.x / kWarp] = best;
   __syncthreads();
-  return best_of_warp(shared.warps[1][threadIdx.x % kWarp]).index;
+  return warp_max(shared.warps[1][threadIdx.x % kWarp]).index;
 }
 
-// The token, or -1; to be used by the first block.
+// Returns the token, or -1 if there is a NaN or the largest x is not finite. Valid in the first block only.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
-  Best own = row.load(p.vocabulary);
-  all_blocks_wait();  // all have begun
-  const Best best = best_of(own, 0, shared);
+  KeyIndex own = row.load(p.vocabulary);
+  all_blocks_wait();  // all blocks have called begin()
+  const KeyIndex best = row_max(own, 0, shared);
   const float largest = value_of(best.key);
   if (!isfinite(largest)) return -1;
   if (!row.has_noise()) return best.index;
@@ -530,23 +550,23 @@ __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   if (p.top_k < p.vocabulary) {
     if (find_candidates(p, row, shared)) return block_rank() == 0 ? draw_candidate(p, row, largest, shared) : 0;
     threshold = search(
-        p.vocabulary, key, [](int64_t, int64_t, bool) { return One{}; },
+        p.vocabulary, key, [](int64_t, int64_t, bool) { return UnitWeight{}; },
         [&](Count) { return static_cast<Count>(p.top_k); }, shared);
   }
   if (p.top_p < 1) {
     const auto units = [&](int64_t i, int64_t slot, bool active) {
       return active && key(i, slot) >= threshold ? probability_units(row.x(i, slot), largest) : 0u;
     };
-    threshold = search(p.vocabulary, key, units, [&](Count total) { return wanted_units(p, total); }, shared);
+    threshold = search(p.vocabulary, key, units, [&](Count total) { return requested_units(p, total); }, shared);
   }
-  own = kNone;
-  for_each_own(p.vocabulary, [&](int64_t i, int64_t slot) {
+  own = kNoKeyIndex;
+  for_each_of_thread(p.vocabulary, [&](int64_t i, int64_t slot) {
     if (i >= p.vocabulary) return;
     const float value = key(i, slot) >= threshold ? expf(row.x(i, slot) - largest) / row.noise(i) : -1.0f;
-    const Best other = {key_of(value), static_cast<int>(i)};
-    if (better(other, own)) own = other;
+    const KeyIndex other = {key_of(value), static_cast<int>(i)};
+    if (precedes(other, own)) own = other;
   });
-  return best_of(own, 1, shared).index;
+  return row_max(own, 1, shared).index;
 }
 
 template <typename T>
@@ -585,7 +605,8 @@ Status sample(const Sample<T>& p, Stream stream) {
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config =
       launch_config(grid_size(p.batch * (hopper ? kBlocks : 1)), kThreads, 0, stream, attributes);
-  config.numAttrs = !hopper ? 0 : CUDART_VERSION >= 12030 ? 2 : 1;  // under graph capture from CUDA 12.3 on
+  // Graph capture supports programmatic dependent launch from CUDA 12.3 on.
+  config.numAttrs = !hopper ? 0 : CUDART_VERSION >= 12030 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kKernel, p);
 }
 
