@@ -1,4 +1,5 @@
-// One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place.
+// One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place. The arithmetic of the step is in this
+// header, shared by both devices.
 #pragma once
 
 #include <cmath>
@@ -23,29 +24,30 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  bool round_stochastically;  // bfloat16 parameters, which then have no masters, and moments; others to nearest
+  bool round_stochastically;  // for bfloat16 parameters without masters and bfloat16 moments; others round to nearest
   uint64_t rounding_seed;
 };
 
-// The arrays that are rounded stochastically: each has random bits of its own.
+// The arrays that may be rounded stochastically. Each uses different random bits.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
 // Optional scalars on the tensors' device (or null). The kernel reads them there, so a CUDA graph can replay with new
 // values.
 struct AdamwNumbers {
-  const float* lr;          // or null: wide_lr
-  const double* wide_lr;    // or null: options.lr
+  const float* lr;          // if null, wide_lr is used
+  const double* wide_lr;    // if null, options.lr is used
   const float* grad_scale;  // the gradients are divided by it
-  const float* grad_norm;   // their norm after that division; they are clipped to options.max_grad_norm
-  const float* found_inf;   // when it is not 0, nothing changes
+  const float* grad_norm;   // norm of the gradients after that division, which are clipped to options.max_grad_norm
+  const float* found_inf;   // if not 0, the step is a no-op
 };
 
-// T is the parameters' dtype; Gradient and State are T or float. The arrays of `count` pointers are in host memory;
-// what they and the numbers point to is in device memory.
+// T is the parameters' dtype; Gradient and State are T or float. The arrays of `count` pointers are in host memory; the
+// tensors and scalars are in device memory.
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
-  float* const* masters;  // or null. With masters, these are updated, and the parameters are the masters rounded to T
+  float* const*
+      masters;  // float32 masters, or null. If given, they are updated, and params become masters rounded to T
   const Gradient* const* grads;
   State* const* exp_avgs;
   State* const* exp_avg_sqs;
@@ -61,10 +63,11 @@ Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 
 // ---- the step, shared by both devices -------------------------------------------------------------------------------
 
-// The factors of a tensor's step. Computed in float64: for small t, 1 - beta^t has few accurate digits in float32.
+// The factors of a tensor's step. They are computed in float64, because for small t 1 - beta^t has few accurate digits
+// in float32.
 template <typename A>
 struct AdamwFactors {
-  A gradient;  // the gradient's: clipping, 1 / grad_scale, and -1 to maximize
+  A gradient;  // factor of the gradient: clip coefficient / grad_scale, negated to maximize
   A decay;     // 1 - lr * weight_decay
   A beta1;
   A weight1;  // 1 - beta1
@@ -75,7 +78,7 @@ struct AdamwFactors {
   A eps;
 };
 
-// As torch's clip_grad_norm_, with the same roundings; NaN stays NaN.
+// Computes the coefficient like torch's clip_grad_norm_, with the same roundings; NaN stays NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
@@ -104,12 +107,12 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
           .eps = A(o.eps)};
 }
 
-// Arithmetic has the device's multiplication, division and square root. product() must round (no FMA), so that a
-// gradient clipped here has the same bits as one that a separate multiplication has clipped.
+// `Arithmetic` provides the device's multiplication, division and square root. product() must round (no FMA), so that a
+// gradient clipped here has the same bits as one clipped by a separate multiplication.
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  // As torch.lerp, which starts from the value with the larger weight: with beta1 = 0 the result is exactly g.
+  // Like torch.lerp, start from the value with the larger weight: with beta1 = 0 the result is exactly g.
   exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;

@@ -1,5 +1,5 @@
-// Softmax of scaled attention scores under the causal mask: row t of each (T, T) matrix over its columns 0..t, and
-// exact zeros above the diagonal. The input's values there are ignored.
+// Causal softmax of scaled attention scores: for each (T, T) matrix, row t is the softmax of columns 0..t. Values above
+// the diagonal are ignored in the input and exactly 0 in the output.
 #pragma once
 
 #include "device.h"
@@ -12,7 +12,7 @@ struct CausalSoftmaxForward {
   const T* scores;  // (matrices, T, T)
   int64_t matrices;
   int64_t tokens;  // T
-  double scale;    // of the scores
+  double scale;    // multiplies the scores
 };
 
 template <typename T>

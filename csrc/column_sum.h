@@ -1,4 +1,4 @@
-// Sums over the rows of a matrix: the gradient of a bias that was added to every row.
+// Sums the rows of a matrix: the gradient of a bias that is added to every row.
 #pragma once
 
 #include "device.h"

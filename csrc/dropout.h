@@ -1,20 +1,21 @@
-// Dropout: out = x / (1 - probability) where the mask keeps an element, else 0 * x. The mask is not stored:
-// the backward computes it again from the seed.
+// Dropout: out = x / (1 - probability) if the mask keeps the element, else 0 * x. The mask is not stored: the backward
+// computes it again from the seed.
 #pragma once
 
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// An element is kept if its 16 random bits (philox.h says which) are not below probability * 65536, rounded. seed and
-// offset lie on the device, so that a CUDA graph can replay with other numbers.
+// An element is kept if its 16 random bits (philox.h) are at least round(probability * 65536). seed and offset are in
+// device memory, so that a CUDA graph can replay with other values.
 struct DropoutArguments {
   double probability = 0;
   const int64_t* seed = nullptr;
   const int64_t* offset = nullptr;
 };
 
-// Over dense data of any shape. The gradient is the same function of the gradient. `out` may be `x`.
+// Applies dropout to dense data of any shape. The backward is the same function, applied to the gradient. `out` may be
+// `x`.
 template <typename T>
 struct DropoutForward {
   T* out;
@@ -26,7 +27,7 @@ struct DropoutForward {
 template <typename T>
 Status dropout_forward(const DropoutForward<T>& p, Stream stream);
 
-// mask (size): true where an element is kept. For tests and debugging.
+// Writes mask (size): true if the element is kept. For tests and debugging.
 Status dropout_mask(bool* mask, int64_t size, const DropoutArguments& arguments, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,8 +1,8 @@
-// Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]; without wpe, a plain embedding.
+// Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]. Without wpe it is a plain embedding.
 //
-// A token outside the vocabulary is never used as an index. The CPU launchers check all tokens before they write and
-// return an error. On CUDA the host does not read the tokens: the kernel prints the error and fails a device-side
-// assertion.
+// A token outside the vocabulary is never used as an index. The CPU launchers check all tokens before they write
+// anything, and return an error. On CUDA the host does not read the tokens: the kernel prints the error and fails a
+// device-side assertion.
 #pragma once
 
 #include "device.h"
@@ -14,7 +14,7 @@ struct EncoderForward {
   T* out;               // (B, T, C)
   const Token* tokens;  // (B, T)
   const T* wte;         // (Vp, C), Vp >= V
-  const T* wpe;         // (P, C), P >= T; null for no positions
+  const T* wpe;         // (P, C), P >= T; null for no position embedding
   int64_t batch;        // B
   int64_t length;       // T
   int64_t vocabulary;   // V: tokens must be below it
@@ -33,7 +33,7 @@ struct EncoderBackward {
   int64_t vocabulary;   // V
   int64_t positions;    // P
   int64_t width;        // C
-  bool accumulate;      // add to what is in dwte: rows that no token refers to are neither read nor written
+  bool accumulate;      // add to dwte in place: rows without a token are neither read nor written
 };
 
 template <typename T, typename Token>

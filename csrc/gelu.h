@@ -1,5 +1,5 @@
-// GELU, x times the normal distribution function of x, or its tanh approximation, over dense data of any shape. An
-// output may overwrite an input.
+// GELU over dense data of any shape: x * Phi(x) with the normal distribution function Phi (kErf), or its tanh
+// approximation (kTanh). An output may overwrite an input.
 #pragma once
 
 #include "device.h"

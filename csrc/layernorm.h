@@ -1,10 +1,12 @@
-// Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps). With
-// a residual it normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum too: the step between
-// two blocks of a transformer in one pass. x_bias is that of the linear layer which made x. Added here it costs
-// nothing, and neither does its gradient, the sums of dx over the rows.
+// Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
-// T is the dtype of the stream and of the parameters, X that of x, out and their gradients: T, or beside a float32
-// stream 16 bits, as what matrix products in 16 bits make and take. `out` is then rounded to X, and the sum is not.
+// With a residual it normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the sum: the step
+// between two sublayers of a transformer in one pass. x_bias is the bias of the linear layer that computed x. Adding it
+// here is free, and so is its gradient, the sum of dx over the rows.
+//
+// T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
+// a 16-bit type with a float32 residual stream, for models whose matrix products are 16-bit. Then `out` is rounded to
+// X, and the sum stays float32.
 #pragma once
 
 #include "device.h"
@@ -17,12 +19,12 @@ struct LayernormForward {
   X* out;                 // (N, C)
   accumulate_t<T>* mean;  // (N)
   accumulate_t<T>* rstd;  // (N)
-  T* sum;                 // (N, C), where there is a residual
+  T* sum;                 // (N, C); written if there is a residual
   const X* x;             // (N, C)
-  const T* residual;      // (N, C) or null: none; not null where X is not T
-  const T* x_bias;        // (C) or null: zeros; only with a residual
-  const T* weight;        // (C) or null: ones
-  const T* bias;          // (C) or null: zeros
+  const T* residual;      // (N, C), or null for none; required if X is not T
+  const T* x_bias;        // (C), or null for zeros; only with a residual
+  const T* weight;        // (C), or null for ones
+  const T* bias;          // (C), or null for zeros
   int64_t rows;           // N
   int64_t width;          // C
   double eps;
@@ -30,33 +32,33 @@ struct LayernormForward {
 
 template <typename T, typename X = T>
 struct LayernormBackward {
-  X* dx;                        // (N, C) or null: not wanted
-  T* dweight;                   // (C) or null: not wanted
-  T* dbias;                     // (C) or null: not wanted
-  T* dx_bias;                   // (C) or null: not wanted; dx then is not null
+  X* dx;                        // (N, C); a null output is not computed
+  T* dweight;                   // (C) or null
+  T* dbias;                     // (C) or null
+  T* dx_bias;                   // (C) or null; requires dx
   const X* dout;                // (N, C)
-  const T* dsum;                // (N, C) or null: the gradient of the sum by other paths, added to dx
-  const T* x;                   // (N, C)
-  const T* weight;              // (C) or null: ones
+  const T* dsum;                // (N, C) or null: gradient of the sum from its other uses, added to dx
+  const T* x;                   // (N, C): the normalised values, i.e. the sum if there is a residual
+  const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; null: no sums are wanted
+  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; null if only dx is computed
   int64_t rows;                 // N
   int64_t width;                // C
 };
 
-// What a dropout of x + x_bias adds to the backward. The gradient of the residual is then not dx, which is its dropout.
-// It is not dx either where X is not T.
+// Additional arguments of the backward if dresidual differs from dx: with dropout of x + x_bias, dx is dropout applied
+// to dresidual; and if X is not T, their dtypes differ.
 template <typename T>
 struct LayernormDropoutBackward {
-  T* dresidual;  // (N, C) or null, as dx
+  T* dresidual;  // (N, C) or null
   DropoutArguments arguments;
 };
 
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
 
-// With dropout of x + x_bias: element (n, c) is element n * C + c of the dropout's data.
+// Applies dropout to x + x_bias: element (n, c) has index n * C + c in the dropout mask.
 template <typename T>
 Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream);
 
@@ -70,7 +72,7 @@ Status layernorm_backward(const LayernormBackward<T>& p, Stream stream);
 template <typename T>
 Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream);
 
-// X of 16 bits beside a float32 stream; with a probability of 0 seed and offset are not read.
+// Variants for 16-bit X with a float32 residual stream. With probability 0, seed and offset are not read.
 template <typename X>
 Status layernorm_forward_mixed(const LayernormForward<float, X>& p, const DropoutArguments& dropout, Stream stream);
 

@@ -1,31 +1,32 @@
-// The reduction of a chunked cross-entropy, on the device: the host does not know how many rows take part.
+// The mean reduction of a chunked cross-entropy. It runs on the device, because the host does not know how many targets
+// are ignored.
 //
-// Both sums are over N values in an order that N alone fixes.
+// Both sums are over N values, in an order that depends on N only.
 #pragma once
 
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// scale = dloss / (the number of targets that are not ignore_index): the gradient of every row's loss under a mean.
-// Infinite where no row takes part.
+// scale = dloss / (number of targets that are not ignore_index): the gradient of each row's loss under mean reduction.
+// It is infinite if all targets are ignored.
 template <typename A>
 struct MeanScale {
-  A* scale;             // 1
-  A* finite;            // 1, or null: takes the same, but 0 where no row takes part
-  const A* dloss;       // 1, or null: 1
+  A* scale;             // scalar
+  A* finite;            // scalar or null: the same, but 0 if all targets are ignored
+  const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;
   int64_t rows;  // N
   int64_t ignore_index;
 };
 
-// loss = scale * (the sum of losses), summed in float64.
+// loss = scale * sum(losses), summed in float64.
 template <typename A>
 struct LossSum {
-  A* loss;          // 1
+  A* loss;          // scalar
   const A* losses;  // (N)
-  const A* scale;   // 1, or null: 1
+  const A* scale;   // scalar; null means 1
   int64_t rows;     // N
 };
 

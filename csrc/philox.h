@@ -1,6 +1,6 @@
-// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and which of its bits belong to
-// which element of a dropout mask: of attention's probabilities, or of dense data. A mask depends on coordinates alone,
-// never on tiles or threads.
+// The random number generator Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and the
+// assignment of its bits to the elements of a dropout mask, for attention probabilities and for dense data. A mask
+// depends only on seed, offset and coordinates, not on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// The 64-bit product, in one instruction of a GPU.
+// The 64-bit product of two 32-bit numbers; one instruction on a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -28,10 +28,10 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The fewest rounds with which the authors' generator passes BigCrush. Each round costs attention's kernels time.
+// The fewest rounds with which Philox4x32 passes BigCrush. Every round makes the attention kernels slower.
 constexpr int kPhiloxRounds = 7;
 
-// One round, for one counter.
+// Applies one round to one counter.
 GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
   const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
   const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
@@ -41,7 +41,7 @@ GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t
   c[3] = static_cast<uint32_t>(a);
 }
 
-// The next round's key.
+// Advances the key to the next round.
 GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
   k0 += 0x9E3779B9u;
   k1 += 0xBB67AE85u;
@@ -70,21 +70,21 @@ GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& count
   return words[0];
 }
 
-// A call's bits, 16 at a time: slot s has those from 16 * (s % 2) on of word s / 2.
+// Returns the 16 bits of slot s (0..7) of a Philox result: bits 16 * (s % 2) and up of word s / 2.
 GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot) {
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// A counter has room for the lower 32 bits of the offset; the upper 32 bits are combined with the key.
+// The counter holds only the lower 32 bits of the offset; the upper 32 bits are combined with the key.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }
 
-// ---- attention's probabilities --------------------------------------------------------------------------------------
+// ---- attention probabilities ----------------------------------------------------------------------------------------
 
-// One call serves 8 elements of a head's (Tq, Tk) mask, 16 bits each: those that one thread holds of two neighbouring
-// 16x8 tiles of a tensor core's accumulator, rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16 < 8,
-// j % 16 < 8, j even).
+// One Philox result provides 16 bits each for a group of 8 elements of a head's (Tq, Tk) mask. The group consists of
+// the elements that one thread holds in two neighbouring 16x8 accumulator tiles of mma.sync: rows i and i + 8, columns
+// j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j even).
 //
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2
@@ -100,7 +100,7 @@ GPTKERNELS_HOST_DEVICE DropoutGroup dropout_group(int64_t row, int64_t column) {
           static_cast<int>((row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2)};
 }
 
-// The random bits of kGroups groups: words[i] are those of group (group_row + i * row_step, group_column + i *
+// Computes the random bits of kGroups groups: words[i] belongs to group (group_row + i * row_step, group_column + i *
 // column_step). `head` is b * NH + h.
 template <int kGroups>
 GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
@@ -120,9 +120,9 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, u
 
 // ---- dense data -----------------------------------------------------------------------------------------------------
 
-// One call serves 8 neighbouring elements: element i, counted through all dimensions, is of group i / 8 and has slot
-// i % 8. The word that attention gives to the head is one that no head has, so that the two masks of the same seed and
-// offset have no bits in common.
+// One Philox result provides the bits of 8 neighbouring elements: the element with flat index i is in group i / 8 and
+// has slot i % 8. The counter word that holds the head for attention is a number that no head has, so that the two
+// kinds of masks use different bits for the same seed and offset.
 constexpr int kDenseGroup = 8;
 constexpr uint32_t kDenseHead = 0xFFFFFFFFu;
 
@@ -137,7 +137,7 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
 
 // ---- both -----------------------------------------------------------------------------------------------------------
 
-// An element is kept if its bits are at least this.
+// An element is kept if its 16 bits are at least this threshold.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {
   return static_cast<uint32_t>(probability * 65536 + 0.5);
 }
