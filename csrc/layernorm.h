@@ -42,7 +42,7 @@ struct LayernormBackward {
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; null if only dx is computed
+  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; unused if there are no sums
   int64_t rows;                 // N
   int64_t width;                // C
 };

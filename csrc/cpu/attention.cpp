@@ -1,3 +1,4 @@
+// Flash attention on the CPU: dispatch by instruction set and head size. The kernels are in attention_tiles.h.
 #include "../attention.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kTile = 64;
+constexpr int64_t kTile = 64;  // queries, and keys, of a tile
 
 }  // namespace
 }  // namespace gptkernels::cpu
@@ -24,8 +25,9 @@ constexpr int64_t kTile = 64;
 namespace gptkernels::cpu {
 namespace {
 
+// Calls fn with the smallest of the three scratch sizes that holds this head size.
 template <typename Fn>
-void with_room(int64_t head_size, const Fn& fn) {
+void dispatch_head_size(int64_t head_size, const Fn& fn) {
   if (head_size <= 64) return fn.template operator()<64>();
   if (head_size <= 128) return fn.template operator()<128>();
   fn.template operator()<256>();
@@ -41,9 +43,9 @@ int64_t tiles(int64_t n) {
   return (n + kTile - 1) / kTile;
 }
 
-// How many tasks share the queries that read one head of keys: as many as give a few dozen threads work, since each has
-// sums of dkey and dvalue of its own; of four tiles of queries at least. By the sizes alone, so that the number of
-// threads changes no bit.
+// Returns the number of tasks that share the backward of one key head. Each task has separate sums of dkey and dvalue,
+// so there are only enough for a few dozen threads, and at least four query tiles per task. The number depends on the
+// sizes alone, so that the number of threads does not change the result's bits.
 int64_t backward_splits(const AttentionSizes& s) {
   const int64_t heads = s.batches * s.key_heads, units = s.heads / s.key_heads * tiles(s.queries);
   return std::clamp<int64_t>(std::min(24 / heads, units / 4), 1, 24);
@@ -70,7 +72,7 @@ Status attention_forward(const AttentionForward<T>& p, Stream stream) {
   const int64_t pairs = (tiles(p.sizes.queries) + 1) / 2;
   parallel_for(stream, p.sizes.batches * p.sizes.heads * pairs, p.sizes.keys * p.sizes.head_size,
                [&](int64_t begin, int64_t end) {
-                 with_room(p.sizes.head_size, [&]<int kSize>() {
+                 dispatch_head_size(p.sizes.head_size, [&]<int kSize>() {
                    GPTKERNELS_WIDEST(template forward_range<kSize>(p, dropout, begin, end));
                  });
                });
@@ -84,8 +86,9 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
   const int64_t splits = backward_splits(p.sizes);
   const int64_t heads = p.sizes.batches * p.sizes.key_heads;
   parallel_for(stream, heads * splits, p.sizes.keys * p.sizes.head_size * 16, [&](int64_t begin, int64_t end) {
-    with_room(p.sizes.head_size,
-              [&]<int kSize>() { GPTKERNELS_WIDEST(template backward_range<kSize>(p, dropout, splits, begin, end)); });
+    dispatch_head_size(p.sizes.head_size, [&]<int kSize>() {
+      GPTKERNELS_WIDEST(template backward_range<kSize>(p, dropout, splits, begin, end));
+    });
   });
   if (splits > 1)
     parallel_for(stream, heads * tiles(p.sizes.keys), 2 * kTile * p.sizes.head_size * splits,

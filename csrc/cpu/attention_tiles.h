@@ -1,7 +1,23 @@
 // Flash attention on tiles of 64 queries and 64 keys. No include guard: see vector.h.
 //
-// A tile of scores is held transposed, a row for each key and a lane for each query: then maxima, sums and rescalings
-// go down the rows without lanes meeting, and no operand of a product need be transposed but the queries, once a tile.
+// Forward, for each tile of queries:
+//
+//   out = 0, maximum = -inf, sum = 0                    per query
+//   for each tile of keys:
+//     scores = mask(scale * key @ query^T)              (keys, queries)
+//     decay = exp(old maximum - new maximum)
+//     scores = exp(scores - maximum);  sum = sum * decay + sum of scores over the keys;  scores = dropout(scores)
+//     out = out * decay + value^T @ scores              (HS, queries)
+//   out /= sum;  logsumexp = maximum + log(sum)
+//
+// Backward, for each tile of queries, with delta = dout . out - dlogsumexp:
+//
+//   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
+//                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
+//
+// A tile of scores is stored transposed: one row per key, one vector lane per query. So maxima, sums and rescalings are
+// elementwise over rows, without reductions across lanes, and only the queries (and dout) must be transposed, once per
+// tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -12,14 +28,15 @@ struct Constants {
   static constexpr A kLog2e = A(1.44269504088896340736);
   static constexpr double kLn2 = 0.69314718055994530942;
   static constexpr A kInfinity = std::numeric_limits<A>::infinity();
-  static constexpr A kFar = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);  // a score is not seen beside this
+  // Adding a score to a bias this low does not change the bias.
+  static constexpr A kLowBias = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);
 };
 
-inline int64_t up_to(int64_t n, int64_t multiple) {
+inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// to[r][i] = from[r][i] for n rows of HS; what is beyond, up to `ld`, is 0.
+// to[r][i] = from[r][i] for n rows of `size` elements, padded with zeros up to `ld`.
 template <typename A, typename T>
 void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   for (int64_t r = 0; r < n; ++r) {
@@ -31,8 +48,9 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// Products of queries and keys become scores, in units of ln 2, where the exponential is taken: one rounding less than
-// by a factor on either. The sign of the scale goes to the queries, so that the largest product is the largest score.
+// The factor |scale| * log2(e), which turns a product of query and key into a score in units of ln 2, is applied inside
+// the exponential: one rounding less than scaling queries or keys. The sign of the scale is applied to the queries, so
+// that the largest product is the largest score.
 template <typename A>
 struct Scaling {
   A sign;
@@ -45,13 +63,15 @@ struct Scaling {
         factor(scale == 0 ? A(1) : A(std::abs(scale) * double(Constants<A>::kLog2e))) {}
 };
 
-// n rows of HS elements where they lie, if they need neither be converted nor padded to ld; else their copy in `to`.
+// A matrix with rows `ld` apart.
 template <typename A>
 struct Rows {
   const A* data;
   int64_t ld;
 };
 
+// Returns n rows of `size` elements in place, if they need neither conversion nor padding to ld. Otherwise copies them
+// to `to`.
 template <typename A, typename T>
 Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   if constexpr (std::is_same_v<A, T>)
@@ -60,7 +80,7 @@ Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int
   return {to, ld};
 }
 
-// to[i][r] = sign * rows[r][i]; the lanes from n on are 0.
+// to[i][r] = sign * rows[r][i] for r < n; lanes n to `lanes` - 1 are 0.
 template <typename A>
 void load_transposed(A* to, Rows<A> rows, int64_t n, int64_t lanes, int64_t size, A sign = 1) {
   transpose(to, kTile, rows.data, rows.ld, n, size);
@@ -71,7 +91,7 @@ void load_transposed(A* to, Rows<A> rows, int64_t n, int64_t lanes, int64_t size
   }
 }
 
-// to[r][i] = from[i][r] * factor for n rows; `rows` is room for them.
+// to[r][i] = from[i][r] * factor for n rows; `rows` is scratch memory (n, size).
 template <typename A, typename T>
 void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t size, A factor, A* rows) {
   transpose(rows, size, from, kTile, size, n);
@@ -80,30 +100,31 @@ void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t s
     for (int64_t i = 0; i < size; ++i) store(to[r * stride + i], rows[r * size + i] * factor);
 }
 
-// Keys [first, last) of a tile as rows, seen by the lanes from `lane` on.
+// Rows [first, last) of a tile of scores, i.e. keys, which are visible to the lanes (queries) from `lane` on.
 struct Part {
   int64_t first;
   int64_t last;
   int64_t lane;
 };
 
-// A tile of scores: keys [begin, end) of one sequence by up to 64 queries of one head, starting at `query`.
+// A tile of scores: keys [begin, end) and queries [query, query + rows) of a head.
 struct ScoreTile {
   int64_t batch;
   int64_t head;
   int64_t query;      // a multiple of 64
   int64_t rows;       // queries, at most 64
-  int64_t lanes = 0;  // rows up to a multiple of 16
+  int64_t lanes = 0;  // rows, rounded up to a multiple of 16
   int64_t begin = 0;
   int64_t end = 0;
 
   int64_t keys() const { return end - begin; }
-  // A few queries take as long as the memory: their scores can be summed in shorter parts, as exactly as by a dot
-  // product.
+  // Terms per partial sum of a score (`length` of product()). With few queries the time is bound by memory, so shorter
+  // parts cost nothing, and make the sums as accurate as dot().
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
-// fn(part) over the parts of a tile that some query sees: on the diagonal 16 keys at a time, for the lanes below it.
+// Calls fn(part) for the parts of a tile that some query sees. A tile on the causal diagonal is divided into parts of
+// 16 keys, each with the lanes that may see them.
 template <typename T, typename Fn>
 void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn& fn) {
   if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
@@ -113,18 +134,18 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// Queries of a tile for which an additive mask has nothing but values beside which no score is seen, as
-// torch.finfo(torch.float32).min: their probabilities are uniform over the keys that have the largest one.
+// Finds the queries of a tile whose additive mask is so low for all keys that adding a score does not change it, such
+// as torch.finfo(torch.float32).min. Their probabilities are uniform over the keys with the largest mask value.
 template <typename A>
-struct FarQueries {
-  bool any = false;
-  A shift[kTile] = {};       // that value, or 0: an ordinary query
-  A log2_count[kTile] = {};  // of these keys
+struct UniformQueries {
+  bool any = false;          // true if the tile has such a query
+  A shift[kTile] = {};       // per query: the largest mask value; 0 for an ordinary query
+  A log2_count[kTile] = {};  // per query: log2 of the number of keys with that value
 
-  // Of the keys [begin, end) of a sequence.
+  // Keys [begin, end) are visible to the tile.
   template <typename T>
-  FarQueries(const AttentionMask<T>& mask, const ScoreTile& tile, int64_t begin, int64_t end) {
-    if (!mask.bias || std::is_same_v<T, float16>) return;  // whose lowest value is -65504
+  UniformQueries(const AttentionMask<T>& mask, const ScoreTile& tile, int64_t begin, int64_t end) {
+    if (!mask.bias || std::is_same_v<T, float16>) return;  // float16's lowest value, -65504, is not low enough
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t last = mask.causal ? std::min(end, tile.query + i + mask.query_offset + 1) : end;
       const T* row = mask.bias + tile.batch * mask.batch + tile.head * mask.head + (tile.query + i) * mask.query;
@@ -132,7 +153,7 @@ struct FarQueries {
       int64_t count = 0, j = begin;
       for (; j < last; ++j) {
         const A x = A(row[j * mask.key]);
-        if (!(x <= Constants<A>::kFar)) break;
+        if (!(x <= Constants<A>::kLowBias)) break;
         if (x > largest) largest = x, count = 0;
         count += x == largest;
       }
@@ -144,10 +165,11 @@ struct FarQueries {
   }
 };
 
-// The scores that a mask hides become -inf, others get their bias. Returns what the scores are still to be multiplied
-// by: `factor`, or 1 where it is in.
+// Sets hidden scores to -inf and adds the bias. Returns the factor that the scores must still be multiplied by:
+// `factor`, or 1 if it has been applied with the bias.
 template <typename T, typename A>
-A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>& mask, const FarQueries<A>& far) {
+A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>& mask,
+             const UniformQueries<A>& uniform) {
   constexpr A kHidden = -Constants<A>::kInfinity;
   if (mask.allowed || mask.bias) {
     const int64_t start =
@@ -166,9 +188,10 @@ A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>&
     else
       for (int64_t i = 0; i < tile.rows; ++i)
         for (int64_t j = 0; j < tile.keys(); ++j) apply(i, j);
-    for (int64_t i = 0; far.any && i < tile.rows; ++i)
-      for (int64_t j = 0; far.shift[i] != 0 && j < tile.keys(); ++j)
-        scores[j * kTile + i] = A(mask.bias[start + i * mask.query + j * mask.key]) == far.shift[i] ? A(0) : kHidden;
+    for (int64_t i = 0; uniform.any && i < tile.rows; ++i)
+      for (int64_t j = 0; uniform.shift[i] != 0 && j < tile.keys(); ++j)
+        scores[j * kTile + i] =
+            A(mask.bias[start + i * mask.query + j * mask.key]) == uniform.shift[i] ? A(0) : kHidden;
   }
   if (mask.causal && tile.end - 1 > tile.query + mask.query_offset)
     for (int64_t j = 0; j < tile.keys(); ++j) {
@@ -178,12 +201,12 @@ A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>&
   return mask.bias ? A(1) : factor;
 }
 
-// keep[j][i] = 1 / (1 - p) where the probability of key `aligned` + j and query tile.query + i is kept, else 0.
+// keep[j][i] = 1 / (1 - p) if dropout keeps the probability of key `aligned` + j and query tile.query + i, else 0.
 template <typename A>
 void dropout_tile(A* keep, const ScoreTile& tile, int64_t aligned, const Dropout& dropout, uint32_t head) {
   const A factor = A(dropout.factor);
   const int64_t groups = tile.lanes / 2;
-  for (int64_t column = 0; column < up_to(tile.end - aligned, 16) / 4; ++column) {
+  for (int64_t column = 0; column < round_up(tile.end - aligned, 16) / 4; ++column) {
     uint32_t words[4][kTile / 2];
 #pragma omp simd
     for (int64_t r = 0; r < groups; ++r) {
@@ -203,7 +226,7 @@ void dropout_tile(A* keep, const ScoreTile& tile, int64_t aligned, const Dropout
   }
 }
 
-// The keys that sequence b's queries [query, query + rows) may see: [begin, end).
+// Returns the range [begin, end) of keys that some of the queries [query, query + rows) of sequence b may see.
 template <typename T>
 std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b, int64_t query,
                                       int64_t rows) {
@@ -216,9 +239,9 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Whether a maximum is so far from 0 that its neighbours are more than 1 apart.
+// True if some finite maximum is so large that the spacing of floating-point numbers there exceeds 1.
 template <typename A>
-bool any_far(const A* maximum, int count) {
+bool any_coarse(const A* maximum, int count) {
   bool any = false;
   for (int i = 0; i < count; ++i) {
     const A magnitude = std::abs(maximum[i]);
@@ -227,8 +250,8 @@ bool any_far(const A* maximum, int count) {
   return any;
 }
 
-// Scores times `factor` to exponentials of what is above each lane's maximum so far. The maximum and the sum of a lane
-// go on; `decay` is what sums and outputs of earlier tiles are to be multiplied by.
+// Replaces scores by exp2(score * factor - maximum) for kColumns vectors of lanes. Updates each lane's running maximum
+// and sum. `decay` receives the factor for the outputs of earlier tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
@@ -249,7 +272,9 @@ template <int kColumns, typename A>
     largest[n] = V::sub(V::zero(), largest[n]);
     total[n] = V::zero();
   }
-  if (any_far(maximum, kColumns * V::kLanes)) {  // rounded products differ from the rounded maximum as they should
+  // The maximum is a rounded product, but the fma below uses the exact product. If the rounding error matters (numbers
+  // near the maximum are more than 1 apart), round all products first, so that the largest difference is exactly 0.
+  if (any_coarse(maximum, kColumns * V::kLanes)) {
     for (int64_t j = 0; j < keys; ++j)
       for (int n = 0; n < kColumns; ++n)
         V::store(scores + j * kTile + n * V::kLanes, V::mul(V::load(scores + j * kTile + n * V::kLanes), scale));
@@ -278,11 +303,12 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
-// Up to 4 queries, as in decoding, would leave most lanes empty: their channels are the lanes then. The backward takes
-// these sums in the same order: the logsumexp that it subtracts is that of the forward's scores.
+// With up to 4 queries, as in decoding, most lanes would be empty. Then a vector holds channels in place of queries:
+// each score is a dot product. The backward uses the same order of additions, so that its scores equal those of the
+// forward's logsumexp to the bit.
 constexpr int64_t kFewQueries = 4;
 
-// scores[j][i] = sign * query[i] . key[j]; the lanes beyond the queries are 0.
+// scores[j][i] = sign * dot(query[i], key[j]); lanes without a query are 0.
 template <typename A>
 void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t width, Rows<A> key) {
   for (int64_t j = 0; j < tile.keys(); ++j) {
@@ -293,20 +319,21 @@ void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t
   }
 }
 
-// Room on the stack for heads of up to kSize channels. What works in it takes any size, and is compiled once.
+// Scratch memory on the stack for head sizes up to kSize. The code that uses it takes pointers and any head size, so it
+// is compiled once.
 template <typename A, int kSize, int kArrays>
-struct alignas(64) Room {
+struct alignas(64) TileBuffers {
   A rows[kArrays][kSize * kTile];
 };
 
 template <typename A>
 struct ForwardScratch {
   template <int kSize>
-  explicit ForwardScratch(Room<A, kSize, 4>& room)
+  explicit ForwardScratch(TileBuffers<A, kSize, 4>& room)
       : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
 
-  A* query;  // transposed, unless there are few
-  A* out;    // as query
+  A* query;  // (HS, queries); (queries, HS) if there are few queries
+  A* out;    // like query
   A* key;
   A* value;
   alignas(64) A scores[kTile * kTile];
@@ -316,6 +343,7 @@ struct ForwardScratch {
   A decay[kTile];
 };
 
+// One tile of queries of head h of sequence b, against all its keys.
 template <typename T>
 void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                    ForwardScratch<accumulate_t<T>>& at) {
@@ -325,10 +353,10 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
   ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
-  tile.lanes = up_to(tile.rows, 16);
+  tile.lanes = round_up(tile.rows, 16);
 
   const bool few = tile.rows <= kFewQueries;
-  const int64_t width = few ? up_to(size, 16) : size;  // of a row of keys
+  const int64_t width = few ? round_up(size, 16) : size;  // row length of queries, keys and values
 
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   if (few) {
@@ -344,7 +372,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   const T* values = p.value.data + b * p.value.batch + kh * p.value.head;
 
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
-  const FarQueries<A> far(p.mask, tile, begin, end);
+  const UniformQueries<A> uniform(p.mask, tile, begin, end);
   for (int64_t aligned = begin / kTile * kTile; aligned < end; aligned += kTile) {
     tile.begin = std::max(aligned, begin);
     tile.end = std::min(aligned + kTile, end);
@@ -359,7 +387,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
                 at.scores + part.first * kTile + part.lane, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask, far);
+    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask, uniform);
     for (int64_t lane = 0; lane < tile.lanes;) {
       constexpr int kColumns = V::kColumns;
       if (tile.lanes - lane >= kColumns * V::kLanes) {
@@ -399,7 +427,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
     const bool none = at.sum[i] == 0;
     logsumexp[i] =
         none ? -Constants<A>::kInfinity
-             : A(double(far.shift[i]) + double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
+             : A(double(uniform.shift[i]) + double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
     at.sum[i] = none ? A(1) : at.sum[i];
   }
   if (few) {
@@ -413,13 +441,13 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// Tiles of queries [begin, end) of all heads, in pairs of an early and a late one: all pairs see equally many keys.
-// Not inlined, so that the room for one size alone is on the stack.
+// Tasks [begin, end). A task is a pair of query tiles of a head, the i-th and the i-th last: all pairs see about the
+// same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
-  Room<accumulate_t<T>, kSize, 4> room;
+  TileBuffers<accumulate_t<T>, kSize, 4> room;
   ForwardScratch<accumulate_t<T>> scratch(room);
-  const int64_t tiles = up_to(p.sizes.queries, kTile) / kTile, pairs = (tiles + 1) / 2;
+  const int64_t tiles = round_up(p.sizes.queries, kTile) / kTile, pairs = (tiles + 1) / 2;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t b = task / pairs / p.sizes.heads, h = task / pairs % p.sizes.heads, first = task % pairs;
     forward_tiles(p, dropout, b, h, first * kTile, scratch);
@@ -432,7 +460,7 @@ template <int kSize, typename T>
 template <typename A>
 struct BackwardScratch {
   template <int kSize>
-  explicit BackwardScratch(Room<A, kSize, 7>& room)
+  explicit BackwardScratch(TileBuffers<A, kSize, 7>& room)
       : query_transposed(room.rows[0]),
         dout_transposed(room.rows[1]),
         dquery(room.rows[2]),
@@ -443,7 +471,7 @@ struct BackwardScratch {
 
   A* query_transposed;
   A* dout_transposed;
-  A* dquery;  // transposed
+  A* dquery;  // (HS, queries)
   A* query;
   A* dout;
   A* key;
@@ -451,12 +479,13 @@ struct BackwardScratch {
   alignas(64) A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
-  A logsumexp[kTile];  // its negative, in units of ln 2, in two parts
+  A logsumexp[kTile];  // -logsumexp in units of ln 2, as a rounded value plus the rest
   A logsumexp_rest[kTile];
   A delta[kTile];
 };
 
-// From scores and the gradient of the (dropped) probabilities: probabilities, dropped, and the gradient of the scores.
+// Replaces scores by the probabilities after dropout, and `gradients`, the gradient of those probabilities, by the
+// gradient of the scores.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, A factor, const A* logsumexp,
                      const A* logsumexp_rest, const A* delta) {
@@ -479,18 +508,19 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
     }
 }
 
-// One tile of queries of head h against all its keys: writes dquery, adds to dkey and dvalue (Tk, size up to 16).
+// One tile of queries of head h of sequence b, against all its keys. Writes dquery and adds to dkey and dvalue, which
+// are (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
   using A = accumulate_t<T>;
   const AttentionSizes& s = p.sizes;
-  const int64_t size = s.head_size, width = up_to(size, 16), kh = h / (s.heads / s.key_heads);
+  const int64_t size = s.head_size, width = round_up(size, 16), kh = h / (s.heads / s.key_heads);
   const Scaling<A> scaling(p.scale);
   ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
-  tile.lanes = up_to(tile.rows, 16);
+  tile.lanes = round_up(tile.rows, 16);
   const bool few = tile.rows <= kFewQueries;
-  const int64_t row = few ? width : size;  // of keys and of values
+  const int64_t row = few ? width : size;  // row length of keys and values
 
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
@@ -502,19 +532,20 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   std::fill_n(at.dquery, size * kTile, A(0));
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
-  const FarQueries<A> far(p.mask, tile, begin, end);
+  const UniformQueries<A> uniform(p.mask, tile, begin, end);
   for (int64_t i = 0; i < kTile; ++i) {
-    // A query that is not there, or sees no key, has probabilities of 0.
+    // Lanes without a query, and queries that see no key, get probabilities of 0.
     at.logsumexp[i] = -Constants<A>::kInfinity;
     at.logsumexp_rest[i] = at.delta[i] = 0;
     if (i >= tile.rows) continue;
     if (const A given = p.logsumexp[statistic + i]; given != -Constants<A>::kInfinity) {
       const double logsumexp = double(given) / -Constants<A>::kLn2;
-      at.logsumexp[i] = far.shift[i] != 0 ? -far.log2_count[i] : A(logsumexp);
-      at.logsumexp_rest[i] = std::isfinite(given) && far.shift[i] == 0 ? A(logsumexp - double(at.logsumexp[i])) : A(0);
+      at.logsumexp[i] = uniform.shift[i] != 0 ? -uniform.log2_count[i] : A(logsumexp);
+      at.logsumexp_rest[i] =
+          std::isfinite(given) && uniform.shift[i] == 0 ? A(logsumexp - double(at.logsumexp[i])) : A(0);
     }
-    // For few queries in the order of the gradient of a probability, so that of a query's only key their difference is
-    // 0.
+    // dot() adds in the same order as few_scores(), so that for a query with a single key the gradient of the
+    // probability minus delta is exactly 0.
     const auto out = rows_of(at.dscores, width, outs + i * p.out.token, 0, 1, size);
     at.delta[i] = dot(dall.data + i * dall.ld, out.data, width);
     if (p.dlogsumexp) at.delta[i] -= p.dlogsumexp[statistic + i];
@@ -544,7 +575,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
                 at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask, far);
+    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask, uniform);
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
       const int64_t to = (tile.begin + part.first) * width;
@@ -562,13 +593,13 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   store_transposed(dquery, p.dquery.token, at.dquery, tile.rows, size, A(gradient_scale(p)), at.key);
 }
 
-// dkey and dvalue of head kh of sequence b, for keys [first, last): what the tasks have, added up, `sums` being the
-// first one's.
+// Writes dkey and dvalue of key head kh of sequence b, for keys [first, last): the totals over all tasks of that head.
+// `sums` is the workspace of the first of these tasks.
 template <typename T>
 void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t first, int64_t last,
                 const accumulate_t<T>* sums, int64_t splits) {
   using A = accumulate_t<T>;
-  const int64_t width = up_to(p.sizes.head_size, 16), slab = p.sizes.keys * width;
+  const int64_t width = round_up(p.sizes.head_size, 16), slab = p.sizes.keys * width;
   const auto add = [&](const HeadsView<T>& to, const A* from, A factor) {
     for (int64_t key = first; key < last; ++key) {
       T* row = to.data + b * to.batch + kh * to.head + key * to.token;
@@ -590,18 +621,19 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Tasks [begin, end): each has sums of its own of dkey and dvalue, and every `splits`-th of the tiles of queries of all
-// heads that read one head of the keys, from the front and from the back in turn. The only task of a head of keys
-// writes their gradients, and leaves its sums, which are in the cache, to the next one.
+// Tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue, and processes
+// every `splits`-th query tile of all heads that read this key head. The order alternates in each round (0, 1, ..., 1,
+// 0) to balance the causal mask's work. With one task per key head, the task writes the gradients itself and reuses the
+// same sums, which are in the cache, for the next head.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {
   using A = accumulate_t<T>;
-  Room<A, kSize, 7> room;
+  TileBuffers<A, kSize, 7> room;
   BackwardScratch<A> scratch(room);
   const AttentionSizes& s = p.sizes;
-  const int64_t tiles = up_to(s.queries, kTile) / kTile, shared = s.heads / s.key_heads;
-  const int64_t slab = s.keys * up_to(s.head_size, 16);
+  const int64_t tiles = round_up(s.queries, kTile) / kTile, shared = s.heads / s.key_heads;
+  const int64_t slab = s.keys * round_up(s.head_size, 16);
   for (int64_t task = begin; task < end; ++task) {
     const int64_t split = task % splits, b = task / splits / s.key_heads, kh = task / splits % s.key_heads;
     A* dkey = static_cast<A*>(p.workspace) + (splits == 1 ? begin : task) * 2 * slab;
@@ -615,11 +647,11 @@ template <int kSize, typename T>
   }
 }
 
-// Where several tasks have sums of a head of keys: tiles of keys [begin, end) of all heads.
+// Adds up the sums of the tasks, if there are several per key head, for key tiles [begin, end) of all heads.
 template <typename T>
 void add_splits_range(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
   const AttentionSizes& s = p.sizes;
-  const int64_t tiles = up_to(s.keys, kTile) / kTile, slab = s.keys * up_to(s.head_size, 16);
+  const int64_t tiles = round_up(s.keys, kTile) / kTile, slab = s.keys * round_up(s.head_size, 16);
   for (int64_t i = begin; i < end; ++i) {
     const int64_t head = i / tiles, first = i % tiles * kTile;
     const auto* sums = static_cast<const accumulate_t<T>*>(p.workspace) + head * splits * 2 * slab;

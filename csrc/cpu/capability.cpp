@@ -1,6 +1,6 @@
 #include "capability.h"
 
-// Called from Python by ctypes: the name of the capability that is used, and CapabilityChoice's error.
+// Two functions that Python calls by ctypes: the name of the capability in use, and the error of CapabilityChoice.
 extern "C" __attribute__((visibility("default"))) const char* gptkernels_cpu_capability() {
   return gptkernels::cpu::name(gptkernels::cpu::capability_choice().capability);
 }

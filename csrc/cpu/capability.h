@@ -1,4 +1,4 @@
-// Which copy of the kernels runs: the instruction sets that they are compiled for (simd.h), and the choice among them.
+// The instruction sets that the kernels are compiled for (simd.h), and the choice of the copy that runs.
 #pragma once
 
 #include <cstdlib>
@@ -10,8 +10,7 @@
 
 namespace gptkernels::cpu {
 
-// In ascending order: a processor that has one has all before it. kDefault is what the compiler targets without
-// options.
+// In ascending order: a processor that supports one supports all before it. kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -22,7 +21,7 @@ inline const char* name(Capability capability) {
   }
 }
 
-// The highest capability of this processor.
+// Returns the highest capability of this processor.
 inline Capability processor_capability() {
 #ifdef GPTKERNELS_X86
   __builtin_cpu_init();
@@ -37,11 +36,11 @@ inline Capability processor_capability() {
 
 struct CapabilityChoice {
   Capability capability;
-  std::string error;  // empty, or why the capability that was asked for cannot be used
+  std::string error;  // empty, or the reason why the requested capability cannot be used
 };
 
 // `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512). If it is not set, the
-// choice is the processor's highest capability.
+// result is the processor's highest capability, `most`.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {
@@ -53,7 +52,7 @@ inline CapabilityChoice choose_capability(const char* requested, Capability most
   return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + requested};
 }
 
-// Made at the first call.
+// The choice for this process, made at the first call.
 inline const CapabilityChoice& capability_choice() {
   static const CapabilityChoice choice =
       choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());

@@ -1,3 +1,4 @@
+// Causal softmax on the CPU: softmax_row() for columns 0..t of each row t, and zeros to the right.
 #include "../causal_softmax.h"
 
 #include "softmax.h"
@@ -5,8 +6,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn(offset, n) for every row, where n is the number of columns up to the diagonal. Row t has t + 1 of them, so
-// the rows are handed out in pairs t and T - 1 - t: all pairs have the same number of columns.
+// Calls fn(offset, n) for every row, where n = t + 1 is the number of columns up to the diagonal. Threads take rows in
+// pairs t and T - 1 - t, so that all pairs have the same number of columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

@@ -1,3 +1,4 @@
+// Column sums on the CPU, in two parallel loops: sums over groups of rows, then the sum of the groups.
 #include "../column_sum.h"
 
 #include <algorithm>
@@ -8,9 +9,9 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The rows are divided into groups, as many as the number of rows asks for, and the groups' sums are added in order.
-// The bits of the result therefore do not depend on the number of threads. The columns are divided into strips whose
-// sums fit in the L1 cache.
+// The number of groups depends on the number of rows only, and the groups' sums are added in order. Therefore the bits
+// of the result do not depend on the number of threads. The columns are divided into strips whose sums fit in the L1
+// cache.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 constexpr int64_t kStrip = 1024;
@@ -19,7 +20,7 @@ int64_t row_groups(int64_t rows) {
   return std::clamp<int64_t>((rows + kMinGroupRows - 1) / kMinGroupRows, 1, kMaxGroups);
 }
 
-// float32 is summed in float64. The kernel is bound by memory bandwidth, so this costs no time.
+// float32 is summed in float64, which costs no time because the kernel is bound by memory bandwidth.
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 

@@ -1,3 +1,4 @@
+// A decoding step on the CPU, layer by layer; each product is one parallel loop over the rows of the weight.
 #include "../decode.h"
 
 #include <algorithm>
@@ -23,7 +24,8 @@ void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width
   });
 }
 
-// result(b, row, sum) for all rows of the weight (M, K) and of x (B, K). A row is read once for all of x.
+// Calls result(b, row, dot(x[b], weight[row]) + bias[row]) for all rows of x (B, K) and of the weight (M, K). Each row
+// of the weight is read once for all of x.
 template <typename T, typename A, typename Result>
 void product(Stream stream, const A* x, int64_t batch, const T* weight, const T* bias, int64_t rows, int64_t inner,
              const Result& result) {
@@ -40,7 +42,7 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// out (HS) = softmax(scale q k^T) v over `count` keys. The softmax is online: its sums are relative to the largest
+// out (HS) = softmax(q k^T / sqrt(HS)) v over `count` keys, by an online softmax: its sums are relative to the largest
 // score so far.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
@@ -67,7 +69,7 @@ void attend(A* out, const A* query, const T* keys, const T* values, int64_t coun
   for (int64_t i = 0; i < head_size; ++i) out[i] /= total;
 }
 
-// The newest token of a sequence.
+// Returns the newest token of sequence b.
 template <typename T>
 int64_t token(const Decode<T>& p, int64_t b) {
   return p.sequences[b * p.sequence_length + p.lengths[b] - 1];
@@ -100,7 +102,7 @@ class Step {
   }
 
  private:
-  // Elements of a layer's keys, or values.
+  // Number of elements of a layer's keys (or values) in the cache.
   int64_t cache_size() const { return p_.batch * p_.width * p_.capacity; }
 
   void layer(const DecodeLayer<T>& w, T* keys) {
@@ -132,7 +134,7 @@ class Step {
     product(stream_, hidden_, B, w.fcproj_weight, w.fcproj_bias, C, 4 * C, add);
   }
 
-  // Of the newest key's (or value's) element i among those of all heads.
+  // Offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -93,19 +93,19 @@ struct Stream {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 };
 
-// A Stream that runs everything on the calling thread, for programs without a thread pool.
+// Returns a Stream that runs everything on the calling thread, for programs without a thread pool.
 inline Stream serial_stream() {
   return {[](int64_t begin, int64_t end, int64_t, Stream::Body body, void* context) {
     if (begin < end) body(begin, end, context);
   }};
 }
 
-// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost` is about the number of elements
-// that one index reads; it sets the grain.
+// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost` is the approximate number of
+// elements read per index; it determines the grain.
 template <typename Fn>
 void parallel_for(Stream stream, int64_t n, int64_t cost, const Fn& fn) {
-  constexpr int64_t kElementsWorthAThread = 16384;
-  const int64_t grain = kElementsWorthAThread / (cost > 0 ? cost : 1) + 1;
+  constexpr int64_t kMinElementsPerThread = 16384;
+  const int64_t grain = kMinElementsPerThread / (cost > 0 ? cost : 1) + 1;
   stream.parallel_for(
       0, n, grain, [](int64_t begin, int64_t end, void* context) { (*static_cast<const Fn*>(context))(begin, end); },
       const_cast<void*>(static_cast<const void*>(&fn)));

@@ -1,3 +1,4 @@
+// Dropout of dense data on the CPU. Runs of random bits are generated in vector loops (dropout.h).
 #include "dropout.h"
 
 #include "simd.h"
@@ -5,7 +6,7 @@
 namespace gptkernels::cpu {
 
 namespace {
-constexpr int64_t kCost = 4;  // an element's share of a Philox call: more work than the copy that is cost 1
+constexpr int64_t kCost = 4;  // per element, for its share of a Philox call (a copy has cost 1)
 }  // namespace
 
 template <typename T>

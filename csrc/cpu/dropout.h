@@ -16,7 +16,7 @@ struct Dropout {
   int64_t seed = 0;
   int64_t offset = 0;
   uint32_t threshold = 0;
-  double factor = 1;  // of what is kept
+  double factor = 1;  // of kept elements, 1 / (1 - probability)
 };
 
 inline Dropout read(const DropoutArguments& dropout) {
@@ -25,10 +25,10 @@ inline Dropout read(const DropoutArguments& dropout) {
   return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
 }
 
-// kCalls calls of Philox. `words` holds their counters, and afterwards their results. Each round is a loop over all
-// calls, which compilers vectorize.
+// Computes kCalls Philox results at once. `words` holds the counters on entry and the results on return. Each round is
+// a loop over all counters, which compilers vectorize.
 template <int kCalls>
-inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
+inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
   for (int round = 0; round < kPhiloxRounds; ++round) {
 #pragma omp simd
@@ -42,10 +42,10 @@ inline void philox_side_by_side(uint64_t key, uint32_t (&words)[4][kCalls]) {
 }
 
 // Divides the elements [begin, end) of dense data into runs and calls fn(from, to, bits) for each: bits[i - from] are
-// the random bits of element i. To be called inside vectorised().
+// the random bits of element i. Must be called inside vectorised().
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
-  constexpr int kGroups = 32;  // of a run
+  constexpr int kGroups = 32;  // groups of 8 elements per run
   const uint64_t key = dropout_key(dropout.seed, dropout.offset);
   for (int64_t group = begin / kDenseGroup; group * kDenseGroup < end; group += kGroups) {
     uint32_t words[4][kGroups];
@@ -53,7 +53,7 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
       const PhiloxWords counter = dense_dropout_counter(dropout.offset, static_cast<uint64_t>(group + i));
       for (int w = 0; w < 4; ++w) words[w][i] = counter.word[w];
     }
-    philox_side_by_side(key, words);
+    philox_vectorized(key, words);
     uint32_t ordered[kGroups * 4];
     for (int i = 0; i < kGroups; ++i)
       for (int w = 0; w < 4; ++w) ordered[i * 4 + w] = words[w][i];
@@ -67,7 +67,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
 }
 
 // Divides [0, size) into runs and calls fn(from, to, factor) for each: dropout multiplies element begin + i of dense
-// data by factor(i), for i in [from, to). Without dropout it is one run of ones. To be called inside vectorised().
+// data by factor(i), for i in [from, to). Without dropout there is one run, with factor 1. Must be called inside
+// vectorised().
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });

@@ -1,6 +1,8 @@
-// Compiles the file GPTKERNELS_KERNELS, after vector.h, once for each instruction set: in the namespaces NAME_avx512,
-// NAME_avx2 and NAME_baseline, where NAME is GPTKERNELS_NAME. GPTKERNELS_WIDEST(function(...)) calls the one for this
-// processor. To be included once in a source file, outside namespaces, after all headers that the kernels need.
+// Compiles vector.h and the file GPTKERNELS_KERNELS once for each instruction set, in the namespaces NAME_avx512,
+// NAME_avx2 and NAME_baseline, where NAME is GPTKERNELS_NAME. GPTKERNELS_WIDEST(function(...)) calls the copy for this
+// processor. Include this file once in a source file, outside namespaces, after all headers that the kernels need.
+//
+// Use this for kernels that are written with Vector<A>. Plain loops use vectorised() (simd.h).
 
 #include "capability.h"
 
@@ -14,7 +16,7 @@
 
 #ifndef __clang__
 #pragma GCC diagnostic push
-// GCC's own _mm512_undefined_ps, and scratch memory that is given to a function before all of it has been written.
+// False positives: GCC's _mm512_undefined_ps, and scratch memory that is passed to a function before it is written.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 
@@ -30,7 +32,7 @@
 #define GPTKERNELS_ISA GPTKERNELS_IN(_avx512)
 #define GPTKERNELS_VECTOR_BITS 512
 #include "vector.h"
-// In this order.
+// Must follow vector.h.
 #include GPTKERNELS_KERNELS
 #undef GPTKERNELS_ISA
 #undef GPTKERNELS_VECTOR_BITS
@@ -45,7 +47,7 @@
 #define GPTKERNELS_ISA GPTKERNELS_IN(_avx2)
 #define GPTKERNELS_VECTOR_BITS 256
 #include "vector.h"
-// In this order.
+// Must follow vector.h.
 #include GPTKERNELS_KERNELS
 #undef GPTKERNELS_ISA
 #undef GPTKERNELS_VECTOR_BITS
@@ -60,7 +62,7 @@
 #define GPTKERNELS_ISA GPTKERNELS_IN(_baseline)
 #define GPTKERNELS_VECTOR_BITS 0
 #include "vector.h"
-// In this order.
+// Must follow vector.h.
 #include GPTKERNELS_KERNELS
 #undef GPTKERNELS_ISA
 #undef GPTKERNELS_VECTOR_BITS

@@ -1,3 +1,5 @@
+// Token and position embeddings on the CPU. The backward sorts the positions by token, so that each row of dwte is
+// summed by one thread in a fixed order.
 #include "../encoder.h"
 
 #include <algorithm>
@@ -16,8 +18,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// An error that names the first token outside the vocabulary. One thread reads the tokens: they are C times fewer bytes
-// than the embeddings, and the first bad token does not depend on the number of threads.
+// Returns an error that names the first token outside the vocabulary, if there is one. A single thread reads the
+// tokens: they are few compared with the embeddings, and the error must not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -53,9 +55,9 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1), or out += with `accumulate`. Rows are added in groups of four, the groups' sums
-// in runs of kRun rows, and the runs' sums, which are float64 for float32, over all runs. So the rounding error grows
-// with the length of a run, not with the number of rows.
+// out = row(0) + ... + row(count - 1), or out += with `accumulate`. Rows are added in runs of kRun rows, and the runs'
+// sums are added in float64 for float32. So the rounding error grows with the length of a run, not with the number of
+// rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;
@@ -91,13 +93,14 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   }
 }
 
-// The positions sorted by token: those of token v are order[starts[v]], ..., order[starts[v + 1] - 1], ascending, so
-// that the order of a row's sum does not depend on the thread that computes it.
+// The positions sorted by token: token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order,
+// so that a row's sum does not depend on the thread that computes it.
 struct Sorted {
-  int64_t* starts;  // (V + 2); the last is scratch
+  int64_t* starts;  // (V + 2); the last element is scratch
   int64_t* order;   // (B * T)
 };
 
+// A counting sort.
 template <typename T, typename Token>
 Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   const int64_t n = p.batch * p.length;
@@ -106,7 +109,7 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // starts[v + 1] is the place of token v's next position, and ends up as the start of v + 1.
+  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of v + 1.
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }
@@ -147,8 +150,9 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens have neighbouring numbers in most vocabularies, so the work is divided by sorted positions: the
-  // thread whose share has a token's first position sums its row. Rows without a position are zeroed separately.
+  // Frequent tokens have neighbouring indices in most vocabularies. To balance the work, it is divided by sorted
+  // positions: the thread whose range contains a token's first position sums its row. Rows without a position are
+  // zeroed separately.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

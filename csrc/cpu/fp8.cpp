@@ -1,3 +1,5 @@
+// Quantisation to float8 on the CPU. It reads x twice: for the largest magnitude, which goes into the history, and for
+// the rounding.
 #include "../fp8.h"
 
 #include <algorithm>
@@ -9,14 +11,15 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kChunks = 64;  // of x, each with a largest magnitude
+constexpr int64_t kChunks = 64;  // chunks of x, reduced in parallel
 
-// NaN and infinities count as 0.
+// The bits of |x|; 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;
 }
 
+// Returns the bits of the largest finite magnitude of x.
 template <typename T>
 int32_t largest(const Fp8Quantize<T>& p, Stream stream) {
   auto* found = static_cast<int32_t*>(p.workspace);
@@ -41,7 +44,7 @@ void quantize(const Fp8Quantize<T>& p, float multiplier, Stream stream) {
     vectorised([&] {
       for (int64_t i = begin * p.width; i < end * p.width; ++i) {
         const float x = float(p.x[i]);
-        p.out[i] = Rounding::round((x + x * 0.0f) * multiplier);  // an infinity, which is NaN, is not a large number
+        p.out[i] = Rounding::round((x + x * 0.0f) * multiplier);  // x + x * 0 turns infinities into NaN
       }
     });
   });

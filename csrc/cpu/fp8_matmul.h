@@ -1,16 +1,17 @@
-// What surrounds a product of float8 matrices on the CPU, which is a BLAS's product of the same numbers in float32.
+// Helpers for float8 matrix products on the CPU: the operands are widened to float32, a BLAS multiplies them, and
+// fp8_finish applies the scales and the bias.
 #pragma once
 
 #include "../fp8.h"
 
 namespace gptkernels::cpu {
 
-// out (rows, width) = the numbers of x, whose rows are x_stride apart.
+// out (rows, width) = x converted to float32, without a scale. The rows of x are x_stride apart.
 Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int64_t x_stride, Fp8Format format,
                  Stream stream);
 
-// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded. The scales may be null, which is 1, and
-// bias (columns). Added to what is in out if `accumulate`.
+// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded to T; with `accumulate`, out +=. A null
+// scale is 1, and a null bias (columns) is 0.
 template <typename T>
 struct Fp8Finish {
   T* out;

@@ -1,3 +1,4 @@
+// Softmax, cross-entropy and its gradient on the CPU: the threads divide the rows.
 #include "../fused_classifier.h"
 
 #include <algorithm>
@@ -34,11 +35,11 @@ Status check_targets(const P& p) {
   return {};
 }
 
-// `rest` is the sum of all exponentials except the target's. Where the target has nearly all of the probability, loss
-// and gradient depend on `rest` alone, and the total, slightly more than 1, would round its digits away.
+// `rest` is the sum of all exponentials except the target's. If the target has nearly all of the probability, loss and
+// gradient depend on `rest` alone, whose digits would be lost in the total, slightly more than 1.
 //
-// If Out is the accumulation type, dlogits holds the exponentials between the two passes. Another would round them, so
-// they are computed twice.
+// If Out is the accumulation type, dlogits holds the exponentials between the two passes. A narrower Out would round
+// them, so they are computed twice.
 template <typename T, typename Out>
 void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;
@@ -107,7 +108,7 @@ Status fused_classifier_forward(const FusedClassifierForward<T, Out>& p, Stream 
 
 template <typename T>
 Status fused_classifier_backward(const FusedClassifierBackward<T>& p, Stream stream) {
-  if (p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1)) return {};  // nothing changes
+  if (p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1)) return {};  // no-op
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t row = begin; row < end; ++row) backward_row(p, row);

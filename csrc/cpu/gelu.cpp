@@ -1,3 +1,4 @@
+// GELU and its backward on the CPU: vectorized loops over the elements, with the functions of gelu.h.
 #include "../gelu.h"
 
 #include "gelu.h"
@@ -6,7 +7,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kCost = 4;  // an exponential and a division per element: more work than the copy that is cost 1
+constexpr int64_t kCost = 4;  // per element, for an exponential and a division (a copy has cost 1)
 
 template <typename Form, typename T>
 void forward(const GeluForward<T>& p, Stream stream) {

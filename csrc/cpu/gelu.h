@@ -1,4 +1,4 @@
-// GELU and its derivative at one x, for loops that the compiler vectorizes.
+// GELU and its derivative at a scalar x, for loops that the compiler vectorizes.
 //
 // x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) lose all digits for negative x, where the sum cancels. Both forms here
 // compute the small tail directly from an exponential.

@@ -1,3 +1,5 @@
+// Layer normalisation on the CPU. The forward's threads divide the rows; the backward's divide groups of rows, each
+// with partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -11,13 +13,14 @@
 namespace gptkernels::cpu {
 namespace {
 
-// A row of `value` in place of a weight or bias that is absent, so that the loops have one form.
+// Returns a row filled with `value` that replaces a null weight or bias, so that the loops need no second version; an
+// empty vector if the row is not null.
 template <typename T>
-std::vector<T> row_if_absent(const T* row, int64_t width, accumulate_t<T> value) {
+std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// The row to normalise: x, or dropout(x + x_bias) + residual, which is written to p.sum first.
+// Returns the row to normalise: x, or dropout(x + x_bias) + residual, which it computes and writes to p.sum.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -40,9 +43,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Two passes over the row; the second one reads it from the L1 cache. The first pass computes the mean, the second the
-// variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean of
-// x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
+// Makes two passes over the row; the second reads it from the L1 cache. The first pass computes the mean, the second
+// the variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean
+// of x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -66,9 +69,9 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
   for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
 }
 
-// dweight, dbias and dx_bias are sums over rows. The rows are divided into groups, as many as the number of rows asks
-// for, and the groups' sums are added in order. The bits of the result therefore do not depend on the number of
-// threads.
+// dweight, dbias and dx_bias are sums over rows. The rows are divided into groups, whose number depends on the number
+// of rows only, and the groups' sums are added in order. Therefore the bits of the result do not depend on the number
+// of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -89,10 +92,10 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// A gradient of the residual that is not dx: with dropout of x, or where x has another dtype.
+// The gradient of the residual, if it differs from dx: with dropout of x + x_bias, or if X is not T.
 template <typename T>
 struct Dropped {
-  T* dresidual = nullptr;  // null: dx is the residual's gradient too
+  T* dresidual = nullptr;  // (N, C), or null if dx is also the gradient of the residual
   Dropout dropout = {};
 };
 
@@ -102,8 +105,9 @@ struct Means {
   A g, gc;
 };
 
-// The first pass over a row. Of g * c rather than of g * c * rstd, whose roundings do not cancel: the gradient of a
-// constant dout would not be 0. The pass also adds the row's terms to dweight and dbias, since it has read x and dout.
+// The first pass over a row: computes the means of g and g * c. (The roundings of g * c * rstd would not cancel, so
+// that a constant dout would not give an exact gradient of 0.) Since the pass reads x and dout, it also adds the row's
+// terms to dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
@@ -126,7 +130,7 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// Writes a row of dx, and of dresidual, and adds it to the sums of dx_bias.
+// The second pass: writes a row of dx and of dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {
@@ -142,7 +146,7 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * A(weight[i]) - avg_g - (A(x[i]) - mean) * slope) * rstd;
   };
-  // Calls write(i, gradient) for [begin, end); it returns what dx is before its rounding.
+  // Calls write(i, gradient) for i in [begin, end). `write` returns dx before its rounding.
   const auto write_run = [&](int64_t begin, int64_t end, const auto& write) {
     const auto with = [&](const auto& value) {
       if (p.dx_bias) {
@@ -209,8 +213,8 @@ void add_groups(const LayernormBackward<T, X>& p, int64_t groups, int64_t begin,
 
 template <typename T, typename X>
 void forward(LayernormForward<T, X> p, const Dropout& dropout, Stream stream) {
-  const auto ones = row_if_absent(p.weight, p.width, 1);
-  const auto zeros = row_if_absent(p.bias, p.width, 0);
+  const auto ones = replacement_row(p.weight, p.width, 1);
+  const auto zeros = replacement_row(p.bias, p.width, 0);
   if (p.weight == nullptr) p.weight = ones.data();
   if (p.bias == nullptr) p.bias = zeros.data();
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
@@ -222,7 +226,7 @@ void forward(LayernormForward<T, X> p, const Dropout& dropout, Stream stream) {
 
 template <typename T, typename X>
 void backward(LayernormBackward<T, X> p, const Dropped<T>& dropped, Stream stream) {
-  const auto ones = row_if_absent(p.weight, p.width, 1);
+  const auto ones = replacement_row(p.weight, p.width, 1);
   if (p.weight == nullptr) p.weight = ones.data();
   const int64_t groups = row_groups(p.rows);
   parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {

@@ -1,4 +1,5 @@
-// Exponentials without branches or calls, so that the compiler vectorizes loops of them. double uses std::exp.
+// Float32 exponentials without branches or calls, so that the compiler vectorizes loops over them. double uses
+// std::exp.
 #pragma once
 
 #include <algorithm>
@@ -8,10 +9,10 @@
 
 namespace gptkernels::cpu {
 
-// c0 + c1 x + c2 x^2 + ...
+// Evaluates c0 + c1 x + c2 x^2 + ... by Horner's rule.
 //
 // std::fma is one instruction in the AVX2 and AVX-512 copies and on Arm. The default copy for x86 calls the library's
-// fma instead, which is slow but gives the same bits.
+// fma, which is slow but gives the same bits.
 inline float polynomial(float, float c0) {
   return c0;
 }
@@ -27,8 +28,8 @@ struct Exponential {
   int32_t exponent;
 };
 
-// x = n ln 2 + r with integer n and |r| <= ln(2) / 2, so e^x = 2^n e^r. e^r is a minimax polynomial with a relative
-// error of 2^-28.
+// Computes e^x = 2^n e^r, where x = n ln 2 + r with integer n and |r| <= ln(2) / 2. e^r is a minimax polynomial with a
+// relative error of 2^-28.
 inline Exponential exponential(float x) {
   constexpr float kLog2e = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e43p-1f;
@@ -48,14 +49,14 @@ inline float power_of_2(int32_t e) {
   return std::bit_cast<float>((static_cast<uint32_t>(e) + 127u) << 23);
 }
 
-// e^x is 0 below this. It is not computed there: a product that is rounded below the smallest normal number takes an
-// Intel processor more than a hundred cycles.
+// Below this bound e^x rounds to 0. exp returns 0 there without computing it, because a product with a denormal result
+// takes an Intel processor more than a hundred cycles.
 constexpr float kUnderflow = -104.0f;
 
 // e^x with an error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives NaN.
 inline float exp(float x) {
   const bool underflow = x < kUnderflow;
-  x = underflow ? 0.0f : std::min(x, 89.0f);  // above it is inf; std::min returns its first argument if it is NaN
+  x = underflow ? 0.0f : std::min(x, 89.0f);  // e^89 is inf; std::min returns its first argument if it is NaN
   const Exponential e = exponential(x);
   // 2^exponent may be outside float's range, so multiply by two factors; only the second product can be denormal, so
   // the result is rounded once.
@@ -63,8 +64,8 @@ inline float exp(float x) {
   return underflow ? 0.0f : e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }
 
-// e^x for x <= 0, as in softmax. It takes a quarter fewer instructions than exp: there is one bound to check, the first
-// factor cannot overflow, and the second factor is a constant.
+// e^x for x <= 0, as in softmax. It takes a quarter fewer instructions than exp: there is only one bound to check, the
+// first factor cannot overflow, and the second factor is a constant.
 inline float exp_nonpositive(float x) {
   const bool underflow = x < kUnderflow;
   const Exponential e = exponential(underflow ? 0.0f : x);

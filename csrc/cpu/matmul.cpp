@@ -1,3 +1,4 @@
+// Float32 matrix products on the CPU: dispatch between our kernels (matmul_tiles.h) and torch's BLAS.
 #include "matmul.h"
 
 #include <algorithm>
@@ -13,14 +14,14 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kTermsOfPart = 256;   // of a sum, one after the other; then the parts
-constexpr int64_t kTermsOfPanel = 512;  // that are packed at a time: 128 KB for the widest vectors
-constexpr int64_t kRowsOfTile = 24;
-constexpr int64_t kConflict = 512;   // elements, 2 KB: rows so far apart compete for places in the caches
-constexpr int64_t kFarApart = 1024;  // rows of b, in elements: from here on they are packed for their distance
+constexpr int64_t kPartTerms = 256;   // inner elements per partial sum
+constexpr int64_t kPanelTerms = 512;  // inner elements packed at a time: 128 KB for the widest vectors
+constexpr int64_t kTileRows = 24;
+constexpr int64_t kConflictStride = 512;      // rows a multiple of 512 elements (2 KB) apart conflict in the caches
+constexpr int64_t kMaxUnpackedStride = 1024;  // rows of b more than this many elements apart are packed
 
 int64_t tiles_of(int64_t rows) {
-  return (rows + kRowsOfTile - 1) / kRowsOfTile;
+  return (rows + kTileRows - 1) / kTileRows;
 }
 
 }  // namespace
@@ -35,21 +36,21 @@ namespace {
 
 enum class Choice { kMeasured, kBlas, kOwn };
 
-// GPTKERNELS_MATMUL=blas or own.
+// Reads the environment variable GPTKERNELS_MATMUL (blas or own).
 Choice choice() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return Choice::kMeasured;
   return !std::strcmp(name, "blas") ? Choice::kBlas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
 }
 
-// Measured on Zen 4 alone, whose AVX-512 MKL does not use (docs/linear.md). Large products, whose operands must be
-// divided for the caches, are MKL's.
+// True for AMD processors with AVX-512, which MKL does not use there, and small products. Measured on Zen 4 only
+// (docs/linear.md). Large products, which need blocking for the caches, are left to MKL.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  const int64_t rows = p.b.column == 1 ? 32 : 96;  // so many at least, that packing b pays
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // minimum number of rows for which packing b pays
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
-  const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflict != 0);
+  const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);
   return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&
          elements <= int64_t(1) << 22;
 #else
@@ -57,6 +58,7 @@ bool is_faster(const Matmul& p) {
 #endif
 }
 
+// Adds up the tiles' column sums, in order.
 void add_column_sums(const Matmul& p, Stream stream) {
   double* sums = static_cast<double*>(p.workspace);
   const int64_t tiles = tiles_of(p.rows);
@@ -82,7 +84,7 @@ bool matmul_serves(const Matmul& p) {
 }
 
 int64_t matmul_ld(int64_t columns) {
-  return columns % kConflict == 0 ? columns + 16 : columns;
+  return columns % kConflictStride == 0 ? columns + 16 : columns;
 }
 
 int64_t matmul_workspace(const Matmul& p) {

@@ -1,4 +1,5 @@
-// Matrix products of float32 by our own kernels, and what 16-bit products need beside torch's BLAS.
+// Float32 matrix products by this package's kernels, and conversions for 16-bit products that torch's BLAS computes in
+// float32.
 #pragma once
 
 #include "device.h"
@@ -13,31 +14,34 @@ struct Strided {
   int64_t column;
 };
 
-// out = a @ b, then what is given of the rest, in this order. The same bits for any number of threads.
+// out = a @ b, followed by the optional operations of the epilogue in the order below. The result has the same bits for
+// any number of threads.
 struct Matmul {
-  float* out = nullptr;  // (rows, columns), its rows out_ld apart
+  float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;
-  Strided a;  // (rows, inner); one of its strides is 1, and of b's
-  Strided b;  // (inner, columns)
+  Strided a;  // (rows, inner); one of the two strides is 1
+  Strided b;  // (inner, columns); one of the two strides is 1
   int64_t rows;
   int64_t columns;
   int64_t inner;
   bool accumulate = false;          // the product is added to out
   const float* bias = nullptr;      // (columns), added to every row
-  float* pre_gelu = nullptr;        // (rows, columns), dense: takes the product, and out becomes GELU of it, by tanh
-  const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by the derivative of GELU there
-  float* column_sums = nullptr;     // (columns): takes the sums over out's rows
+  float* pre_gelu = nullptr;        // (rows, columns), dense: receives the result so far; out is its tanh GELU
+  const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
+  float* column_sums = nullptr;     // (columns): receives the sums over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Whether matmul computes this product, and faster than torch's BLAS, by sizes and strides alone. The environment
-// variable GPTKERNELS_MATMUL, read at each call, decides for it wherever it can (`own`) or nowhere (`blas`).
+// True if matmul supports this product and is faster than torch's BLAS, judged by sizes and strides. The environment
+// variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported product (`own`) or for none
+// (`blas`).
 bool matmul_serves(const Matmul& p);
 
-// The best distance of the rows of an output that other products read: up to 6 % of the product that sums over them.
+// Returns the best row stride for an output that later products read. Padding avoids cache conflicts, which cost a
+// product that sums over the rows up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
-// Bytes: partial sums for column_sums.
+// Bytes of scratch memory: partial sums for column_sums.
 int64_t matmul_workspace(const Matmul& p);
 
 Status matmul(const Matmul& p, Stream stream);

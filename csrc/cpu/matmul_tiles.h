@@ -1,11 +1,16 @@
-// Products of float32 matrices, by panels of b's columns that are packed for the vectors of the instruction set. No
-// include guard: see vector.h.
+// Float32 matrix products. The columns of b are divided into panels as wide as the accumulators of product()
+// (vector.h); a panel is packed if its rows are not contiguous or far apart, or the panel is incomplete. No include
+// guard: see vector.h.
+//
+//   for each panel of columns, for each 512 inner elements:       (threads divide the (panel, tile) pairs)
+//     pack the panel
+//     for each tile of 24 rows: out += a @ panel; after the last inner elements, apply the epilogue to the tile
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 constexpr int64_t kPanel = Vector<float>::kColumns * Vector<float>::kLanes;  // columns
 
-// Rows [row, row + rows) and columns [column, column + columns) of the output: at most kRowsOfTile, at most kPanel.
+// Rows [row, row + rows) and columns [column, column + columns) of the output. rows <= kTileRows, columns <= kPanel.
 struct Tile {
   int64_t row;
   int64_t rows;
@@ -13,7 +18,7 @@ struct Tile {
   int64_t columns;
 };
 
-// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t, or kPanel as a constant.
+// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t or an integral_constant.
 template <typename Columns>
 [[gnu::always_inline]] inline void pack_columns(float* to, const Strided& b, int64_t first, int64_t terms,
                                                 int64_t column, Columns columns) {
@@ -23,7 +28,7 @@ template <typename Columns>
       for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k * b.row + j];
     return;
   }
-  constexpr int64_t kChunk = 16;  // terms, a cache line
+  constexpr int64_t kChunk = 16;  // inner elements, a cache line
   int64_t k = 0;
   for (; k + kChunk <= terms; k += kChunk)
     for (int64_t j = 0; j < columns; ++j)
@@ -33,7 +38,7 @@ template <typename Columns>
     for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k + j * b.column];
 }
 
-// Columns from `columns` on are 0.
+// Packs a panel; columns from `columns` to kPanel - 1 are filled with zeros.
 [[gnu::noinline]] inline void pack(float* to, const Strided& b, int64_t first, int64_t terms, int64_t column,
                                    int64_t columns) {
   if (columns == kPanel) return pack_columns(to, b, first, terms, column, std::integral_constant<int64_t, kPanel>());
@@ -41,29 +46,29 @@ template <typename Columns>
   pack_columns(to, b, first, terms, column, columns);
 }
 
-// A panel of b's columns, packed or where it lies.
+// A panel of b's columns, packed or in place.
 struct Panel {
   const float* data;
   int64_t ld;
 };
 
-// out = or += a's rows times a panel.
+// out = rows @ panel, or += with `add`.
 inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, const Tile& tile, int64_t terms, bool add) {
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
-    return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kTermsOfPart);
-  // The last columns: by way of a tile of whole vectors.
-  alignas(64) float whole[kRowsOfTile * kPanel];
+    return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kPartTerms);
+  // The last panel may not be a multiple of the vector length: compute in a temporary tile of whole vectors.
+  alignas(64) float whole[kTileRows * kPanel];
   const int64_t columns = (tile.columns + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < tile.rows; ++r) {
     std::fill_n(whole + r * kPanel, kPanel, 0.0f);
     if (add) std::copy_n(out + r * ld, tile.columns, whole + r * kPanel);
   }
-  product(tile.rows, columns, terms, rows, panel.data, panel.ld, whole, kPanel, add, kTermsOfPart);
+  product(tile.rows, columns, terms, rows, panel.data, panel.ld, whole, kPanel, add, kPartTerms);
   for (int64_t r = 0; r < tile.rows; ++r) std::copy_n(whole + r * kPanel, tile.columns, out + r * ld);
 }
 
-// What follows the product, on a tile that is in the cache. `columns` is an int64_t, or kPanel as a constant.
+// The epilogue, on a tile that is in the cache. `columns` is an int64_t or an integral_constant.
 template <typename Columns>
 [[gnu::always_inline]] inline void finish_columns(const Matmul& p, const Tile& tile, Columns columns) {
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {
@@ -86,7 +91,7 @@ template <typename Columns>
     }
   }
   if (!p.column_sums) return;
-  double* sums = static_cast<double*>(p.workspace) + tile.row / kRowsOfTile * p.columns + tile.column;
+  double* sums = static_cast<double*>(p.workspace) + tile.row / kTileRows * p.columns + tile.column;
   std::fill_n(sums, columns, 0.0);
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {
     const float* out = p.out + r * p.out_ld + tile.column;
@@ -100,8 +105,8 @@ template <typename Columns>
   finish_columns(p, tile, tile.columns);
 }
 
-// Fetches a tile into the cache while its product is computed: its rows are too short, and too far apart, for the
-// processor to do so by itself.
+// Prefetches a tile into the cache before its product is computed. Its rows are too short and too far apart for the
+// hardware prefetcher.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(T* matrix, int64_t ld, const Tile& tile) {
   if (!matrix) return;
@@ -110,22 +115,22 @@ template <typename T>
       __builtin_prefetch(matrix + (tile.row + r) * ld + tile.column + i, !std::is_const_v<T>);
 }
 
-// Rows [begin, end) of one panel of columns.
+// Computes rows [begin, end) of the panel that begins at `column`.
 [[gnu::noinline]] inline void panel_rows(const Matmul& p, int64_t column, int64_t begin, int64_t end) {
-  alignas(64) float packed[kTermsOfPanel * kPanel];
+  alignas(64) float packed[kPanelTerms * kPanel];
   const bool finishes = p.bias || p.pre_gelu || p.dgelu_at || p.column_sums;
   float* to = p.pre_gelu ? p.pre_gelu : p.out;
   const int64_t ld = p.pre_gelu ? p.columns : p.out_ld;
   const int64_t columns = std::min(kPanel, p.columns - column);
-  const bool packs = p.b.column != 1 || columns < kPanel || p.b.row > kFarApart;
-  for (int64_t first = 0; first < p.inner; first += kTermsOfPanel) {
-    const int64_t terms = std::min(kTermsOfPanel, p.inner - first);
+  const bool packs = p.b.column != 1 || columns < kPanel || p.b.row > kMaxUnpackedStride;
+  for (int64_t first = 0; first < p.inner; first += kPanelTerms) {
+    const int64_t terms = std::min(kPanelTerms, p.inner - first);
     const bool last = first + terms == p.inner;
     if (packs) pack(packed, p.b, first, terms, column, columns);
     const Panel panel = packs ? Panel{packed, kPanel} : Panel{p.b.data + first * p.b.row + column, p.b.row};
     Tile tile{.row = begin, .rows = 0, .column = column, .columns = columns};
     for (; tile.row < end; tile.row += tile.rows) {
-      tile.rows = std::min(kRowsOfTile, end - tile.row);
+      tile.rows = std::min(kTileRows, end - tile.row);
       prefetch(p.out, p.out_ld, tile);
       if (last) prefetch(p.pre_gelu, p.columns, tile);
       if (last) prefetch(p.dgelu_at, p.columns, tile);
@@ -137,12 +142,12 @@ template <typename T>
   }
 }
 
-// Tiles [begin, end), one panel after the other, which is packed once for its neighbouring tiles.
+// Computes tiles [begin, end), in panel-major order: a panel is packed once for all its tiles in the range.
 inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
   const int64_t tiles = tiles_of(p.rows);
   while (begin < end) {
     const int64_t panel = begin / tiles, next = std::min(end, (panel + 1) * tiles);
-    const int64_t first = begin % tiles * kRowsOfTile, last = (begin % tiles + next - begin) * kRowsOfTile;
+    const int64_t first = begin % tiles * kTileRows, last = (begin % tiles + next - begin) * kTileRows;
     panel_rows(p, panel * kPanel, first, std::min(last, p.rows));
     begin = next;
   }
@@ -150,7 +155,7 @@ inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
 
 inline void matmul_tiles(const Matmul& p, Stream stream) {
   const int64_t panels = (p.columns + kPanel - 1) / kPanel;
-  parallel_for(stream, panels * tiles_of(p.rows), kRowsOfTile * p.inner,
+  parallel_for(stream, panels * tiles_of(p.rows), kTileRows * p.inner,
                [&](int64_t begin, int64_t end) { matmul_range(p, begin, end); });
 }
 

@@ -1,4 +1,4 @@
-// One parallel loop over a list of tensors. Most tensors of a model are too small for a parallel loop of their own.
+// One parallel loop over a list of tensors. Most tensors of a model are too small for one parallel loop each.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@ inline int64_t list_chunks(int64_t size) {
   return (size + kListChunk - 1) / kListChunk;
 }
 
-// Calls fn(chunk, tensor, begin, end) for every chunk: its index in the whole list, the index of its tensor, and its
-// range of the tensor's elements.
+// Calls fn(chunk, tensor, begin, end) for every chunk: the chunk's index in the whole list, the index of its tensor,
+// and the range of the tensor's elements.
 template <typename Fn>
 void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
   int64_t chunks = 0;

@@ -1,3 +1,4 @@
+// Draws the next tokens on the CPU: the threads divide the sequences. top_k uses std::nth_element, top_p sorts.
 #include "../sample.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The largest value, NaN if there is one.
+// Returns the largest value, or NaN if there is a NaN.
 float largest_of(const std::vector<float>& x) {
   float largest = -std::numeric_limits<float>::infinity();
   for (const float value : x) {
@@ -22,7 +23,7 @@ float largest_of(const std::vector<float>& x) {
   return largest;
 }
 
-// The smallest x that top_k and top_p leave.
+// Returns the smallest x that top_k and top_p keep.
 template <typename T>
 float threshold_of(const Sample<T>& p, const std::vector<float>& x, float largest) {
   float threshold = -std::numeric_limits<float>::infinity();
@@ -46,6 +47,7 @@ float threshold_of(const Sample<T>& p, const std::vector<float>& x, float larges
   return threshold;
 }
 
+// Returns the token of sequence b, or -1 if there is a NaN or the largest x is not finite.
 template <typename T>
 int64_t draw(const Sample<T>& p, int64_t b) {
   const T* logits = p.logits + b * p.logits_stride;
@@ -56,7 +58,7 @@ int64_t draw(const Sample<T>& p, int64_t b) {
   const float largest = largest_of(x);
   if (!std::isfinite(largest)) return -1;
   if (noise == nullptr) {
-    // Not of x: a float64's neighbours may be one float32.
+    // Compare the logits, not x: different float64 logits may round to the same float32.
     const T* best = std::max_element(logits, logits + p.vocabulary,
                                      [](const T& a, const T& c) { return accumulate_t<T>(a) < accumulate_t<T>(c); });
     return best - logits;

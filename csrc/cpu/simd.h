@@ -1,6 +1,6 @@
-// One source, several instruction sets: vectorised(body) runs `body` in a copy compiled for the widest vectors that
-// this processor has (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it there, so
-// kernels are plain loops; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
+// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the widest
+// vectors of this processor (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it
+// there; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
 #pragma once
 
 #include <algorithm>
@@ -52,11 +52,11 @@ void vectorised(const Body& body) {
 #endif
 
 // Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
-// float, so consecutive additions are independent of each other. The data is read once, in order. The order of the
-// additions depends on n alone, so every instruction set gives the same bits.
+// float, so consecutive additions are independent of each other. The order of the additions depends on n only, so every
+// instruction set gives the same bits.
 constexpr int kLanes = 32;
 
-// step(lane, i) for all i of [begin, end).
+// Calls step(lane, i) for all i in [begin, end), with lane = (i - begin) % kLanes.
 template <typename Step>
 inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   for (; begin + kLanes <= end; begin += kLanes) {
@@ -68,7 +68,7 @@ inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   for (int lane = 0; lane < rest; ++lane) step(lane, begin + lane);
 }
 
-// Adds the lanes in pairs, then the pairs in pairs.
+// Adds the lanes pairwise.
 template <typename A>
 inline A add_lanes(A (&lanes)[kLanes]) {
   for (int half = kLanes / 2; half > 0; half /= 2)
@@ -76,8 +76,8 @@ inline A add_lanes(A (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Long ranges are summed in blocks of this many elements: the rounding error then grows with the length of a block plus
-// the number of blocks, not with n.
+// Long ranges are summed in blocks of this many elements, so that the rounding error grows with the length of a block
+// plus the number of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
 // The sum of fn(i) over [0, n).
@@ -92,12 +92,13 @@ inline A sum(int64_t n, const Fn& fn) {
   return total;
 }
 
-// Two sums in one pass over the data: fn(i, a, b) adds to a and to b.
+// The result of sum_two().
 template <typename A>
 struct Sums {
   A first, second;
 };
 
+// Computes two sums over [0, n) in one pass: fn(i, a, b) adds to a and to b.
 template <typename A, typename Fn>
 inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   Sums<A> total{0, 0};

@@ -1,3 +1,4 @@
+// Softmax on the CPU: the threads divide the rows.
 #include "softmax.h"
 
 #include "../softmax.h"

@@ -1,16 +1,16 @@
-// Vectors of one instruction set, for kernels that keep a block of sums in registers. (From plain loops, compilers do
-// not make such kernels.) No include guard: attention.cpp includes this file and its kernels once for each instruction
-// set; GPTKERNELS_ISA is then the namespace, and the compiler targets that instruction set.
+// Vectors of one instruction set, for kernels that keep a block of accumulators in registers, which compilers do not do
+// for plain loops. No include guard: each_instruction_set.h includes this file and the kernels once for each
+// instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
 //
-// Vector<A> has: kLanes; kColumns and kRows, the block of vectors that fits into the registers; load, store, set, zero,
-// fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction set gives the same bits
-// (except x86 without FMA, where a * b + c is rounded twice).
+// Vector<A> provides kLanes; kRows and kColumns, the size of the block of accumulators that fits in the registers;
+// load, store, set, zero, fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction
+// set gives the same bits (except x86 without FMA, where a * b + c is rounded twice).
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 #define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
 
-// 2^r for |r| <= 1/2, within 2^-25 (Cephes).
+// 2^r for |r| <= 1/2 with an error of 2^-25. The polynomial is from Cephes.
 template <typename V>
 [[gnu::always_inline]] inline V power_of_fraction(V r) {
   V p = V::set(1.535336188319500e-4f);
@@ -20,8 +20,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. At and below it exp2 gives 0 without computing it: a result that is rounded below the smallest
-// normal number takes an Intel processor more than a hundred cycles, and hidden keys have scores of -inf.
+// 2^-150 rounds to 0. At and below this exponent exp2 returns 0 without computing it, because a denormal result takes
+// an Intel processor more than a hundred cycles, and hidden keys have scores of -inf.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -42,7 +42,7 @@ struct Vector<float> {
   GPTKERNELS_INLINE Vector sub(Vector a, Vector b) { return {_mm512_sub_ps(a.v, b.v)}; }
   GPTKERNELS_INLINE Vector mul(Vector a, Vector b) { return {_mm512_mul_ps(a.v, b.v)}; }
   GPTKERNELS_INLINE Vector max(Vector a, Vector b) { return {_mm512_max_ps(a.v, b.v)}; }
-  // -inf becomes 0.
+  // Replaces -inf by 0.
   GPTKERNELS_INLINE Vector finite_or_zero(Vector a) {
     const __mmask16 lowest = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
     return {_mm512_mask_mov_ps(a.v, lowest, _mm512_setzero_ps())};
@@ -103,7 +103,8 @@ struct Vector<float> {
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // or NaN
     const __m256 p = _mm256_and_ps(above, power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v);
-    // 2^n as two factors: it may be outside float's range. Only the second product can be denormal and is rounded.
+    // 2^n may be outside float's range, so multiply by two factors. Only the second product can be denormal, so the
+    // result is rounded once.
     const __m256i e = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(e, 1);
     return {_mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(e, half)))};
@@ -223,10 +224,7 @@ void transpose(A* to, int64_t to_ld, const A* from, int64_t from_ld, int64_t row
     for (int64_t i = 0; i < columns; ++i) to[i * to_ld + r] = from[r * from_ld + i];
 }
 
-// c (M x N) = a (M x K) b (K x N), or += : element (r, k) of a is at r * row + k * column of its memory, b and c have
-// rows ldb and ldc apart. N is a multiple of 16. Each sum runs over k in order, in parts of `length` terms, however c
-// is divided into blocks. So the rounding error of a long sum grows with the length and the number of its parts, and no
-// element's bits depend on its neighbours.
+// The left operand of product(): element (r, k) is at data[r * row + k * column].
 template <typename A>
 struct Left {
   const A* data;
@@ -234,6 +232,7 @@ struct Left {
   int64_t column;
 };
 
+// kRows rows and kColumns vectors of c, accumulated in registers.
 template <int kRows, int kColumns, typename A>
 [[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
                                                  bool add) {
@@ -263,6 +262,7 @@ template <int kRows, int kColumns, typename A>
     }
 }
 
+// All rows of kColumns vectors of c.
 template <int kColumns, typename A>
 [[gnu::noinline]] void product_columns(int64_t rows, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c,
                                        int64_t ldc, bool add) {
@@ -279,6 +279,10 @@ template <int kColumns, typename A>
   }
 }
 
+// c (rows, columns) = a (rows, inner) @ b (inner, columns), or += with `add`. The rows of b and c are ldb and ldc
+// apart; `columns` is a multiple of 16. Each sum runs over `inner` in order, in parts of `length` terms, however c is
+// divided into blocks. So the rounding error of a long sum grows with the length and the number of its parts, and the
+// bits of an element do not depend on its neighbours.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {
@@ -303,7 +307,7 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
-// The sum of a[i] * b[i] over n elements, a multiple of 16: 16 sums side by side, added in pairs.
+// The dot product of n elements, a multiple of 16: 16 independent partial sums, added pairwise.
 template <typename A>
 [[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vector<A>;

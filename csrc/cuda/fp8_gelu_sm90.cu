@@ -3,8 +3,8 @@
 //   GELU:           product = T(scale_a scale_b (a @ b^T) + bias);  out = fp8(GELU(product)), and its transpose
 //   GELU gradient:  product = T(scale_a scale_b (a @ b^T));  out = fp8(product * GELU'(u)), its transpose, column sums
 //
-// Without a scale (an all-zero amax history) only the product is written; fp8_quantize, which is launched afterwards,
-// then does the rest.
+// fp8_quantize, which is launched afterwards, then only reduces the column sums. Without a scale (an all-zero amax
+// history) this kernel writes only the product, and fp8_quantize does the rest.
 //
 // The columns of the product are divided into `strips` of 256 (128 if inner > 768), one strip per block column. A block
 // keeps the strip's rows of b, with the whole inner dimension, in shared memory, and processes every `parts`-th tile of
