@@ -19,8 +19,7 @@ struct HeadsView {
   int64_t token;
 };
 
-// The keys that a query sees: those that satisfy all conditions. A query that sees no key has out = 0 and
-// logsumexp = -inf.
+// A query sees the keys that satisfy all conditions. A query that sees no key has out = 0 and logsumexp = -inf.
 template <typename T>
 struct AttentionMask {
   bool causal = false;                 // query i sees the keys j <= i + query_offset

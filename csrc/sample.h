@@ -5,7 +5,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// With x = logits / temperature, the token is argmax_i exp(x_i - max x) / noise_i over the elements that top_k and
+// Let x = logits / temperature. The token is argmax_i exp(x_i - max x) / noise_i over the elements that top_k and
 // top_p keep. If the noise is exponentially distributed, token i is drawn with probability softmax(x)_i, as by
 // torch.multinomial. Without noise the token is the argmax of the logits. Ties give the lowest index.
 //

@@ -303,7 +303,7 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
-// With up to 4 queries, as in decoding, most lanes would be empty. Then a vector holds channels in place of queries:
+// For up to 4 queries, as in decoding, most lanes would be empty. Then a vector holds channels in place of queries:
 // each score is a dot product. The backward uses the same order of additions, so that its scores equal those of the
 // forward's logsumexp to the bit.
 constexpr int64_t kFewQueries = 4;

@@ -80,7 +80,7 @@ struct accumulate<double> {
 template <typename T>
 using accumulate_t = typename accumulate<T>::type;
 
-// What a launcher returns: an empty error on success, otherwise a message for the user.
+// The result of a launcher: an empty error on success, otherwise a message for the user.
 struct Status {
   std::string error;
   bool ok() const { return error.empty(); }

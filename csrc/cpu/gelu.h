@@ -12,7 +12,8 @@
 
 namespace gptkernels::cpu {
 
-// With v = 2 sqrt(2/pi) (x + 0.044715 x^3), (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
+// Tanh GELU. Let v = 2 sqrt(2/pi) (x + 0.044715 x^3); then (1 + tanh(v / 2)) / 2 is the logistic function
+// s(v) = 1 / (1 + e^-v).
 struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2/pi)
   static constexpr double kCubic = 0.044715 * kLinear;
@@ -63,6 +64,7 @@ inline Normal<double> normal(double x) {
   return {0.5 * std::erfc(-x * kSqrtHalf), kDensityAtZero * std::exp(-0.5 * x * x)};
 }
 
+// Exact GELU: x * P(X <= x).
 struct GeluErf {
   template <typename A>
   static A value(A x) {

@@ -99,7 +99,8 @@ struct Dropped {
   Dropout dropout = {};
 };
 
-// With g = dout * weight and c = x - mean:  dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
+// The means over a row of g and g * c, where g = dout * weight and c = x - mean:
+//   dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
 template <typename A>
 struct Means {
   A g, gc;

@@ -5,7 +5,7 @@
 // cluster take the keys round robin and keep an online softmax each. The partial softmaxes are then merged within the
 // warp by shuffles, within the block through shared memory, and within the cluster by the first block.
 //
-// decode_attention_simple_kernel serves every other case with one block per attention head and one key per warp.
+// decode_attention_simple_kernel handles every other case with one block per attention head and one key per warp.
 #pragma once
 
 #include "../decode.h"
@@ -114,7 +114,7 @@ constexpr int kDecodeSplits = 8;
 #endif
 
 // A team of kLanes lanes shares a key, one pack per lane. The cluster reads kAtOnce keys at a time; key j belongs to
-// the team with index j % kAtOnce.
+// team j % kAtOnce.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
   static constexpr int kVec = kPack<T>;

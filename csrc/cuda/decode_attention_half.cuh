@@ -30,7 +30,7 @@ struct AttentionHalfShared {
     alignas(16) float sum[8];
     alignas(16) float out[8][kHS];
   };
-  Softmax warps, blocks;  // those of this block's warps and of the cluster's blocks
+  Softmax warps, blocks;  // one partial softmax per warp of this block, and per block of the cluster
   alignas(16) float attended[kHalfWarps][kHS];
   uint64_t qkv_arrived, proj_arrived, keys_arrived, x_arrived, newest_arrived, blocks_arrived;
   // The block's cached keys and values follow the struct, ceil_div(capacity, kHalfBlocks) * kHS elements each.

@@ -11,7 +11,7 @@
 
 namespace gptkernels::cuda {
 
-constexpr uint32_t kAbsent = 0xFFFFFFFFu;  // a NaN; arithmetic results are never this bit pattern
+constexpr uint32_t kAbsent = 0xFFFFFFFFu;  // a NaN that arithmetic never produces
 
 __device__ inline float4 operator+(const float4& a, const float4& b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};

@@ -139,8 +139,8 @@ __device__ inline void workers_barrier() {
 }
 
 // The polling warp starts to poll only after the compute warps have sent this block's partial sums: earlier polling
-// would compete with those stores for bandwidth. The compute warps arrive by the first function, the polling warp waits
-// in the second.
+// would delay these stores. The compute warps call the first function, which does not block; the polling warp calls the
+// second, which waits for them.
 __device__ inline void signal_sums_sent() {
   random_delay();
   asm volatile("bar.arrive 2, %0;" ::"n"(kHalfThreads + kWarp) : "memory");
@@ -217,7 +217,9 @@ class HalfResidual {
   }
 
  private:
+  // True if the lane has four of the block's channels.
   __device__ static bool mine() { return threadIdx.x % kWarp < Shape::kColumns / 4; }
+  // Returns the lane's four channels of the residual.
   __device__ float4 wait_for_sum() const {
     if (half_ == 0) return known_;
     return known_ + receive_sum<Shape::kParts + 1>(p_.words + (half_ - 1) * Shape::kWords + column_, C);

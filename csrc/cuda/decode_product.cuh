@@ -33,7 +33,7 @@ struct DecodeProductSizes {
   int64_t inner;  // K
 };
 
-// What happens to the sums, after the bias has been added.
+// The operation that is applied to the sums after the bias has been added.
 template <typename T>
 struct DecodeEpilogue {
   using A = accumulate_t<T>;

@@ -1,7 +1,7 @@
 // Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums.
 //
 // Two kernels:
-//   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise it returns at once
+//   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise returns immediately
 //   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
 //
 // fp8_quantize_kernel reads x once, N * C * sizeof(T) bytes (for the GELU gradient also u, as many), and writes N * C

@@ -16,7 +16,7 @@ bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pas
 template <typename T>
 int64_t fp8_gelu_sm90_workspace(const Fp8Matmul<T>& product);
 
-// With Fp8Source::kGeluGradient, product.out is written only if there is no scale yet (an all-zero amax history).
+// For Fp8Source::kGeluGradient, product.out is written only if there is no scale yet (an all-zero amax history).
 template <typename T>
 Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass, Stream stream);
 

@@ -8,7 +8,7 @@
 // Two launches of the same kernel:
 //   1  scale known: normalises, quantises, and updates the amax history
 //      no scale (an all-zero history): writes only sums, statistics and each block's largest magnitude
-//   2  no scale: computes it from those magnitudes, normalises again, and quantises. Otherwise returns at once.
+//   2  no scale: computes it from those magnitudes, normalises again, and quantises; otherwise returns immediately
 #include <limits>
 
 #include "../fp8_scale.h"

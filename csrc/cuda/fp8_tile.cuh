@@ -7,10 +7,10 @@
 
 namespace gptkernels::cuda {
 
-// A tile of 128 rows and 8 * kThreadColumns columns, transposed by 256 threads. Thread t holds a part of 4 rows (band t
-// / 8) and kThreadColumns columns (group t % 8). The 4 rows of a column are one 32-bit word in shared memory. Column c
-// stores the word of band b at index b ^ (4 * group), so that the lanes of a warp (four bands, all eight groups) write
-// to different banks. The columns are then written to global memory as whole lines of 128 bytes.
+// A tile of 128 rows and 8 * kThreadColumns columns, transposed by 256 threads. Thread t holds 4 rows (band t / 8) and
+// kThreadColumns columns (group t % 8). In shared memory, the 4 rows of a column are one 32-bit word, and a column of
+// group g stores the word of band b at index b ^ (4 * g), so that the lanes of a warp (four bands, all eight groups)
+// write to different banks. The columns are then written to global memory as whole lines of 128 bytes.
 template <int kThreadColumns>
 struct TransposedTile {
   static constexpr int kRows = 128;

@@ -5,10 +5,11 @@
 //   if not finite(largest): return -1
 //   if no noise: return argmax
 //   if top_k < V:
-//     bound = k-th largest of `maxima`                    not above the k-th largest x
-//     if at most 1024 elements have x >= bound:           slightly more than k for random logits
-//       the first block gathers them, ranks each by counting the larger ones, applies top_k and top_p, and draws
-//       return
+//     if top_k <= number of warps in the cluster:
+//       bound = k-th largest of `maxima`                        not above the k-th largest x
+//       if at most 128 elements per block have x >= bound:      slightly more than k in all for random logits
+//         the first block gathers these candidates, ranks each by counting the larger candidates,
+//         applies top_k and top_p, draws, and returns
 //     threshold = radix search for the k-th largest x
 //   if top_p < 1: threshold = radix search for the smallest x that top_p keeps, among those not below threshold
 //   return argmax of exp(x - largest) / noise over x >= threshold
@@ -184,7 +185,7 @@ struct Shared {
     alignas(16) uint32_t keys[kBlocks * kWarps];  // top_k by candidates: maxima of the groups of warps
   };
   int digit;                 // radix search: the digit found in this pass
-  Count requested;           // radix search: the weight still required; also the accumulator of block_total
+  Count requested;           // radix search: the weight still requested; also the accumulator of block_total
   unsigned count;            // number of candidates of this block
   uint32_t least;            // key of the k-th largest maximum
   unsigned counts[kBlocks];  // `count` of every block
@@ -279,9 +280,9 @@ __device__ void for_each_of_thread(int64_t vocabulary, const Each& each) {
   }
 }
 
-// Finds the largest digit d for which sum(totals[d..255]) >= shared.wanted, and replaces shared.wanted by the part of
-// it that elements with the digit d must still contribute. Called by the first warp. In the first pass the required
-// weight is computed from the total.
+// Finds the largest digit d for which sum(totals[d..255]) >= shared.requested, and replaces shared.requested by the
+// part of it that elements with the digit d must still contribute. Called by the first warp. In the first pass the
+// requested weight is computed from the total.
 template <typename Requested>
 __device__ void find_digit(bool first, const Requested& requested_of, Shared& shared) {
   constexpr int kEach = kDigits / kWarp;  // digits per lane; lane 0 holds the largest
@@ -306,8 +307,8 @@ __device__ void find_digit(bool first, const Requested& requested_of, Shared& sh
   }
 }
 
-// Returns the largest key for which the weights of all elements with at least this key sum to the required weight or
-// more. The required weight is requested_of(sum of all weights), from 1 to that sum.
+// Returns the largest key for which the weights of all elements with at least this key sum to the requested weight or
+// more. The requested weight is requested_of(sum of all weights), from 1 to that sum.
 template <typename Key, typename Weight, typename Requested>
 __device__ uint32_t search(int64_t vocabulary, const Key& key, const Weight& weight, const Requested& requested_of,
                            Shared& shared) {
