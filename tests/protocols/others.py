@@ -120,7 +120,7 @@ def work(p, block, all_blocks, met, layers, warp, warps):
         block.await_weights(p, second, layer)
         block.await_sent(p, to_expect[-1], layer)
         send_words(p, half, block.rank, block.cluster, warp)
-        p.arrive(block.own_sums(half))  # let_receive()
+        p.arrive(block.own_sums(half))  # signal_sums_sent()
         workers_barrier()
         order(second, layer + 1)
         expect(layer + 1, *to_expect)
@@ -147,7 +147,7 @@ def receive(p, block, all_blocks, met, layers, senders):
     p.sync(met(0))
     for half in range(2 * layers + 1):
         if half > 0:
-            p.sync(block.own_sums(half - 1))  # await_own_sums()
+            p.sync(block.own_sums(half - 1))  # wait_until_sums_sent()
             for sender in senders:
                 sent, at = words(half - 1, block.rank, *sender)
                 p.reach(sent)
