@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _has_any_global_hook
 
+CHANGED = "_gptkernels_changed"
+"""Set in a swapped module's ``__dict__`` when an attribute of it is set after the swap (``swapping/classes.py``)."""
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -48,6 +51,7 @@ def is_bare(attributes: dict[str, Any]) -> bool:
         or attributes["_backward_pre_hooks"]
         or "forward" in attributes
         or attributes.get("_compiled_call_impl") is not None
+        or CHANGED in attributes
     )
 
 
@@ -65,6 +69,7 @@ def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -
                 return False
     return (
         "forward" not in attributes
+        and CHANGED not in attributes
         and attributes.get("_compiled_call_impl") is None
         and not _has_any_global_hook()
     )  # fmt: skip

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from gptkernels._modules import CHANGED
 from gptkernels.swapping import gpt, huggingface, sdpa, trial
 from gptkernels.swapping.classes import derive, original_of
 from gptkernels.swapping.doors import register_attention
@@ -82,6 +83,7 @@ def unswap(model: Model) -> Model:
         if (original := original_of(module)) is not None:
             module.__class__ = original
         module.__dict__.pop("gptkernels_report", None)
+        module.__dict__.pop(CHANGED, None)
     return model
 
 
@@ -201,12 +203,26 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
+# Batch size, length and scale of the values. Attention to a window, and code that guards on large values, differ here.
+_INPUTS = ((2, 3, 1.0), (1, 1, 1.0), (1, 40, 1.0), (3, 17, 1e-3), (2, 9, 1e3))
+
+
+def _block_size(module: Any) -> int:
+    """The longest sequence that a module's buffers of masks allow; 128 without one."""
+    return min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=128)
+
+
 def _compared(replacement: str, width_of: Any) -> Any:
     """A trial of a module that takes (B, T, C)."""
 
     def found(module: Any, decisions: Any) -> Decision:
-        x = _random(2, 3, width_of(module))
-        reason = trial.difference(*_pair(module, decisions, (replacement,)), lambda m: m(x))
+        width, pair = width_of(module), _pair(module, decisions, (replacement,))
+        longest = _block_size(module)
+        inputs = [scale * _random(batch, min(length, longest), width) for batch, length, scale in _INPUTS]
+        reason = trial.difference(*pair, *(lambda m, x=x: m(x) for x in inputs))
+        if reason is None:
+            x = _random(1, longest, width)
+            reason = trial.difference_in_evaluation(*pair, lambda m: m(x))
         return (replacement,) if reason is None else reason
 
     return found

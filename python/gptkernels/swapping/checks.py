@@ -1,5 +1,7 @@
 """What is asked at each call: may a kernel serve it, and is a submodule still what ``swap`` left there?"""
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -31,6 +33,14 @@ def why_not(*tensors: Tensor | None) -> str | None:
         if t.dtype != first.dtype and not autocast:
             return f"dtypes differ: {t.dtype} and {first.dtype}"
     return None
+
+
+def has_librarys_forward(kind: Any) -> bool:
+    """Whether a class of torch's or transformers' has the forward that its library gave it, and no patch."""
+    code = getattr(kind.forward, "__code__", None)
+    library = sys.modules[kind.__module__.partition(".")[0]].__file__
+    inside = code is not None and library is not None and code.co_filename.startswith(os.path.dirname(library))
+    return inside and kind.forward.__qualname__ == f"{kind.__qualname__}.forward"
 
 
 def count(module: torch.nn.Module, reason: str) -> None:

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
+from gptkernels._modules import CHANGED
+
 MARK, KIND, OWN = "_gptkernels_original", "_gptkernels_kind", "_gptkernels_class"
+FORWARD = "_gptkernels_forward"  # the original class's forward at the time of the swap
+READ = {
+    "training",
+    "dropout",
+    "gptkernels_report",
+    "_is_full_backward_hook",
+}  # attributes read at each call, or by torch
 Namespace = dict[str, Any]
 _namespaces: dict[str, Callable[..., Namespace]] = {}
 
@@ -31,8 +40,19 @@ def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[...,
 def derive(original: type, name: str, *options: Any) -> type:
     """The subclass of ``original`` that the replacement ``name`` makes; the same one every time."""
     namespace = _namespaces[name](original, *options)
-    if not hasattr(namespace.get("forward"), "__wrapped__"):  # so that the signature is found where it is asked for
-        namespace["forward"] = functools.wraps(original.forward)(namespace["forward"])  # type: ignore[attr-defined]
+    own: Any = original.forward  # type: ignore[attr-defined]
+    served = namespace["forward"]
+    if not hasattr(served, "__wrapped__"):  # not the user's own code with other calls in it
+
+        @functools.wraps(own)  # so that the signature is found where it is asked for
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, CHANGED, False) or is_patched(derived):
+                return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return served(self, *args, **kwargs)
+
+        namespace["forward"] = forward
+    if not original.__module__.startswith(("torch.", "transformers.")):
+        namespace["__setattr__"] = _setattr
 
     def reduce(self: Any, protocol: Any) -> Any:
         rebuild, args, *state = super(derived, self).__reduce_ex__(protocol)
@@ -49,12 +69,32 @@ def derive(original: type, name: str, *options: Any) -> type:
             "__doc__": original.__doc__,
             "__reduce_ex__": reduce,
             MARK: original,
+            FORWARD: staticmethod(own),
             KIND: name,
             **namespace,
         },
     )
     setattr(derived, OWN, derived)
     return derived
+
+
+def is_patched(derived: Any) -> bool:
+    """Whether the class that a replacement was made from has been given another forward since.
+
+    A compiled call does not notice: torch guards what it has traced.
+    """
+    return not torch.compiler.is_compiling() and getattr(derived, MARK).forward is not getattr(derived, FORWARD)
+
+
+def _setattr(self: Any, name: str, value: Any) -> None:
+    """Notes that the user's code may read another attribute than at the swap: the original forward is then called.
+
+    Names with an underscore are those of torch and of other libraries, which mark modules with them.
+    """
+    plain = not isinstance(value, torch.nn.Module | torch.nn.Parameter)
+    if plain and name not in READ and not name.startswith("_"):
+        self.__dict__[CHANGED] = True
+    torch.nn.Module.__setattr__(self, name, value)
 
 
 def _rebuild(original: type, name: str, *options: Any) -> Any:
@@ -76,4 +116,4 @@ def kind_of(module: torch.nn.Module) -> str | None:
     ``torch.func.functional_call`` makes to a module.
     """
     kind = type(module)
-    return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind else None
+    return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind and not is_patched(kind) else None

@@ -18,7 +18,7 @@ from gptkernels import functional
 from gptkernels._layer_node import Dtypes, dtypes_of
 from gptkernels._modules import is_exporting
 from gptkernels.ops.attention import unpack
-from gptkernels.swapping.checks import count, dropout_of, untouched, why_not
+from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
 from gptkernels.swapping.fused_layer import Planned, cast_all, fits, plan_of, run
@@ -51,20 +51,31 @@ def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
     theirs = library()
     if theirs is None:
         return None
-    if isinstance(module, theirs.Conv1D) and type(module).forward is theirs.Conv1D.forward:
+    if _has_forward_of(module, theirs.Conv1D):
         return "Linear", True
     activations = sys.modules["transformers.activations"]
     for name, form in (("NewGELUActivation", "tanh"), ("GELUActivation", "none"), ("FastGELUActivation", "tanh")):
-        if type(module) is getattr(activations, name, None):
+        if type(module) is getattr(activations, name, None) and has_librarys_forward(type(module)):
             return "GELU", form
     for name in ("GELUTanh", "PytorchGELUTanh"):
         if type(module) is getattr(activations, name, None):
             return "GELU", "tanh"
     for name in ("GPT2MLP", "GPT2Attention", "GPT2Block", "GPT2Model", "GPT2LMHeadModel"):
-        kind = getattr(theirs, name)
-        if isinstance(module, kind) and type(module).forward is kind.forward:
+        if _has_forward_of(module, getattr(theirs, name)):
             return (f"Hugging Face {name}",)
     return None
+
+
+def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
+    """Whether a module has the forward that transformers gave to a class."""
+    return isinstance(module, kind) and type(module).forward is kind.forward and has_librarys_forward(kind)
+
+
+def _sdpa_is_theirs() -> bool:
+    """Whether nobody has registered another function as transformers' "sdpa"."""
+    functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+    return torch.compiler.is_compiling() or functions["sdpa"] is theirs
 
 
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
@@ -137,7 +148,7 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
         return "cross-attention"
     if options.get("output_attentions") or options.get("head_mask") is not None:
         return "output_attentions or head_mask"
-    if self.config._attn_implementation not in SERVED:
+    if self.config._attn_implementation not in SERVED or not _sdpa_is_theirs():
         return f"attn_implementation is {self.config._attn_implementation!r}"
     if options.get("is_causal") is False:
         return "is_causal=False"
@@ -272,6 +283,8 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
     if config.add_cross_attention or getattr(self, "model_parallel", False) or not getattr(config, "is_causal", True):
         return "cross-attention, model parallelism or is_causal=False in the configuration"
     implementation = config._attn_implementation
+    if not _sdpa_is_theirs():
+        return "another function is registered as sdpa"
     if implementation not in (*SERVED, "eager") or (implementation == "eager" and config.reorder_and_upcast_attn):
         return f"attn_implementation is {implementation!r}" + (
             " and reorder_and_upcast_attn is set" if implementation == "eager" else ""
@@ -464,7 +477,12 @@ def language_model(original: Any) -> Namespace:
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
-    get_original_loss = original.loss_function.fget
+    loss_function = inspect.getattr_static(original, "loss_function")
+    if loss_function is not inspect.getattr_static(
+        sys.modules["transformers.modeling_utils"].PreTrainedModel, "loss_function"
+    ):
+        return {"forward": original.forward}  # a loss of the class's own
+    get_original_loss = loss_function.fget
 
     def get_loss(self: Any) -> Callable[..., Any]:
         if "_loss_function" not in self.__dict__ and mapping.get(getattr(self, "loss_type", None), theirs) is theirs:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.ops._autocast import autocast_dtype
-from gptkernels.swapping.checks import count, why_not
+from gptkernels.swapping.checks import count, has_librarys_forward, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 
 
@@ -134,7 +134,7 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
     forward = type(module).forward
     for kind, name, unless in _TORCHS:
         if isinstance(module, kind):
-            if forward is not kind.forward:
+            if forward is not kind.forward or not has_librarys_forward(kind):
                 return f"its forward is not torch.nn.{kind.__name__}'s"
             reason = unless(module)
             return reason if reason else (name,)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from gptkernels._modules import is_bare
 from gptkernels.swapping.checks import bare, untouched
-from gptkernels.swapping.classes import kind_of
+from gptkernels.swapping.classes import is_patched, kind_of, original_of
 
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
 
@@ -47,6 +47,8 @@ class Parts:
         for module, kind, attributes in self.classes:
             # `bare` takes longer, and allows hooks that only look on
             if type(module) is not kind or not (is_bare(attributes) or bare(module)):
+                return False
+            if original_of(module) is not None and is_patched(kind):
                 return False
         return True
 

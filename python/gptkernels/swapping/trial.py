@@ -1,12 +1,14 @@
 """Proof by trial that a replacement computes what a user's own module computes.
 
 A copy of the module with random float64 parameters on the CPU is run beside a replaced copy, in evaluation, in training
-without dropout, and with each dropout in turn dropping everything, which shows where it acts. Equal results to float64
-rounding for such inputs leave no room for another function. The model itself is not run and not changed.
+without dropout, and with each dropout in turn dropping everything, which shows where it acts. The inputs have several
+batch sizes, lengths up to the block size, and small and large values. A trial speaks for the modules that are equal to
+the one tried in classes, attributes and buffers; other modules are tried themselves. The model itself is not run.
 """
 
 import copy
 import functools
+import hashlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from gptkernels._modules import _HOOKS
 
 Trial = Callable[[Any], Any]
+_MACHINERY = frozenset(torch.nn.Module().__dict__) | {"gptkernels_report"}
 
 
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
@@ -54,6 +57,13 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
             if (reason := _unequal(expected, found)) is not None:
                 return f"its forward is another one: {reason} in {state[0]}"
     return None
+
+
+def difference_in_evaluation(original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
+    """`difference` of a trial that would take too long in every state."""
+    expected, found = (_run(trial, module.eval()) for module in (original, replaced))
+    reason = _unequal(expected, found)
+    return None if reason is None else f"its forward is another one: {reason} for a long sequence"
 
 
 def _called_twice(module: torch.nn.Module, *trials: Trial) -> str | None:
@@ -111,11 +121,19 @@ def _unequal(expected: Any, found: Any) -> str | None:
 
 
 def signature(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that one trial speaks for: the same classes, sizes and numbers."""
+    """Equal for modules that one trial speaks for: the same classes, attributes, parameters' shapes and buffers."""
     parts: list[Any] = []
     for name, one in module.named_modules():
-        plain = {k: v for k, v in one.__dict__.items() if isinstance(v, int | float | str | bool | type(None))}
-        plain.pop("training", None), plain.pop("layer_idx", None)
+        own = {k: v for k, v in one.__dict__.items() if k not in _MACHINERY and not isinstance(v, Tensor)}
         shapes = [(k, tuple(p.shape)) for k, p in one._parameters.items() if p is not None]
-        parts.append((name, type(one), *sorted(plain.items(), key=lambda item: item[0]), *shapes))
+        buffers = [(k, _content(b)) for k, b in one._buffers.items() if b is not None]
+        parts.append((name, type(one), *sorted((k, repr(v)) for k, v in own.items()), *shapes, *buffers))
     return tuple(parts)
+
+
+def _content(buffer: Tensor) -> Any:
+    """A buffer's shape, dtype and bytes; without data its identity."""
+    if buffer.is_meta:
+        return id(buffer)
+    data = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return tuple(buffer.shape), buffer.dtype, hashlib.sha256(data.tobytes()).hexdigest()
