@@ -1,6 +1,7 @@
 """``gptkernels.swap`` and ``unswap``."""
 
 import copy
+import functools
 import logging
 import sys
 from collections.abc import Iterable
@@ -203,13 +204,19 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the values. Attention to a window, and code that guards on large values, differ here.
-_INPUTS = ((2, 3, 1.0), (1, 1, 1.0), (1, 40, 1.0), (3, 17, 1e-3), (2, 9, 1e3))
+# Batch size, length and scale of the values: tried in every state, and in evaluation. Attention to a window, and code
+# that guards on large values, differ here.
+_INPUTS = ((2, 3, 1.0), (1, 33, 1.0))
+_MORE_INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3))
 
 
 def _block_size(module: Any) -> int:
     """The longest sequence that a module's buffers of masks allow; 128 without one."""
     return min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=128)
+
+
+def _call(x: Tensor, module: Any) -> Any:
+    return module(x)
 
 
 def _compared(replacement: str, width_of: Any) -> Any:
@@ -218,11 +225,14 @@ def _compared(replacement: str, width_of: Any) -> Any:
     def found(module: Any, decisions: Any) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
         longest = _block_size(module)
-        inputs = [scale * _random(batch, min(length, longest), width) for batch, length, scale in _INPUTS]
-        reason = trial.difference(*pair, *(lambda m, x=x: m(x) for x in inputs))
-        if reason is None:
-            x = _random(1, longest, width)
-            reason = trial.difference_in_evaluation(*pair, lambda m: m(x))
+
+        def trials(inputs: Any) -> list[trial.Trial]:
+            values = [scale * _random(batch, min(length, longest), width) for batch, length, scale in inputs]
+            return [functools.partial(_call, x) for x in values]
+
+        reason = trial.difference(*pair, *trials(_INPUTS))
+        for one in trials((*_MORE_INPUTS, (1, longest, 1.0))) if reason is None else ():
+            reason = reason or trial.difference_in_evaluation(*pair, one)
         return (replacement,) if reason is None else reason
 
     return found

@@ -63,7 +63,7 @@ def difference_in_evaluation(original: torch.nn.Module, replaced: torch.nn.Modul
     """`difference` of a trial that would take too long in every state."""
     expected, found = (_run(trial, module.eval()) for module in (original, replaced))
     reason = _unequal(expected, found)
-    return None if reason is None else f"its forward is another one: {reason} for a long sequence"
+    return None if reason is None else f"its forward is another one: {reason} for other lengths or values"
 
 
 def _called_twice(module: torch.nn.Module, *trials: Trial) -> str | None:
