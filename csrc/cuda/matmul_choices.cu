@@ -153,8 +153,9 @@ Choices& choices_of(int device) {
 }
 
 // Whether the algorithm adds up all terms of the product's sums. Split-K divides a sum among blocks, which work in
-// steps of 128 bytes. cuBLASLt gives each block inner / splits terms, rounded down and then up to whole steps. If the
-// quotient is a whole number of steps, no block has the last inner % splits terms (examples/cublas_tail).
+// steps of 128 bytes. cuBLASLt's kernels behave as if a block took inner / splits terms, rounded down and then up to
+// whole steps: if the quotient is a whole number of steps, the last inner % splits terms are left out. This was seen
+// with 16-bit operands (examples/cublas_tail); the rule is applied to all types.
 bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   int32_t splits = 1;
   size_t written = 0;
