@@ -103,14 +103,14 @@ LARGE = {
     "matmul_weight": [partial(matmul_weight, [1, 3, 1])],
 }
 
-# Waits that the models do without: the first is implied by another wait, the others keep an order for speed.
+# Waits that can be left out: another wait implies them, or they exist for speed.
 REDUNDANT = {
     # The storing thread arrives at tile_empty only after it has read the dq before from dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
-    # Who is first sent to, and who ends last, is the loading thread.
+    # It is enough that the loading thread of each block waits.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
     "matmul_weight": {(f"block *'s {role}", "wait", "cluster_barrier") for role in ("product", "sums")},
-    # The receiving warp waits for the words themselves; warps that work send only after a receiving warp has.
+    # The receiving warp polls the words themselves. The other warps send only after a receiving warp has sent.
     "decode": {
         ("cluster *, block *: receiving warp", "wait", "own sums"),
         ("cluster *, block *: warp *", "wait", "cluster_barrier"),
@@ -164,7 +164,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice(name):
-    """Small sizes with every choice that the data can make."""
+    """Explores every choice that the data can make at small sizes."""
     states = [choice().explore() for choice in CHOICES[name]]
     print(f"{name}: {sum(states)} states of {len(states)} choices")
     assert len(states) > 20
@@ -172,7 +172,7 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """Without it, or with the other parity, a model must fault: so the models see such errors."""
+    """A model without one of them, or with the other parity, must fault: this shows that models find such errors."""
 
     def is_found(place, change):
         for scenario in MODELS[name][1]:

@@ -17,7 +17,7 @@ CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
 
 
 class Fault(AssertionError):
-    """What a model must not do."""
+    """A model has reached a state that no kernel may reach."""
 
 
 class Deadlock(Fault):
@@ -33,7 +33,7 @@ class WrongData(Fault):
 
 
 def constant(file, name, **known):
-    """An integer constant of a kernel, computed from its source; ``known`` replaces constants it is computed from."""
+    """Computes an integer constant from a kernel's source; ``known`` replaces constants that it is computed from."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
@@ -46,7 +46,7 @@ def constant(file, name, **known):
 
 
 def ring_size(file, name):
-    """The number of buffers in a kernel's ring, of which ``name`` is a RingPosition."""
+    """Finds how many buffers a kernel's ring has; ``name`` is a RingPosition in it."""
     found = set(re.findall(rf"RingPosition<(\w+)> (?:\w+, )*{name}\b", (CUDA / file).read_text()))
     assert len(found) == 1, f"{file}: {name} is a position in {found or 'no ring'}"
     size = found.pop()
@@ -86,7 +86,7 @@ class Buffers(Ring):
         p.read(self(n))
 
     def free(self, p, n):
-        """The last read of use n ends."""
+        """Ends the last read of use n."""
         p.read(self(n))
         p.arrive(self.empty(n))
 
@@ -116,7 +116,7 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    """A loading thread's tiles, each with so many blocks, and what says that there are no more."""
+    """Loads tiles, each with so many blocks, and then the mark that says that there are no more."""
     for count in [*counts, 0]:
         tile.fill(p)
         for _ in range(count):
@@ -154,7 +154,7 @@ class Process:
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Reads what this write has left. Of a read that takes time, both ends are recorded."""
+        """Reads the contents that this write has left. A read that takes time is recorded at its begin and end."""
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
@@ -177,7 +177,7 @@ class Process:
 
 
 def family(key):
-    """The name of a barrier without its numbers."""
+    """Returns the name of a barrier without its numbers."""
     return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
@@ -186,7 +186,7 @@ def earlier_in(operations, key):
 
 
 class Model:
-    """Processes, and how many arrivals complete a phase of each kind of barrier (1 unless said)."""
+    """Processes, and how many arrivals complete a phase of each kind of barrier (1 if not given)."""
 
     def __init__(self, **arrivals):
         self.arrivals, self.processes = arrivals, {}
@@ -195,7 +195,7 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """Where the roles wait and arrive: (role, "wait", "reach" or "arrive", name of the barriers)."""
+        """Lists where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
         return {
             (re.sub(r"\d+", "*", process.name), kind, family(key))
             for process in self.processes.values()
@@ -204,7 +204,7 @@ class Model:
         }
 
     def mutants(self, place, change):
-        """For each process that has the role, the model with its operations there replaced by ``change(operation)``."""
+        """Yields the model with one process's operations there changed, for each process of the role in turn."""
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
                 original, process.operations = process.operations, []
@@ -241,7 +241,7 @@ class Model:
         ]
 
     def perform(self, state, process, step):
-        """Whether the process can make the step; raises what is wrong with it."""
+        """Returns whether the process can make the step now; raises a Fault if the step is wrong."""
         for kind, key, n, total, totals, arrivals in step:
             for index, table in totals:
                 total += table[state[index]]
