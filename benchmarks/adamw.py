@@ -43,8 +43,7 @@ class State:
         self.lr = torch.tensor(LR, device=device)
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
         self.start = [t.clone() for t in [*self.written, *self.grads]]
-        self.bytes = nbytes(*self.grads) + 2 * nbytes(*self.masters, *self.moments[0], *self.moments[1])
-        self.bytes += nbytes(*self.params) if self.low else 0
+        self.bytes = nbytes(*self.grads) + 2 * nbytes(*self.written)
 
     def reset(self):
         for t, start in zip([*self.written, *self.grads], self.start, strict=True):

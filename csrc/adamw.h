@@ -46,8 +46,9 @@ struct AdamwNumbers {
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
-  float* const*
-      masters;  // float32 masters, or null. If given, they are updated, and params become masters rounded to T
+  // Float32 masters, or null. If given, they are updated, and params become masters rounded to T. A parameter that its
+  // master does not round to was changed by other code: the step starts from the parameter.
+  float* const* masters;
   const Gradient* const* grads;
   State* const* exp_avgs;
   State* const* exp_avg_sqs;
@@ -105,6 +106,13 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
           .correction = A(1 / std::sqrt(one_minus_power(o.log_beta2, step))),
           .step_size = A(lr / one_minus_power(o.log_beta1, step)),
           .eps = A(o.eps)};
+}
+
+// The value that a step starts from: the master if it rounds to the parameter, else the parameter.
+template <typename T>
+GPTKERNELS_STEP float current_value(float master, T param) {
+  const float value = static_cast<float>(param);
+  return static_cast<float>(static_cast<T>(master)) == value ? master : value;
 }
 
 // `Arithmetic` provides the device's multiplication, division and square root. product() must round (no FMA), so that a

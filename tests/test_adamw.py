@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -156,6 +158,34 @@ def test_master_parameters(dtype, device):
             torch.testing.assert_close(a, b)
     for param, master in zip(lists.params, lists.masters, strict=True):
         assert torch.equal(param, master.to(dtype))
+
+
+@low_dtypes
+@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
+def test_parameters_that_other_code_has_changed(state_dtype, dtype, device):
+    """A step starts from the parameter where its master does not round to it, and from the master elsewhere."""
+    (param,), gradients = make([(1003,)], dtype, device, steps=1)
+    master = param.float() * (1 + 2**-13)  # rounds to the parameter
+    assert torch.equal(master.to(dtype), param)
+    changed = torch.arange(1003, device=device) % 3 == 0
+    param = torch.where(changed, param * 2, param)
+    param[:4] = torch.tensor([math.nan, math.inf, 0.0, -0.0])
+    master[2:4] = torch.tensor([0.0, -1e-30])
+    param[5], master[5] = math.inf, 3e38 if dtype == torch.bfloat16 else 1e30  # overflows: the master is kept
+    start = torch.where(master.to(dtype) == param, master, param.float())
+    assert start[5] == (math.inf if dtype == torch.bfloat16 else 1e30)
+    expected = Lists([start.to(dtype)], state_dtype, masters=True)
+    expected.masters = [start.clone()]
+    found = Lists([param.clone()], state_dtype, masters=True)
+    found.masters = [master]
+    for lists in (found, expected):
+        lists.step(gradients[0])
+    for a, b in zip(found.all(), expected.all(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    still = Lists([param.clone()], state_dtype, masters=True)
+    still.masters = [master.clone()]
+    still.step([torch.zeros_like(param)], lr=0.0)
+    assert torch.equal(still.params[0].nan_to_num(), param.nan_to_num())
 
 
 def test_lists_of_mixed_dtypes(device):

@@ -95,6 +95,34 @@ def test_master_weights(dtype, device):
         assert torch.equal(p, state["master_param"].to(dtype))
 
 
+@pytest.mark.parametrize("change", ["load_state_dict", "another optimizer", "data", "one element"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_master_weights_follow_changed_parameters(dtype, change, device):
+    """A step goes on from what other code has left in the parameters, and from the masters elsewhere."""
+    ours = torch.nn.ParameterList(parameters(dtype, device))
+    best = copy.deepcopy(ours.state_dict())
+    optimizer = AdamW(ours, lr=0.1, master_weights=True)
+    train(optimizer, 3)
+    masters = [optimizer.state[p]["master_param"].clone() for p in ours]
+    if change == "load_state_dict":
+        ours.load_state_dict(best)
+    elif change == "another optimizer":
+        train(torch.optim.AdamW(ours, lr=0.1), 2)
+    elif change == "data":
+        for p in ours:
+            p.data.mul_(3)
+    else:
+        with torch.no_grad():
+            ours[0][0, 0] = 5.0
+    start = [torch.where(m.to(dtype) == p, m, p.detach().float()) for m, p in zip(masters, ours, strict=True)]
+    assert sum((s != m).sum() for s, m in zip(start, masters, strict=True)) == 1 or change != "one element"
+    changed = copy.deepcopy(ours)
+    optimizer.param_groups[0].update(lr=0.0)
+    train(optimizer, 1)
+    assert_same(ours, changed, rtol=0, atol=0)
+    assert_same([optimizer.state[p]["master_param"] for p in ours], start, rtol=0, atol=0)
+
+
 def test_master_weights_leave_wide_parameters_alone(device):
     optimizer = AdamW(parameters(torch.float32, device), master_weights=True)
     train(optimizer, 1)

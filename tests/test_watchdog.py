@@ -72,7 +72,7 @@ def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
         (STEP, 4, "in its forward pass, backward pass or update"),
         (
             ("gptkernels.training.step", "Step.__call__", "torch.cuda._sleep(2**60)"),
-            5,
+            6,
             "waiting for cuda:0, which does",
         ),
         (("gptkernels.train", "mean_loss", BLOCK), 6, "validating"),

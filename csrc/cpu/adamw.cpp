@@ -25,22 +25,20 @@ struct Exact {
   }
 };
 
-// param is the array that is updated: the parameter itself or its float32 master copy. round(i, p) stores the parameter
-// where there is a master.
-template <typename A, typename P, typename Gradient, typename State, typename Round>
-void update_range(const AdamwFactors<A>& factors, P* param, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
-                  int64_t begin, int64_t end, const Round& round) {
+// load(i) is the parameter or its master, and store_param(i, p) stores it.
+template <typename A, typename Gradient, typename State, typename Load, typename Store>
+void update_range(const AdamwFactors<A>& factors, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
+                  int64_t begin, int64_t end, const Load& load, const Store& store_param) {
   const AdamwFactors<A> f = factors;
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
-    A p = A(param[i]);
+    A p = load(i);
     A m = A(exp_avg[i]);
     A v = A(exp_avg_sq[i]);
     adamw_update<Exact>(f, A(grad[i]), p, m, v);
-    store(param[i], p);
+    store_param(i, p);
     store(exp_avg[i], m);
     store(exp_avg_sq[i], v);
-    round(i, p);
   }
 }
 
@@ -90,13 +88,22 @@ void update_chunk(const Adamw<T, Gradient, State>& p, int64_t t, int64_t begin, 
       return;
     }
   }
-  vectorised([&] {
-    if (p.masters)
-      update_range(factors, p.masters[t], p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end,
-                   [&](int64_t i, A value) { store(param[i], value); });
-    else
-      update_range(factors, param, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, [](int64_t, A) {});
-  });
+  const auto update = [&](const auto& load, const auto& store_param) {
+    vectorised(
+        [&] { update_range(factors, p.grads[t], p.exp_avgs[t], p.exp_avg_sqs[t], begin, end, load, store_param); });
+  };
+  if constexpr (sizeof(T) < sizeof(float)) {
+    if (p.masters) {
+      float* master = p.masters[t];
+      update([=](int64_t i) { return current_value(master[i], param[i]); },
+             [=](int64_t i, float value) {
+               master[i] = value;
+               store(param[i], value);
+             });
+      return;
+    }
+  }
+  update([=](int64_t i) { return A(param[i]); }, [=](int64_t i, A value) { store(param[i], value); });
 }
 
 }  // namespace

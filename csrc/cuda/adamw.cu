@@ -9,8 +9,8 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Reads the parameter (or its master), its gradient and both moments; writes all but the gradient: 28 bytes per
-// parameter in float32, and also for a bfloat16 parameter with float32 master and moments. Elements are independent of
+// Reads the parameter (and its master), its gradient and both moments; writes all but the gradient: 28 bytes per
+// parameter in float32, 30 for a bfloat16 parameter with float32 master and moments. Elements are independent of
 // each other, so the result does not depend on how the tensors are divided into chunks.
 //
 // A thread loads two packs of every array, all in flight at once; meanwhile one thread of the block computes the
@@ -119,13 +119,16 @@ struct AdamwPack {
   using A = accumulate_t<T>;
   using Tensor = AdamwTensor<T, Weight, Gradient, State>;
   using Arithmetic = std::conditional_t<sizeof(Weight) < sizeof(float), Approximate, Exact>;
+  static constexpr bool kHasMaster = !std::is_same_v<T, Weight>;
 
+  Packed<T, N> param;  // loaded if there is a master
   Packed<Weight, N> weight;
   Packed<Gradient, N> grad;
   Packed<State, N> exp_avg;
   Packed<State, N> exp_avg_sq;
 
   __device__ void load_from(const Tensor& t, int i) {
+    if constexpr (kHasMaster) param = load<N>(t.param + i);
     weight = load<N>(t.weight + i);
     grad = load<N>(t.grad + i);
     exp_avg = load<N>(t.exp_avg + i);
@@ -134,11 +137,11 @@ struct AdamwPack {
 
   template <typename Rounding>
   __device__ void update(const AdamwFactors<A>& factors, const Tensor& t, int i, const Rounding& rounding) {
-    Packed<T, N> param;
     [[maybe_unused]] A ps[N], ms[N], vs[N];
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       A p = A(weight.v[k]);
+      if constexpr (kHasMaster) p = current_value(weight.v[k], param.v[k]);
       A m = A(exp_avg.v[k]);
       A v = A(exp_avg_sq.v[k]);
       adamw_update<Arithmetic>(factors, A(grad.v[k]), p, m, v);
@@ -158,7 +161,7 @@ struct AdamwPack {
       rounding.round(exp_avg, ms, kExpAvgArray, i);
       rounding.round(exp_avg_sq, vs, kExpAvgSqArray, i);
     }
-    if constexpr (!std::is_same_v<T, Weight>) store(t.weight + i, weight);
+    if constexpr (kHasMaster) store(t.weight + i, weight);
     store(t.param + i, param);
     store(t.exp_avg + i, exp_avg);
     store(t.exp_avg_sq + i, exp_avg_sq);

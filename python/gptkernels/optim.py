@@ -21,6 +21,8 @@ class AdamW(torch.optim.AdamW):
     device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
     dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 master copy (state key
     ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
+    An element of the parameter that is not its copy rounded was changed by other code (a loaded state dict, another
+    optimizer): the update is applied to the parameter.
     Parameters may have any dense layout, for example channels_last. Of DTensors, as FSDP2's ``fully_shard`` makes them,
     each process updates its own part; the state is of DTensors that are split alike.
 

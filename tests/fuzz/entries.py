@@ -1372,7 +1372,9 @@ def adamw_(draw):
         squares = draw.tensor(f"exp_avg_sqs{i}", shape, state_dtype, special="none").contiguous()
         args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
         if masters:
-            args[f"masters{i}"] = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
+            drawn = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
+            near = args[f"params{i}"].float() * (1 + 2**-13)  # rounds to the parameter
+            args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     device = draw.device
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
@@ -1402,13 +1404,14 @@ def adamw_(draw):
         lists = [[t.clone() for t in part] for part in split(tensors)]
         doubles = all(t.dtype == torch.float64 for t in tensors)
         params, grads, exp_avgs, exp_avg_sqs = lists[:4]
-        if masters:
-            params = lists[4]
         # clip_grad_norm_ computes its coefficient in float32, whatever the gradients' dtype.
         clip = 1.0 if max_norm is None else min((1 / (torch.tensor(norm) + 1e-6) * max_norm).item(), 1.0)
         factor = clip / exact_scale
         if found_inf:
             return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
+        if masters:
+            pairs = zip(lists[4], params, strict=True)
+            params = lists[4] = [torch.where(m.to(dtype) == p, m, p.to(m.dtype)) for m, p in pairs]
         arithmetic = torch.float64 if doubles else torch.promote_types(params[0].dtype, torch.float32)
         for i in range(len(params)):
             p, g, m, v = (t[i].to(arithmetic) for t in (params, grads, exp_avgs, exp_avg_sqs))
