@@ -97,6 +97,17 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
                 assert torch.equal(*(t.view(torch.uint8) if t.element_size() == 1 else t for t in (a, b))), op.name()
 
 
+class Loss(torch.nn.Module):
+    """The model's loss of tokens."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(tokens, tokens.roll(-1, 1), return_logits=False)[1]
+
+
 def graphed_modules(device):
     """Each module by name, with an input."""
 
@@ -114,6 +125,7 @@ def graphed_modules(device):
     yield "CausalSelfAttention", make(nn.CausalSelfAttention(128, 2)), x
     yield "Embedding", make(nn.Embedding(512, 128)), tokens
     yield "Transformer", make(GPT2(config).transformer), tokens.clamp(max=499)
+    yield "loss", make(Loss(GPT2(config))), tokens.clamp(max=499)
 
 
 def test_make_graphed_callables(device):
@@ -121,7 +133,10 @@ def test_make_graphed_callables(device):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in graphed_modules(device):
-        graphed = torch.cuda.make_graphed_callables(copy.deepcopy(module), (x,))
+        graphed = copy.deepcopy(module)
+        graphed(x).sum().backward()  # nothing keeps this run's graph alive, which the capture could not stand
+        graphed.zero_grad()
+        graphed = torch.cuda.make_graphed_callables(graphed, (x,))
         for _ in range(2):
             x = x.detach().flip(0).contiguous().requires_grad_(x.requires_grad)
             results = []
