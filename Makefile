@@ -23,7 +23,7 @@ else
 endif
 PY_FROM_TESTS = $(if $(findstring /,$(PY)),$(abspath $(PY)),$(PY))
 WORKERS = $(if $(filter cuda,$(DEVICE)),4,2)
-SOURCES := $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/* cmake/*) CMakeLists.txt setup.py pyproject.toml
+SOURCES := $(shell find csrc ops cmake -type f) CMakeLists.txt setup.py pyproject.toml
 BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 
 .PHONY: train test test-capabilities test-torches fuzz bench lint format wheel sanitize clean
@@ -101,8 +101,7 @@ wheel: $(STAMPS)/tools
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info
 
-CXX_FILES = $(wildcard csrc/*.h csrc/*/*.* csrc/*/*/*.* ops/*.h ops/*.cpp tests/*.cpp examples/*/*.cu examples/*/*.h \
-  examples/*/*.cuh examples/*/*.cpp examples/*/csrc/*.h examples/*/csrc/*/*.* examples/*/ops/*.cpp)
+CXX_FILES = $(shell find csrc ops tests examples -regex '.*\.\(h\|cuh\|cpp\|cu\)' -not -path '*/build/*')
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- set-up ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import compiled
-from gptkernels.ops.fp8 import new_history
+from gptkernels.rules.fp8 import new_history
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(65536, 768, 2304), (65536, 768, 768), (65536, 768, 3072), (65536, 3072, 768)]}

@@ -1,8 +1,8 @@
 #include "fp8.h"
 
 #ifdef GPTKERNELS_CUDA
-#include "../csrc/cuda/fp8_gelu_sm90.h"
-#include "../csrc/cuda/fp8_matmul.h"
+#include "../csrc/cuda/fp8/sm90_gelu.h"
+#include "../csrc/cuda/gemm/fp8.h"
 #else
 #include "../csrc/cpu/fp8_matmul.h"
 #include "../csrc/gelu.h"

@@ -1,7 +1,7 @@
 #include "fp8_layernorm.h"
 
 #ifdef GPTKERNELS_CUDA
-#include "../csrc/cuda/fp8_layernorm.h"
+#include "../csrc/cuda/fp8/layernorm.h"
 #endif
 
 namespace gptkernels::GPTKERNELS_DEVICE {

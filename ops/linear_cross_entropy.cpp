@@ -6,7 +6,7 @@
 
 #include "../csrc/linear_cross_entropy.h"
 #ifdef GPTKERNELS_CUDA
-#include "../csrc/cuda/linear_cross_entropy_sm90.h"
+#include "../csrc/cuda/loss/sm90_linear_cross_entropy.h"
 #endif
 
 namespace gptkernels::GPTKERNELS_DEVICE {

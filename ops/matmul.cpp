@@ -6,7 +6,7 @@
 #include "../csrc/gelu.h"
 
 #ifdef GPTKERNELS_CUDA
-#include "../csrc/cuda/matmul.h"
+#include "../csrc/cuda/gemm/matmul.h"
 #else
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 

@@ -27,9 +27,9 @@ MODULES = {
     "gptkernels.convert": "`gptkernels convert`: models from and to other forms.",
     "gptkernels.checkpoint": "Models and training states in files.",
     "gptkernels.data": "Text, tokens, token files, batches.",
-    "gptkernels.train": "`gptkernels train` ([training](training.md)).",
-    "gptkernels.evaluate": "`gptkernels train --eval-only`.",
-    "gptkernels.generate": "`gptkernels generate`.",
+    "gptkernels.trainer.train": "`gptkernels train` ([training](training.md)).",
+    "gptkernels.trainer.evaluate": "`gptkernels train --eval-only`.",
+    "gptkernels.trainer.generate": "`gptkernels generate`.",
 }
 
 HEAD = """# API

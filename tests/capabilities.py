@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+ROOT = TESTS.parent
 CAPABILITIES = ["default", "avx2", "avx512"]
 OPERATORS = [
-    str(TESTS / f"{name}.py")
-    for name in sorted(p.stem for p in TESTS.glob("test_*.py"))
-    if (TESTS.parent / "ops" / f"{name.removeprefix('test_')}.cpp").exists()
-    or name in ("test_helpers", "test_functional", "test_fuzz")
+    *(str(p) for p in sorted((TESTS / "ops").glob("test_*.py")) if (ROOT / "ops" / f"{p.stem[5:]}.cpp").exists()),
+    *(str(TESTS / name) for name in ("ops/test_helpers.py", "pytorch/test_functional.py", "fuzz/test_ops.py")),
 ]
 
 

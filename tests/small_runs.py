@@ -6,8 +6,8 @@ import torch
 
 from gptkernels.checkpoint import load_training_state
 from gptkernels.data import load_tokenizer, write_tokens
-from gptkernels.train import Trainer
-from gptkernels.training.logs import CSV_COLUMNS
+from gptkernels.trainer.logs import CSV_COLUMNS
+from gptkernels.trainer.train import Trainer
 
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
 SMALL = {

@@ -14,8 +14,8 @@ import torch
 from benchmarks.curves.show import draw, tables
 from benchmarks.curves.train import VARIANTS, train
 from benchmarks.harness.pages import between
-from gptkernels._files import replace_file
 from gptkernels.data import find_files
+from gptkernels.files.writing import replace_file
 
 ROOT = Path(__file__).parents[2]
 PAGE, PICTURE = ROOT / "docs" / "fp8.md", ROOT / "benchmarks" / "results" / "fp8_curves.png"

@@ -12,7 +12,7 @@ from gptkernels.data import DataLoader, TokenFiles
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
-from gptkernels.training.schedule import Schedule
+from gptkernels.trainer.schedule import Schedule
 
 VARIANTS = {
     "bf16": "bfloat16",

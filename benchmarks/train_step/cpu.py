@@ -12,7 +12,7 @@ from benchmarks.harness.report import markdown
 from benchmarks.train_step.measure import batches
 from benchmarks.train_step.variants import make
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.training.config import PRESETS
+from gptkernels.trainer.config import PRESETS
 
 PRECISION = "tf32"  # float32 parameters; on a CPU the products are of float32
 VARIANTS = "ours", "torch-eager", "torch-compile"

@@ -11,8 +11,8 @@ from benchmarks.harness.timing import host_times
 from benchmarks.train_step.torch_gpt2 import GPT2 as TorchGPT2
 from benchmarks.train_step.variants import groups, torchs_update
 from gptkernels.models import GPT2
-from gptkernels.ops import ops
 from gptkernels.optim import AdamW
+from gptkernels.rules import ops
 
 LENGTH = 64  # of the one sequence, so that the device takes less time than the host
 ROUNDS, WARM_UP = 60, 15

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gptkernels  # noqa: F401  (its operators)
 from gptkernels.models import GPT2
-from gptkernels.training.model import model_file
+from gptkernels.trainer.model import model_file
 
 
 class NextToken(torch.nn.Module):

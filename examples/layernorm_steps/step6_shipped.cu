@@ -1,7 +1,7 @@
-// Step 6: the kernel that the library launches for rows of 768 bfloat16, from csrc/cuda/layernorm_forward.cuh. It is
+// Step 6: the kernel that the library launches for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is
 // step 5 for any width and dtype that fit into registers, with an exact mean, optional weights, and 16-bit packs in
 // registers.
-#include "../../csrc/cuda/layernorm_forward.cuh"
+#include "../../csrc/cuda/norm/forward.cuh"
 #include "harness.h"
 
 const char* const kStep = "6 as shipped";

@@ -4,7 +4,7 @@ from gptkernels import _openmp
 
 _openmp.wait_passively_in_training()  # before torch is imported
 
-from gptkernels import _library, functional, models, nn, ops, optim, testing  # noqa: E402
+from gptkernels import _library, functional, models, nn, optim, testing  # noqa: E402
 from gptkernels._info import info  # noqa: E402
 from gptkernels.graphs import graphed_step  # noqa: E402
 from gptkernels.swapping import register_attention, swap, unswap  # noqa: E402
@@ -17,7 +17,6 @@ __all__ = [
     "info",
     "models",
     "nn",
-    "ops",
     "optim",
     "register_attention",
     "swap",

@@ -2,6 +2,6 @@
 
 import sys
 
-from gptkernels.cli import main
+from gptkernels.trainer.cli import main
 
 sys.exit(main())

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gptkernels.ops import ops
+from gptkernels.rules import ops
 
 
 def linear_cross_entropy(

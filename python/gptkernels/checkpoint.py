@@ -26,9 +26,9 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from ._files import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
-from ._regular import open_regular
-from ._safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
+from gptkernels.files.regular import open_regular
+from gptkernels.files.safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
+from gptkernels.files.writing import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
 
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels._linear_cross_entropy import check_reduction, fp8_linear_cross_entropy, linear_cross_entropy
-from gptkernels.ops import ops
-from gptkernels.ops._autocast import autocast_dtype
-from gptkernels.ops.attention import unpack
+from gptkernels.rules import ops
+from gptkernels.rules._autocast import autocast_dtype
+from gptkernels.rules.attention import unpack
 
 __all__ = [
     "causal_attention",

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._modules import is_unmodified
-from gptkernels.ops.attention import unpack
-from gptkernels.ops.fp8 import ALIGNMENT, new_history
+from gptkernels._unmodified import is_unmodified
+from gptkernels.rules.attention import unpack
+from gptkernels.rules.fp8 import ALIGNMENT, new_history
 
 __all__ = [
     "GELU",

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptkernels import _shards
-from gptkernels._shards import Place
-from gptkernels.ops import adamw, ops
-from gptkernels.ops._register import below_autograd
+from gptkernels import _dtensor as _shards
+from gptkernels._dtensor import Place
+from gptkernels.rules import adamw, ops
+from gptkernels.rules._register import below_autograd
 
 __all__ = ["AdamW", "clip_grad_norm_"]
 

@@ -8,12 +8,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-import gptkernels.functional as G
 import test_causal_softmax
 import test_dropout
 import test_fp8
@@ -23,6 +17,12 @@ import test_mlp
 import test_residual_layernorm
 import test_sample
 import test_softmax
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import gptkernels.functional as G
 
 ops = torch.ops.gptkernels
 

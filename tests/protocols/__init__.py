@@ -1,1 +1,1 @@
-"""Models of how warps, blocks and clusters wait for each other, explored by tests/test_protocols.py."""
+"""Models of how warps, blocks and clusters wait for each other, explored by tests/ops/test_protocols.py."""

@@ -1,4 +1,4 @@
-"""Models of the two kernels of attention_sm90_backward.cu.
+"""Models of the two kernels of attention/sm90/backward.cu.
 
 A tile has, for each of its halves, a string with a letter for each block: "x" where the half's queries (keys) see it,
 "." where it is hidden by a mask, or by causality: without ``masked`` hidden blocks come first, and are at most one.
@@ -6,7 +6,7 @@ A tile has, for each of its halves, a string with a letter for each block: "x" w
 
 from .checker import Buffers, Model, Staging, constant, load_tiles, ring_size, warps_of
 
-FILE = "attention_sm90_backward.cu"
+FILE = "attention/sm90/backward.cu"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):

@@ -1,11 +1,11 @@
-"""Models of the two kernels of attention_sm90_backward_128.cu.
+"""Models of the two kernels of attention/sm90/backward_128.cu.
 
 A tile is (blocks, passed): its blocks of keys (queries), and how many of the first each half passes over, at most one.
 """
 
 from .checker import Buffers, Model, Ring, constant, ring_size, warps_of
 
-FILE = "attention_sm90_backward_128.cu"
+FILE = "attention/sm90/backward_128.cu"
 
 
 def dquery_128(tiles, keys=None, values=None, warps=1):

@@ -1,8 +1,8 @@
-"""A model of attention_sm90_backward_head.cu, with lengths in blocks of 64."""
+"""A model of attention/sm90/backward_one_pass.cu, with lengths in blocks of 64."""
 
 from .checker import Buffers, Model, Ring, Staging, constant, ring_size
 
-FILE = "attention_sm90_backward_head.cu"
+FILE = "attention/sm90/backward_one_pass.cu"
 
 
 def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None, dquery_warps=1):

@@ -1,8 +1,8 @@
-"""Models of attention_sm90_forward_64.cu and attention_sm90_forward.cu."""
+"""Models of attention/sm90/forward_64.cu and attention/sm90/forward.cu."""
 
 from .checker import Buffers, Model, Ring, Staging, constant, load_tiles, ring_size, warps_of
 
-FORWARD_64, FORWARD = "attention_sm90_forward_64.cu", "attention_sm90_forward.cu"
+FORWARD_64, FORWARD = "attention/sm90/forward_64.cu", "attention/sm90/forward.cu"
 
 
 def forward_64(tiles, stages=None, most_skipped=None, warpgroups=2):

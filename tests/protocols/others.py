@@ -1,4 +1,4 @@
-"""Models of layernorm_ring.cuh, and of decoding by decode_halves.cuh."""
+"""Models of norm/ring.cuh, and of decoding by generate/whole_model/kernel.cuh."""
 
 import itertools
 import re
@@ -8,7 +8,7 @@ from .checker import CUDA, Buffers, Model, Ring
 
 def layernorm_ring(rows, stages, prior=None):
     """One thread, which alone reads what it copies. ``prior`` is how many copies a wait leaves in flight."""
-    source = (CUDA / "layernorm_ring.cuh").read_text()
+    source = (CUDA / "norm/ring.cuh").read_text()
     priors = dict(re.findall(r"stages_ == (\d)\)\s+__pipeline_wait_prior\((\d)\)", source))
     prior = prior or int(priors.get(str(stages)) or re.search(r"else\s+__pipeline_wait_prior\((\d)\)", source)[1])
     model = Model()

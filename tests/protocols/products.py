@@ -1,4 +1,4 @@
-"""Models of matmul_sm90.cuh, matmul_sm90_weight.cu and fp8_gelu_sm90.cu.
+"""Models of gemm/sm90_mainloop.cuh, gemm/sm90_weight_gradient.cu and fp8/sm90_gelu.cu.
 
 In a cluster, the first write of a block's memory initialises its barriers and the second ends it: nobody may send there
 before the one or after the other.
@@ -6,7 +6,7 @@ before the one or after the other.
 
 from .checker import Buffers, Model, Ring, Staging, constant, ring_size, warps_of
 
-MATMUL, WEIGHT, GELU = "matmul_sm90.cuh", "matmul_sm90_weight.cu", "fp8_gelu_sm90.cu"
+MATMUL, WEIGHT, GELU = "gemm/sm90_mainloop.cuh", "gemm/sm90_weight_gradient.cu", "fp8/sm90_gelu.cu"
 
 
 class Cluster:

@@ -3,7 +3,7 @@
 // functions use the hardware's approximate instructions, whose error disappears when the result is rounded to 16 bits.
 #pragma once
 
-#include "../device.h"
+#include "cuda/device.h"
 
 namespace gptkernels::cuda {
 

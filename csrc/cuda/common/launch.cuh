@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../device.h"
+#include "cuda/device.h"
 #include "random_delay.cuh"
 
 namespace gptkernels::cuda {

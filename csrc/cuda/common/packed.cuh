@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../device.h"
+#include "cuda/device.h"
 
 namespace gptkernels::cuda {
 

@@ -40,7 +40,7 @@
 
 #include <cstdint>
 
-#include "hopper.cuh"
+#include "cuda/ptx/sm90.cuh"
 #include "reduce.cuh"
 
 namespace gptkernels::cuda {

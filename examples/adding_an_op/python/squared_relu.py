@@ -2,9 +2,9 @@
 
 import torch
 
-from gptkernels.ops._forward import by_formula
-from gptkernels.ops._register import autograd, below_autograd, fake, ops, vmap
-from gptkernels.ops._vmap import rows
+from gptkernels.rules._jvp import by_formula
+from gptkernels.rules._register import autograd, below_autograd, fake, ops, vmap
+from gptkernels.rules._vmap import rows
 
 
 def _fake(x):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from gptkernels._safetensors import open_safetensors
 from gptkernels.checkpoint import (
     StateDict,
     check_model_config,
@@ -23,6 +22,7 @@ from gptkernels.convert.forms import Form, find
 from gptkernels.convert.huggingface import read_huggingface, write_huggingface
 from gptkernels.convert.model import WTE, Model, Progress, checked_model
 from gptkernels.convert.nanogpt import has_moments, read_nanogpt, write_nanogpt
+from gptkernels.files.safetensors import open_safetensors
 
 if TYPE_CHECKING:
     from gptkernels.models.config import GPT2Config

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gptkernels._files import file_size, replace_file
-from gptkernels._regular import open_regular
-from gptkernels._safetensors import write_plain_safetensors
 from gptkernels.checkpoint import from_huggingface, to_huggingface
 from gptkernels.convert.model import Model, checked_model, with_zero_biases
 from gptkernels.convert.pickles import read_pickle
+from gptkernels.files.regular import open_regular
+from gptkernels.files.safetensors import write_plain_safetensors
+from gptkernels.files.writing import file_size, replace_file
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PICKLE = "pytorch_model.bin"

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gptkernels._files import replace_file
-from gptkernels._regular import open_regular
+from gptkernels.files.regular import open_regular
+from gptkernels.files.writing import replace_file
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02"  # torch's format before 1.6

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NoReturn
 
-from .._regular import check_regular, is_regular, open_regular
+from gptkernels.files.regular import check_regular, is_regular, open_regular
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16

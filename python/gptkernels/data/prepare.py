@@ -13,8 +13,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from .._files import TOKENIZER_MAGIC, TOKENS_MAGIC, replace_file
-from .._regular import open_regular
+from gptkernels.files.regular import open_regular
+from gptkernels.files.writing import TOKENIZER_MAGIC, TOKENS_MAGIC, replace_file
+
 from .corpus import Document, find_documents, split, standard_library
 from .tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 from .tokens import MAX_VOCAB_SIZE, fill_token_file

@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .._files import HEADER_BYTES, QUESTIONS_MAGIC, file_size, read_header
-from .._regular import open_regular
+from gptkernels.files.regular import open_regular
+from gptkernels.files.writing import HEADER_BYTES, QUESTIONS_MAGIC, file_size, read_header
+
 from .tokens import check_vocabulary
 
 VERSION = 1

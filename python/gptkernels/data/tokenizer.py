@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._files import HEADER_BYTES, TOKENIZER_MAGIC, file_size, make_header, read_header, replace_file
-from .._regular import check_regular, open_regular
+from gptkernels.files.regular import check_regular, open_regular
+from gptkernels.files.writing import HEADER_BYTES, TOKENIZER_MAGIC, file_size, make_header, read_header, replace_file
 
 if TYPE_CHECKING:
     import tiktoken

@@ -13,7 +13,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .._files import (
+from gptkernels.files.regular import open_regular
+from gptkernels.files.writing import (
     HEADER_BYTES,
     TOKENS_MAGIC,
     describe_magic,
@@ -22,7 +23,6 @@ from .._files import (
     read_header,
     replace_file,
 )
-from .._regular import open_regular
 
 VERSION = 1
 MAX_VOCAB_SIZE = 2**16

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from gptkernels.ops.fp8 import ALIGNMENT
+from gptkernels.rules.fp8 import ALIGNMENT
 
 PRESETS = {
     "gpt2": {"n_layer": 12, "n_head": 12, "n_embd": 768},  # 124M parameters

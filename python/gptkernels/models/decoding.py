@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from gptkernels import nn
-from gptkernels._modules import is_unmodified
+from gptkernels._unmodified import is_unmodified
 from gptkernels.models.recompute import may_draw
 from gptkernels.models.transformer import Block, Transformer
-from gptkernels.ops import ops
-from gptkernels.ops._autocast import autocast_dtype
+from gptkernels.rules import ops
+from gptkernels.rules._autocast import autocast_dtype
 
 if TYPE_CHECKING:
     from gptkernels.models.gpt2 import GPT2

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from gptkernels import functional, nn
-from gptkernels._modules import is_unmodified
+from gptkernels._unmodified import is_unmodified
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.decoding import Draw, TokenStream, steps
 from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
 from gptkernels.models.transformer import Transformer
-from gptkernels.ops import ops
-from gptkernels.ops.encoder import tied_encoder
+from gptkernels.rules import ops
+from gptkernels.rules.encoder import tied_encoder
 
 
 class GPT2(Files, NanoGPT):

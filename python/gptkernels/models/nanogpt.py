@@ -102,7 +102,7 @@ class NanoGPT(torch.nn.Module):
         Raises:
             ValueError: the device's peak is not known, or a number is not above 0.
         """
-        from gptkernels.training.utilization import peak_flops as peak_of
+        from gptkernels.trainer.utilization import peak_flops as peak_of
 
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops

@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from gptkernels import nn
-from gptkernels._modules import is_unmodified
+from gptkernels._unmodified import is_unmodified
 
 _NEVER_DRAW = (
     nn.LayerNorm,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional, nn
-from gptkernels._modules import are_unmodified, is_exporting, is_unmodified
-from gptkernels.models import one_node
+from gptkernels._unmodified import are_unmodified, is_exporting, is_unmodified
+from gptkernels.models import fused_block as one_node
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.recompute import checkpointed, may_draw
-from gptkernels.ops import ops
+from gptkernels.rules import ops
 
 
 class Pending(NamedTuple):

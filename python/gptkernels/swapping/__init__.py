@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from gptkernels._modules import CHANGED
-from gptkernels.swapping import gpt, huggingface, sdpa, trial
+from gptkernels._unmodified import CHANGED
+from gptkernels.swapping import equivalence as trial
+from gptkernels.swapping import gpt, huggingface, sdpa
+from gptkernels.swapping.attention_registration import register_attention
 from gptkernels.swapping.classes import derive, original_of
-from gptkernels.swapping.doors import register_attention
 from gptkernels.swapping.layers import torch_layer
 from gptkernels.swapping.report import Entry, Report
 

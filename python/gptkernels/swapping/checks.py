@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from gptkernels._modules import runs_only_its_forward
-from gptkernels.ops._autocast import autocast_dtype
+from gptkernels._unmodified import runs_only_its_forward
+from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.swapping.classes import kind_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

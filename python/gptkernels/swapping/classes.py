@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gptkernels._modules import CHANGED
+from gptkernels._unmodified import CHANGED
 
 MARK, KIND, OWN = "_gptkernels_original", "_gptkernels_kind", "_gptkernels_class"
 FORWARD = "_gptkernels_forward"  # the original class's forward at the time of the swap

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._layer_node import NONE, Dropout
-from gptkernels.ops import ops
+from gptkernels.block.node import NONE, Dropout
+from gptkernels.rules import ops
 from gptkernels.swapping.checks import dropout_of
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptkernels._layer_node import Dtypes, dtypes_of
-from gptkernels._modules import is_exporting
-from gptkernels.ops._autocast import autocast_dtype
+from gptkernels._unmodified import is_exporting
+from gptkernels.block.node import Dtypes, dtypes_of
+from gptkernels.rules._autocast import autocast_dtype
+from gptkernels.swapping.block_modules import parts_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import Planned, cast_all, fits, plan_of, run
+from gptkernels.swapping.fused_block import Planned, cast_all, fits, plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.parts import parts_of
 from gptkernels.swapping.transformer import (
     Pending,
     add,

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.ops import _forward, ops
-from gptkernels.ops._autocast import autocast_dtype, without_autocast
-from gptkernels.ops._below import below
-from gptkernels.ops._register import differentiate
-from gptkernels.ops.linear_cross_entropy import is_last_backward, scale_in_place
+from gptkernels.rules import _jvp as _forward
+from gptkernels.rules import ops
+from gptkernels.rules._autocast import autocast_dtype, without_autocast
+from gptkernels.rules._below_autograd import below
+from gptkernels.rules._register import differentiate
+from gptkernels.rules.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
 
 CHUNK = -1  # rows whose gradient of the logits exists at a time, in eager training; -1: the operator chooses

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._layer_node import Dtypes, dtypes_of
-from gptkernels._modules import is_exporting
-from gptkernels.ops.attention import unpack
+from gptkernels._unmodified import is_exporting
+from gptkernels.block.node import Dtypes, dtypes_of
+from gptkernels.rules.attention import unpack
+from gptkernels.swapping.block_modules import Parts, parts_of, probability
 from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_layer import Planned, cast_all, fits, plan_of, run
+from gptkernels.swapping.fused_block import Planned, cast_all, fits, plan_of, run
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.parts import Parts, parts_of, probability
 from gptkernels.swapping.transformer import (
     Pending,
     add,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.ops._autocast import autocast_dtype
+from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.swapping.checks import count, has_librarys_forward, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 

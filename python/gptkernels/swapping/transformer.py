@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels._layer_node import NONE, Dropout
-from gptkernels.ops import ops
-from gptkernels.ops._autocast import autocast_dtype, without_autocast
+from gptkernels.block.node import NONE, Dropout
+from gptkernels.rules import ops
+from gptkernels.rules._autocast import autocast_dtype, without_autocast
 from gptkernels.swapping.checks import dropout_of, untouched
 from gptkernels.swapping.dropout import Draws, apply
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of

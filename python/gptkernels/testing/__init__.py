@@ -76,7 +76,7 @@ def _pick(device: str | torch.device | None) -> torch.device:
     """The device to run on, for which there are kernels."""
     from gptkernels import _library
     from gptkernels._info import info
-    from gptkernels.training.processes import pick_device
+    from gptkernels.trainer.processes import pick_device
 
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"

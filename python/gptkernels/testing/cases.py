@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gptkernels.ops import ops
+from gptkernels.rules import ops
 
 T = TypeVar("T")
 SMALL, ODD, ORDINARY = range(3)

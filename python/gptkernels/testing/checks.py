@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gptkernels.ops import ops
+from gptkernels.rules import ops
 from gptkernels.testing.cases import ODD, ORDINARY, SMALL, Call, Case, Draw
 from gptkernels.testing.exactness import Errors, assert_as_exact_as_torch
 from gptkernels.testing.report import Result

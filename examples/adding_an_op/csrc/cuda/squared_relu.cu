@@ -5,7 +5,8 @@
 namespace gptkernels::cuda {
 namespace {
 
-// One element a thread: right for any size and alignment. csrc/cuda/gelu.cu shows how packs of 16 bytes make it fast.
+// One element a thread: right for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how packs of 16 bytes
+// make it fast.
 constexpr int kThreads = 256;
 
 // x > 0 ? x : 0 would make 0 of a NaN.

@@ -1,0 +1,606 @@
+// What the attention kernels by mma.sync share: tiles in shared memory, the two kinds of product, which columns of a
+// tile's scores count, masks and dropout.
+//
+// A warp has kM times 16 rows of a tile of scores, all of its columns, and the same rows of what is summed: forward and
+// dq have queries as rows and keys as columns, dk and dv keys as rows and queries as columns. So the scores,
+// exponentials taken, are the A operand of the second product where they are, in registers, and no warp waits for
+// another's sums.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+
+#include "../../../attention.h"
+#include "../../../philox.h"
+#include "cuda/attention/lowest_bias.cuh"
+#include "cuda/attention/tile_order.cuh"
+#include "cuda/common/approximate.cuh"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
+#include "cuda/common/reduce.cuh"
+#include "cuda/elementwise/dropout.cuh"
+#include "cuda/ptx/sm80.cuh"
+
+namespace gptkernels::cuda {
+
+// ---- tiles in shared memory -----------------------------------------------------------------------------------------
+
+// Rows of HS elements, those beyond the head size 0. 16-byte chunks are permuted in their rows, so that the same chunk
+// of eight rows has eight places in the banks.
+template <typename T, int HS>
+struct MmaRows {
+  static constexpr int kBytes = HS * sizeof(T);
+  static constexpr int kChunks = kBytes / 16;
+  static constexpr int kSteps = kBytes / 32;  // of a product over HS
+  static constexpr int kTiles = HS / 8;       // of accumulators over HS
+  static constexpr int kSpread = kBytes >= 128 ? 8 : kChunks;
+
+  __device__ static uint32_t swizzle(int row) { return row / (8 / kSpread) % kSpread; }
+  __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
+};
+
+// Starts the copy of kRows rows to shared memory. Those outside [begin, end) are not read: they become 0.
+template <typename T, int HS, int kRows, int kThreads>
+__device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
+  using Rows = MmaRows<T, HS>;
+  constexpr int kStep = kThreads / Rows::kChunks;
+  static_assert(kThreads % Rows::kChunks == 0 && kRows % kStep == 0);
+  const int chunk = threadIdx.x % Rows::kChunks, first = threadIdx.x / Rows::kChunks;
+  const bool column = chunk * kPack<T> < head_size;
+  const T* from = global + first * stride + chunk * kPack<T>;
+#pragma unroll
+  for (int r = 0; r < kRows; r += kStep) {
+    const bool inside = column && first + r >= begin && first + r < end;
+    copy_async_16(shared + Rows::at(first + r, chunk), inside ? from : global, inside);
+    from += kStep * stride;
+  }
+}
+
+__device__ inline float4 round_to_tf32(const float4& x) {
+  return {__uint_as_float(round_to_tf32(x.x)), __uint_as_float(round_to_tf32(x.y)), __uint_as_float(round_to_tf32(x.z)),
+          __uint_as_float(round_to_tf32(x.w))};
+}
+
+// Rounds to TF32 what copy_rows has copied: each thread what it copied itself, so that it only need have waited for
+// that. Not where float32 is to be exact.
+template <typename T, int HS, bool kExact, int kRows, int kThreads>
+__device__ void round_rows(uint8_t* shared) {
+  if constexpr (std::is_same_v<T, float> && !kExact) {
+    using Rows = MmaRows<T, HS>;
+    constexpr int kStep = kThreads / Rows::kChunks;
+    const int chunk = threadIdx.x % Rows::kChunks, first = threadIdx.x / Rows::kChunks;
+#pragma unroll
+    for (int r = 0; r < kRows; r += kStep) {
+      float4& own = *reinterpret_cast<float4*>(shared + Rows::at(first + r, chunk));
+      own = round_to_tf32(own);
+    }
+  }
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+// Step `step` of 16 rows from `row` on, as A.
+template <typename T, int HS>
+__device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
+}
+
+// The same of the 16 rows from `row` on, as B whose columns they are: words 0 and 1 for the first 8, 2 and 3 for the
+// others.
+template <typename T, int HS>
+__device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
+  const int lane = threadIdx.x % 32;
+  load_matrices(b, shared + MmaRows<T, HS>::at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
+}
+
+// As many rows as a step has, from `row` on, as B whose rows they are, and of that 16 columns from `column` on. TF32's
+// step of 8 rows has them in the order 0, 2, 4, 6, 1, 3, 5, 7, in which the accumulators' columns become A.
+template <typename T, int HS>
+__device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
+  using Rows = MmaRows<T, HS>;
+  const int lane = threadIdx.x % 32;
+  if constexpr (sizeof(T) == 2) {
+    load_matrices_transposed(b, shared + Rows::at(row + lane % 16, column / 8 + lane / 16));
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      b[i] = load_word(shared + Rows::at(row + lane % 4 * 2 + i % 2, column / 4 + i / 2 * 2 + lane / 16) +
+                       lane / 4 % 4 * 4);
+  }
+}
+
+// The accumulator tiles from `d` on, one or two, as A of a product with load_b_rows.
+template <typename T>
+__device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = round_to_tf32(d[0][i / 2 + i % 2 * 2]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Packed<T, 2> pair = narrow<T, 2>({d[i / 2][i % 2 * 2], d[i / 2][i % 2 * 2 + 1]});
+      a[i] = reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+}
+
+// A warp's rows of a tile as A: kept in registers, or loaded when they are used.
+template <typename T, int HS, int kM, bool kKeep>
+struct RowOperand {
+  static constexpr int kSteps = MmaRows<T, HS>::kSteps;
+  uint32_t kept[kKeep ? kM : 1][kKeep ? kSteps : 1][4];
+  uint32_t shared;
+  int row;
+
+  // Of rows that are there.
+  __device__ RowOperand(uint32_t tile, int first_row) : shared(tile), row(first_row) {
+    if constexpr (kKeep)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_a<T, HS>(kept[m][step], shared, row + 16 * m, step);
+  }
+  __device__ void get(uint32_t (&a)[4], int m, int step) const {
+    if constexpr (kKeep) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = kept[m][step][i];
+    } else {
+      load_a<T, HS>(a, shared, row + 16 * m, step);
+    }
+  }
+};
+
+template <int kM, int kN>
+__device__ void clear(float (&d)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] = 0;
+}
+
+// Float32 operands in full are two of TF32 each, and a product is three: hi hi + hi lo + lo hi, of which the latter two
+// have sums of their own. Tensor cores cut off what a sum of theirs does not hold, always towards 0: so the sums of hi
+// hi run over one step for scores, whose differences the backward takes, and over kExactSteps for outputs; they are
+// added up by additions that round.
+constexpr int kExactSteps = 4;
+
+struct SplitOperand {
+  uint32_t hi[4];
+  uint32_t lo[4];
+
+  __device__ void split(const uint32_t (&x)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split_tf32(x[i], hi[i], lo[i]);
+  }
+};
+
+// Two neighbouring tiles: large += hi hi, small += hi lo + lo hi, two products that add to one sum far from each other.
+// With kFour, small += lo lo as well.
+template <bool kFour>
+__device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
+  if constexpr (kFour) {
+    mma<float>(small[0], a.lo, b.lo[0], b.lo[1]);
+    mma<float>(small[1], a.lo, b.lo[2], b.lo[3]);
+  }
+  mma<float>(small[0], a.hi, b.lo[0], b.lo[1]);
+  mma<float>(small[1], a.hi, b.lo[2], b.lo[3]);
+  mma<float>(large[0], a.hi, b.hi[0], b.hi[1]);
+  mma<float>(large[1], a.hi, b.hi[2], b.hi[3]);
+  mma<float>(small[0], a.lo, b.hi[0], b.hi[1]);
+  mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
+}
+
+template <int kM, int kN>
+__device__ void add(float (&d)[kM][kN][4], const float (&x)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] += x[m][n][e];
+}
+
+// Of infinite operands the large products alone are what they should be; the small ones are then NaN.
+__device__ inline float unless_nan(float small) {
+  return fminf(small, 3.402823466e38f);
+}
+
+// d = rows times the 8 * kN rows of a tile, transposed, as exact as float32. Columns beyond the head size are left out.
+template <int HS, int kM, int kN>
+__device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
+                                            uint32_t tile, int head_size) {
+  // Sums of few terms by multiply-adds are as exact as four products, and more exact than three.
+  constexpr bool kFour = HS <= 32;
+  const int steps = (head_size + 7) / 8;
+  float small[kM][kN][4];
+  clear(d);
+  clear(small);
+#pragma unroll 1  // all at once would not have the registers
+  for (int chunk = 0; chunk < steps; chunk += kExactSteps) {
+#pragma unroll
+    for (int step = chunk; step < chunk + kExactSteps; ++step) {
+      float large[kM][kN][4];
+      clear(large);
+      SplitOperand a[kM];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        uint32_t words[4];
+        rows.get(words, m, step);
+        a[m].split(words);
+      }
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t words[4];
+        load_b<float, HS>(words, tile, 8 * n, step);
+        SplitOperand b;
+        b.split(words);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) multiply_split<kFour>(&large[m][n], &small[m][n], a[m], b);
+      }
+      add(d, large);
+    }
+  }
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) d[m][n][e] += unless_nan(small[m][n][e]);
+}
+
+// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on, as exact as float32.
+template <int HS, int kM, int kN, int kOut>
+__device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
+                                    int column) {
+  constexpr int kSteps = kN < kExactSteps ? kN : kExactSteps;
+#pragma unroll
+  for (int chunk = 0; chunk < kN; chunk += kSteps) {
+    SplitOperand a[kM][kSteps];
+#pragma unroll
+    for (int m = 0; m < kM; ++m)
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        const float (&d)[4] = weights[m][chunk + n];
+        a[m][n].split({__float_as_uint(d[0]), __float_as_uint(d[2]), __float_as_uint(d[1]), __float_as_uint(d[3])});
+      }
+#pragma unroll
+    for (int o = 0; o < kOut; o += 2) {
+      float large[kM][2][4], small[kM][2][4];
+      clear(large);
+      clear(small);
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+        uint32_t words[4];
+        load_b_rows<float, HS>(words, tile, 8 * (chunk + n), column + 8 * o);
+        SplitOperand b;
+        b.split(words);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) multiply_split<false>(large[m], small[m], a[m][n], b);
+      }
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[m][o + i][e] += large[m][i][e] + unless_nan(small[m][i][e]);
+    }
+  }
+}
+
+// d = rows times the 8 * kN rows of a tile, transposed. kExact: of float32, as exact as that; else as TF32.
+template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
+__device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
+                                    int head_size) {
+  if constexpr (kExact) {
+    multiply_transposed_exactly(d, rows, tile, head_size);
+    return;
+  }
+  clear(d);
+#pragma unroll
+  for (int step = 0; step < MmaRows<T, HS>::kSteps; ++step) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) rows.get(a[m], m, step);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_b<T, HS>(b, tile, 8 * n, step);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(d[m][n], a[m], b[0], b[1]);
+        mma<T>(d[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on.
+template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
+__device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
+  if constexpr (kExact) {
+    add_product_exactly<HS>(sums, weights, tile, column);
+    return;
+  }
+  constexpr int kTilesAStep = sizeof(T) == 2 ? 2 : 1;
+#pragma unroll
+  for (int n = 0; n < kN; n += kTilesAStep) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) to_a<T>(a[m], &weights[m][n]);
+#pragma unroll
+    for (int o = 0; o < kOut; o += 2) {
+      uint32_t b[4];
+      load_b_rows<T, HS>(b, tile, 8 * n, column + 8 * o);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        mma<T>(sums[m][o], a[m], b[0], b[1]);
+        mma<T>(sums[m][o + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// A warp's sums, each row times its factor, to global memory by way of the warp's own rows of `tile`, which nobody
+// reads any more: as 16-byte chunks. `rows` are there from the tile's row `first_row` on, which `global` points to.
+template <typename T, int HS, int kM, int kOut>
+__device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
+                           int column, T* global, int64_t stride, int rows, int head_size) {
+  using Rows = MmaRows<T, HS>;
+  const int lane = threadIdx.x % 32;
+  __syncwarp();
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int o = 0; o < kOut; ++o)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int byte = (column + 8 * o + lane % 4 * 2) * static_cast<int>(sizeof(T));
+        const float f = factor[m][r];
+        *reinterpret_cast<Packed<T, 2>*>(tile + Rows::at(first_row + 16 * m + 8 * r + lane / 4, byte / 16) +
+                                         byte % 16) = narrow<T, 2>({sums[m][o][2 * r] * f, sums[m][o][2 * r + 1] * f});
+      }
+  __syncwarp();
+  constexpr int kChunks = 8 * kOut / kPack<T>;
+#pragma unroll 4
+  for (int i = lane; i < 16 * kM * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = column / kPack<T> + i % kChunks;
+    if (row < rows && chunk * kPack<T> < head_size)
+      *reinterpret_cast<uint4*>(global + row * stride + chunk * kPack<T>) =
+          *reinterpret_cast<const uint4*>(tile + Rows::at(first_row + row, chunk));
+  }
+}
+
+// ---- which columns count --------------------------------------------------------------------------------------------
+
+// The keys [begin, end) of a sequence.
+template <bool kGeneral>
+struct KeyBounds {
+  int begin;
+  int end;
+
+  template <typename T>
+  __device__ KeyBounds(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b)
+      : begin(0), end(static_cast<int>(s.keys)) {
+    if (kGeneral && mask.key_begin) begin = max(begin, mask.key_begin[b]);
+    if (kGeneral && mask.key_end) end = min(end, mask.key_end[b]);
+  }
+};
+
+// Scores of columns outside [low, high) of their row become -inf. `first` is the tile's first column.
+template <int kM, int kN>
+__device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2], const int (&high)[kM][2], int first) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int column = first + 8 * n + lane % 4 * 2 + e % 2;
+        if (column < low[m][e / 2] || column >= high[m][e / 2]) scores[m][n][e] = -INFINITY;
+      }
+}
+
+template <int kM, int kN>
+__device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+}
+
+// What a warp's scores are multiplied with where their exponential is taken: they are in units of log2 if this is 1, as
+// masks, and maxima under a scale that is not positive, want them.
+template <bool kGeneral, typename T>
+__device__ float score_factor(const AttentionMask<T>& mask, double scale) {
+  const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
+  return scaled ? 1 : static_cast<float>(scale * 1.4426950408889634);
+}
+
+// What element `at` of a boolean or additive mask does to a score in units of log2.
+template <typename T>
+__device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int64_t at) {
+  if (mask.allowed) {
+    if (!mask.allowed[at]) score = -INFINITY;
+  } else {
+    score = add_bias(score, static_cast<float>(mask.bias[at]));
+  }
+}
+
+// apply(m, n, e, element) for every element of a mask under a warp's scores. `row` and `column` are those of the first
+// score, `mask` points to element (0, 0) of the head; beyond the last row and column other elements take their places,
+// for scores that count for nothing. kPairs: two neighbouring columns are one aligned load.
+template <bool kPairs, int kM, int kN, typename M, typename Apply>
+__device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
+                         int64_t column_stride, const Apply& apply) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const M* own = mask + min(row + 16 * m + 8 * r + lane / 4, rows - 1) * row_stride;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int j = column + 8 * n + lane % 4 * 2;
+        if constexpr (kPairs) {
+          const Packed<M, 2> pair = load<2>(own + min(j, columns - 2));
+          apply(m, n, 2 * r, pair.v[0]);
+          apply(m, n, 2 * r + 1, pair.v[1]);
+        } else {
+          apply(m, n, 2 * r, own[min(j, columns - 1) * column_stride]);
+          apply(m, n, 2 * r + 1, own[min(j + 1, columns - 1) * column_stride]);
+        }
+      }
+    }
+}
+
+template <int kM, int kN, typename M, typename Apply>
+__device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
+                         int64_t column_stride, const Apply& apply) {
+  const bool pairs = column_stride == 1 && reinterpret_cast<uintptr_t>(mask) % (2 * sizeof(M)) == 0 &&
+                     row_stride % 2 == 0 && columns % 2 == 0;
+  if (pairs)
+    for_mask<true, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
+  else
+    for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
+}
+
+// What the mask at `base`, of one head, does to a warp's scores in units of log2.
+template <typename T, int kM, int kN>
+__device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
+                         int64_t row_stride, int column, int columns, int64_t column_stride) {
+  if (mask.allowed)
+    for_mask<kM, kN>(mask.allowed + base, row, rows, row_stride, column, columns, column_stride,
+                     [&](int m, int n, int e, bool allowed) {
+                       if (!allowed) scores[m][n][e] = -INFINITY;
+                     });
+  else
+    for_mask<kM, kN>(
+        mask.bias + base, row, rows, row_stride, column, columns, column_stride,
+        [&](int m, int n, int e, T bias) { scores[m][n][e] = add_bias(scores[m][n][e], static_cast<float>(bias)); });
+}
+
+// ---- dropout --------------------------------------------------------------------------------------------------------
+
+// Calls drop(m, n, e) for every dropped element of a warp's tile of scores, rows queries and columns keys. Two
+// neighbouring accumulator tiles are one group of philox.h's.
+template <int kM, int kN, typename Drop>
+__device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      const PhiloxWords words = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
+                                              (query + 16 * m) / 2 + lane / 4, (key + 8 * n) / 4 + lane % 4);
+#pragma unroll
+      for (int slot = 0; slot < 8; ++slot)
+        if (sixteen_bits(words, slot) < dropout.threshold) drop(m, n + slot / 2 % 2, slot / 4 * 2 + slot % 2);
+    }
+}
+
+// The same where rows are keys and columns queries. Two lanes whose keys are neighbours need the same two groups: each
+// draws one.
+template <int kM, int kN, typename Drop>
+__device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane / 4 % 2;
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
+                                            (query + 8 * n) / 2 + lane % 4 * 2 + odd, (key + 16 * m) / 4 + lane / 8);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+        const uint32_t other = __shfl_xor_sync(~0u, own.word[w], 4);
+        const uint32_t words[2] = {odd ? other : own.word[w], odd ? own.word[w] : other};
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if ((words[c] >> (odd ? 16 : 0) & 0xFFFFu) < dropout.threshold) drop(m, n + w / 2, w % 2 * 2 + c);
+      }
+    }
+}
+
+// ---- the order of blocks
+// ---------------------------------------------------------------------------------------------
+
+// One tile a block. `rows` is the number of rows that a tile of one head walks over, in two tensors.
+template <typename T>
+HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
+  constexpr int64_t kSectionBytes = 32 << 20;
+  return HeadTiles::of(tiles, heads, 2 * rows * head_size * static_cast<int64_t>(sizeof(T)), longest_last,
+                       kSectionBytes);
+}
+
+// ---- what these kernels serve ---------------------------------------------------------------------------------------
+
+// Heads whose rows begin at multiples of 16 bytes.
+template <typename T>
+bool suits_chunks(const HeadsView<T>& t) {
+  constexpr int kElements = kPack<std::remove_const_t<T>>;
+  return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && t.batch % kElements == 0 && t.head % kElements == 0 &&
+         t.token % kElements == 0;
+}
+
+// Whether the code of a kernel that the current device runs has mma.sync of these dtypes in it.
+template <auto kKernel>
+bool built_for_mma() {
+  return once_a_device([](int) {
+           cudaFuncAttributes attributes = {};
+           cudaFuncGetAttributes(&attributes, kKernel);
+           return attributes.ptxVersion;
+         }) >= 80;
+}
+
+// The head sizes for which kernels are compiled. TF32 beyond 128 has too few rows in shared memory to gain anything.
+template <typename T>
+constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
+
+// Sums of fewer products are more exact by multiply-adds than by three products of TF32, and take no time.
+constexpr int64_t kFewestExact = 64;
+
+// Head sizes of whole chunks, and numbers of queries and keys that 32 bits index.
+template <typename T, typename Params>
+bool mma_serves(const Params& p) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  const AttentionSizes& s = p.sizes;
+  return (sizeof(T) == 2 || p.tf32 || s.keys >= kFewestExact) && s.head_size % 8 == 0 &&
+         s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest &&
+         s.keys < kLargest && suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) &&
+         suits_chunks(p.out);
+}
+
+// Nothing but causality, and scores whose order is that of the products.
+template <typename T, typename Params>
+bool is_plain(const Params& p) {
+  return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
+         !p.mask.bias;
+}
+
+// fn.template operator()<HS, kGeneral, kExact>(). The plain form is compiled for 64 and 128, which models have.
+template <typename T, bool kExact, typename Fn>
+Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
+  if (head_size <= 32) return fn.template operator()<32, true, kExact>();
+  if (head_size <= 64)
+    return plain ? fn.template operator()<64, false, kExact>() : fn.template operator()<64, true, kExact>();
+  if constexpr (kMmaLargestHead<T> > 128)
+    if (head_size > 128) return fn.template operator()<256, true, kExact>();
+  return plain ? fn.template operator()<128, false, kExact>() : fn.template operator()<128, true, kExact>();
+}
+
+// Of float32 that may be rounded to TF32, and that may not.
+template <typename T, typename Fn>
+Status for_mma_shape(int64_t head_size, bool plain, bool tf32, const Fn& fn) {
+  if constexpr (std::is_same_v<T, float>)
+    if (!tf32) return for_mma_shape<T, true>(head_size, plain, fn);
+  return for_mma_shape<T, false>(head_size, plain, fn);
+}
+
+}  // namespace gptkernels::cuda

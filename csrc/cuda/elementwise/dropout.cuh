@@ -1,0 +1,102 @@
+// Dropout masks on the device, computed from seed, offset and the element's coordinates (philox.h): DropoutDraw for
+// attention's probabilities, DenseDropout for contiguous data.
+#pragma once
+
+#include "../../dropout.h"
+#include "../../philox.h"
+
+namespace gptkernels::cuda {
+
+// Dropout of attention's probabilities. The constructor loads seed and offset from device memory.
+struct DropoutDraw {
+  bool any = false;  // dropout is on, even if its probability is too small to drop anything
+  uint32_t threshold = 0;
+  int64_t seed = 0;
+  int64_t offset = 0;
+  double keep_scale = 1;  // 1 / (1 - probability); 0 if everything is dropped
+
+  __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
+    if (dropout.probability <= 0) return;
+    any = true;
+    threshold = dropout_threshold(dropout.probability);
+    seed = *dropout.seed;
+    offset = *dropout.offset;
+    keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
+  }
+  __device__ bool drops() const { return any; }
+  // Returns whether element (i, j) of a head's (Tq, Tk) probabilities is kept.
+  __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
+    const DropoutGroup group = dropout_group(i, j);
+    return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
+                        group.slot) >= threshold;
+  }
+  // Return whether the element whose random bits are the lower or the upper 16 bits of `word` is kept.
+  __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
+  __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
+};
+
+template <typename A>
+class DenseDropoutDraw;
+
+// Dropout of contiguous data, as a kernel argument; the host has computed what it can. draw() loads seed and offset: a
+// kernel calls it early, so that these loads are in flight together with the others.
+template <typename A>
+struct DenseDropout {
+  static constexpr bool kOn = true;
+  const int64_t* seed;
+  const int64_t* offset;
+  uint32_t threshold;
+  A keep_scale;
+
+  explicit DenseDropout(const DropoutArguments& dropout)
+      : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
+    // A threshold above 0xFFFF keeps nothing, but the kernels compare only 16 bits. Then the factor is 0.
+    keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
+  }
+  __device__ DenseDropoutDraw<A> draw() const { return DenseDropoutDraw<A>(*this); }
+};
+
+// The same, with seed and offset loaded from device memory.
+template <typename A>
+class DenseDropoutDraw {
+ public:
+  __device__ explicit DenseDropoutDraw(const DenseDropout<A>& dropout)
+      : seed_(*dropout.seed),
+        offset_(*dropout.offset),
+        threshold_(dropout.threshold << 16),
+        keep_scale_(dropout.keep_scale) {}
+
+  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the index of the first in all
+  // data, a multiple of N; N is 1, 2, 4 or 8.
+  template <int N>
+  __device__ void apply(A (&x)[N], int64_t element) const {
+    static_assert(kDenseGroup % N == 0);
+    PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
+    uint32_t (&word)[4] = words.word;
+    // Moves the random bits of the N elements to the front: one Philox call has the bits of 8 elements.
+    if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
+    if (N < 4 && (element & 2)) word[0] = word[1];
+    if (N < 2 && (element & 1)) word[0] >>= 16;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // in the upper half
+      x[k] *= bits >= threshold_ ? keep_scale_ : A(0);
+    }
+  }
+
+ private:
+  int64_t seed_;
+  int64_t offset_;
+  uint32_t threshold_;  // in the upper half
+  A keep_scale_;
+};
+
+// Replaces DenseDropout and DenseDropoutDraw in kernels that are compiled without dropout.
+struct NoDropout {
+  static constexpr bool kOn = false;
+  __device__ NoDropout draw() const { return {}; }
+  template <typename A, int N>
+  __device__ void apply(A (&)[N], int64_t) const {}
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,94 @@
+// A stable counting sort by one block, and the prefix sums that it needs.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/reduce.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr unsigned kAllLanes = 0xFFFFFFFFu;
+
+// Inclusive prefix sum over a warp: each lane gets the sum of its own value and those of the lanes below it.
+__device__ inline int inclusive_scan(int value) {
+#pragma unroll
+  for (int offset = 1; offset < kWarp; offset *= 2) {
+    const int below = __shfl_up_sync(kAllLanes, value, offset);
+    if (threadIdx.x % kWarp >= offset) value += below;
+  }
+  return value;
+}
+
+// Exclusive prefix sum of values[0..count) in shared memory, in place, by all threads of the block. Each thread scans a
+// stretch of odd length, so that the lanes of a warp use different banks.
+__device__ inline void exclusive_scan(int* values, int count) {
+  __shared__ int warps[kWarp];
+  const int lane = threadIdx.x % kWarp;
+  const int warp = threadIdx.x / kWarp;
+  const int stretch = (count + blockDim.x - 1) / blockDim.x | 1;
+  const int begin = min(count, static_cast<int>(threadIdx.x) * stretch);
+  const int end = min(count, begin + stretch);
+  __syncthreads();
+  int total = 0;
+  for (int i = begin; i < end; ++i) total += values[i];
+  const int up_to = inclusive_scan(total);
+  if (lane == kWarp - 1) warps[warp] = up_to;
+  __syncthreads();
+  int sum = warp_reduce<Sum>(lane < warp ? warps[lane] : 0) + up_to - total;
+  for (int i = begin; i < end; ++i) {
+    const int value = values[i];
+    values[i] = sum;
+    sum += value;
+  }
+  __syncthreads();
+}
+
+// A stable counting sort by one block, in which each warp has a contiguous stretch of the entries:
+//
+//   1. count()   each warp counts the digits of its entries
+//   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the places
+//                where each warp's entries of each digit begin
+//   3. place()   each warp asks for the place of each of its entries, in order
+struct CountingSort {
+  int* counts;  // (digits, warps + 1) in shared memory; the last column keeps the digits' ends
+
+  // Returns the largest block, up to `most` threads, whose counts fit into shared memory without an opt-in.
+  static int threads(int most, int64_t digits) {
+    constexpr int64_t kSharedBytes = 46 * 1024;
+    int warps = most / kWarp;
+    while (warps > 1 && shared_bytes(warps * kWarp, digits) > kSharedBytes) warps /= 2;
+    return warps * kWarp;
+  }
+  static int64_t shared_bytes(int threads, int64_t digits) {
+    return digits * (threads / kWarp + 1) * int64_t(sizeof(int));
+  }
+
+  __device__ CountingSort(int* shared, int digits) : counts(shared) {
+    for (int i = threadIdx.x; i < digits * columns(); i += blockDim.x) counts[i] = 0;
+    __syncthreads();
+  }
+  __device__ static int columns() { return blockDim.x / kWarp + 1; }
+  // Returns this warp's counter of a digit.
+  __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
+  // The range of places of a digit's entries, valid after scan().
+  __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
+  __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
+  __device__ int length(int digit) const { return end(digit) - start(digit); }
+  __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
+  __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
+
+  // Returns the place of this lane's entry. All lanes of the warp must call it; lanes without an entry are not
+  // `active`.
+  __device__ int place(bool active, int digit) const {
+    const unsigned same = __match_any_sync(kAllLanes, active ? digit : -1);
+    const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));
+    int place = 0;
+    if (active) place = *mine(digit) + rank;
+    __syncwarp();
+    if (active && rank == 0) *mine(digit) += __popc(same);
+    __syncwarp();
+    return place;
+  }
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,247 @@
+// The first half of the encoder's backward: it sorts the positions by token, with two stable counting sorts.
+//
+//   encoder_backward_tiles_kernel   one block per tile of the positions (there are at most 128): sorts the tile
+//                                   into bins, by the low bits of the tokens
+//   encoder_backward_bins_kernel    one block per bin: collects the bin from all tiles and sorts it by the high bits
+//
+// There are about sqrt(V) bins and as many high digits. The low bits select the bin, so that frequent tokens, which
+// have small numbers in most vocabularies, are spread over the bins. The only atomics are integer counts, so the order
+// depends on the tokens alone. Both kernels read and write a few times 4 N bytes, all in L2: their time is latency.
+// Each kernel of the backward is launched while the previous one still runs (launch.cuh); only after
+// wait_for_previous_kernel() may it write what the previous kernel reads, or read what that one writes.
+//
+// The result is a list of items. The vocabulary is sorted in the same way, and a token's index in it is its slot. In
+// the list, every slot has a head, which is the complement of its token, followed by its entries, the positions of the
+// token in ascending order. The head of a slot without a token is kNoHead. A slot with more than kWindow entries is a
+// long run: its head is kNoHead too, its entries are marked with kLongRunMark, and long_runs has their range.
+//
+//   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
+//            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
+//
+//   window          0          |          1          |          2          |     kWindow items each
+//   d's entries          ******|*********************|*****                      parts 0, 1 and 2 of d's sum
+//   long_runs       [1] = d    | [2] = d             | [4] = d, [5] = f    |     2 * window + (the run begins there)
+//   f's entries                |                     |        *************|*** ...
+//
+// A unit is kUnit items, half a window. embedding/sums.cuh sums the short runs of a unit and the long runs of a window.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+#include <type_traits>
+
+#include "../../encoder.h"
+#include "counting_sort.cuh"
+#include "cuda/common/launch.cuh"
+#include "token.cuh"
+
+namespace gptkernels::cuda {
+
+constexpr int kTileThreads = 512;
+constexpr int kBinThreads = 1024;  // large, because the bin of the most frequent token has a tenth of all entries
+constexpr int kMaxTiles = 128;
+constexpr int kUnit = 32;           // items; a group of lanes sums the short runs whose heads are in its unit
+constexpr int kWindow = 2 * kUnit;  // items; a warp sums the long runs' entries in its window
+constexpr int kBatchPiece = 128;    // rows that one warp sums for a position
+
+struct Entry {
+  int position;
+  int digit;  // the token's high bits
+};
+
+constexpr int kNoHead = INT_MIN;
+constexpr unsigned kNoRow = ~unsigned(kNoHead);
+constexpr int kLongRunMark = 1 << 30;  // a bit above those of every position (kEncoderMostRows)
+
+// The range of a long run, which has more than kWindow entries.
+struct Run {
+  int first;  // the index of its first entry among the items
+  int last;   // the index of its last entry; 0 if there is no run
+  int token;
+};
+
+template <typename T>
+struct EncoderWorkspace {
+  Entry* tile_entries;        // (N), each tile sorted by bin
+  int* tile_starts;           // (bins + 1, tiles)
+  int* items;                 // (windows + 1, kWindow), padded with kNoHead
+  Run* long_runs;             // (windows, 2): the run that began in an earlier window, the run that begins in this one
+  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows for each window, then `pieces` rows for each position
+  int* arrived;               // (partial_rows, slabs): a counter for each row of the partials
+  int n;
+  int shift;   // bins = 1 << shift
+  int digits;  // values of the high bits
+  int slots;   // bins * digits
+  int tiles;
+  int tile_size;
+  int windows;
+  int pieces;  // parts of a position's sum over the batch
+  int partial_rows;
+  int slabs;
+  int width;
+  int64_t zeros;  // the number of ints of long_runs and arrived, which the first kernel clears
+  int64_t bytes;  // size of the whole workspace
+
+  __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
+};
+
+// Divides the memory at `base` into the workspace's arrays. With a null base only the number of bytes is meaningful.
+template <typename T>
+EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
+  EncoderWorkspace<T> w{};
+  const auto take = [&](auto*& part, int64_t count) {
+    constexpr int64_t kAlignment = 256;
+    part = reinterpret_cast<std::remove_reference_t<decltype(part)>>(static_cast<char*>(base) + w.bytes);
+    w.bytes += ceil_div(count * int64_t(sizeof(*part)), kAlignment) * kAlignment;
+  };
+  const int64_t n = batch * length;
+  while (int64_t(1) << 2 * w.shift < vocabulary) ++w.shift;
+  const int64_t digits = ceil_div(vocabulary, int64_t(1) << w.shift);
+  const int64_t slots = digits << w.shift;
+  const int64_t tile_size = ceil_div(ceil_div(n, kMaxTiles), kTileThreads) * kTileThreads;
+  const int64_t windows = ceil_div(n + slots, kWindow);
+  const int64_t pieces = ceil_div(batch, kBatchPiece);
+  const int64_t piece_rows = pieces > 1 ? pieces * length : 0;
+  w.n = static_cast<int>(n);
+  w.digits = static_cast<int>(digits);
+  w.slots = static_cast<int>(slots);
+  w.tile_size = static_cast<int>(tile_size);
+  w.tiles = static_cast<int>(ceil_div(n, tile_size));
+  w.windows = static_cast<int>(windows);
+  w.pieces = static_cast<int>(pieces);
+  w.partial_rows = static_cast<int>(2 * windows + piece_rows);
+  w.slabs = static_cast<int>(slabs);
+  w.width = static_cast<int>(width);
+  take(w.tile_entries, n);
+  take(w.tile_starts, ((1 << w.shift) + 1) * int64_t(w.tiles));
+  take(w.items, (windows + 1) * kWindow);
+  const int64_t zeros_begin = w.bytes;
+  take(w.long_runs, 2 * windows);
+  take(w.arrived, w.partial_rows * slabs);
+  w.zeros = (w.bytes - zeros_begin) / int64_t(sizeof(int));
+  take(w.partials, w.partial_rows * width);
+  return w;
+}
+
+template <typename T, typename Token>
+__global__ void __launch_bounds__(kTileThreads)
+    encoder_backward_tiles_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w) {
+  extern __shared__ int shared[];
+  let_next_kernel_start();
+  const int lane = threadIdx.x % kWarp;
+  const int bins = 1 << w.shift;
+  const int tile_begin = blockIdx.x * w.tile_size;
+  const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
+  const int begin = tile_begin + threadIdx.x / kWarp * share;
+  const int end = min(begin + share, w.n);
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // in flight during the loop below
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
+    reinterpret_cast<int*>(w.long_runs)[i] = 0;
+  const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
+  const CountingSort sort(shared, bins);
+  for (int i = begin + lane; i < end; i += kWarp) {
+    const Token token = token_at(i);
+    if (in_vocabulary(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
+      sort.count(static_cast<int>(token) & (bins - 1));
+  }
+  sort.scan(bins);
+  for (int bin = threadIdx.x; bin < bins; bin += blockDim.x)
+    w.tile_starts[bin * w.tiles + blockIdx.x] = sort.start(bin);
+  if (threadIdx.x == 0) w.tile_starts[bins * w.tiles + blockIdx.x] = min(w.n - tile_begin, w.tile_size);
+  __syncthreads();
+  for (int i = begin; i < end; i += kWarp) {
+    const bool active = i + lane < end;
+    const int token = active ? static_cast<int>(token_at(i + lane)) : 0;
+    const int place = tile_begin + sort.place(active, token & (bins - 1));
+    if (active) w.tile_entries[place] = {i + lane, token >> w.shift};
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kBinThreads)
+    encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
+  extern __shared__ int shared[];
+  __shared__ int firsts[kMaxTiles];   // the bin's entries in earlier tiles
+  __shared__ int origins[kMaxTiles];  // entry e of the bin is tile_entries[origins[tile] + e]
+  __shared__ int before;              // entries in earlier bins
+  __shared__ int total;               // entries in this bin
+  constexpr int kAhead = 2;           // loads in flight per lane
+  const int lane = threadIdx.x % kWarp;
+  const int bin = blockIdx.x;
+  let_next_kernel_start();
+  if (threadIdx.x == 0) before = 0;
+  const CountingSort sort(shared, w.digits);
+  wait_for_previous_kernel();
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    const int start = w.tile_starts[bin * w.tiles + tile];
+    atomicAdd(&before, start);
+    origins[tile] = tile * w.tile_size + start;
+    firsts[tile] = w.tile_starts[(bin + 1) * w.tiles + tile] - start;
+    if (tile == w.tiles - 1) total = firsts[tile];
+  }
+  exclusive_scan(firsts, w.tiles);
+  for (int tile = threadIdx.x; tile < w.tiles; tile += blockDim.x) {
+    origins[tile] -= firsts[tile];
+    if (tile == w.tiles - 1) total += firsts[tile];
+  }
+  __syncthreads();
+  // Returns entry e of the bin. A binary search finds its tile.
+  const auto load_entry = [&](int e) {
+    int tile = 0;
+#pragma unroll
+    for (int step = kMaxTiles / 2; step > 0; step /= 2)
+      if (tile + step < w.tiles && firsts[tile + step] <= e) tile += step;
+    return w.tile_entries[origins[tile] + e];
+  };
+  const int share = (total + blockDim.x - 1) / blockDim.x * kWarp;
+  const int begin = threadIdx.x / kWarp * share;
+  const int end = min(begin + share, total);
+  const auto load_entries = [&](Entry(&entries)[kAhead], int first) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j)
+      if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
+  };
+  Entry kept[kAhead] = {};  // loaded once for both passes over the entries: all of them in most bins
+  load_entries(kept, begin);
+  const auto for_entries = [&](const auto& visit) {
+    const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j)
+        if (first + j * kWarp < end) visit(first + j * kWarp + lane < end, entries[j]);
+    };
+    visit_all(kept, begin);
+    for (int first = begin + kAhead * kWarp; first < end; first += kAhead * kWarp) {
+      Entry entries[kAhead] = {};
+      load_entries(entries, first);
+      visit_all(entries, first);
+    }
+  };
+  for_entries([&](bool active, Entry entry) {
+    if (active) sort.count(entry.digit);
+  });
+  sort.scan(w.digits);
+  const int first_slot = bin * w.digits;
+  const int origin = before + first_slot;
+  for (int digit = threadIdx.x; digit < w.digits; digit += blockDim.x) {
+    const int token = w.token_of(first_slot + digit);
+    w.items[origin + digit + sort.start(digit)] =
+        token < vocabulary && sort.length(digit) <= kWindow ? ~token : kNoHead;
+  }
+  if (bin == 0)
+    for (int i = w.n + w.slots + threadIdx.x; i < (w.windows + 1) * kWindow; i += blockDim.x) w.items[i] = kNoHead;
+  __syncthreads();
+  for_entries([&](bool active, Entry entry) {
+    const int place_in_bin = sort.place(active, entry.digit);
+    if (!active) return;
+    const int shift = origin + entry.digit + 1;
+    const int place = shift + place_in_bin;
+    const int begin = shift + sort.start(entry.digit);
+    const bool is_long = sort.length(entry.digit) > kWindow;
+    w.items[place] = entry.position | (is_long ? kLongRunMark : 0);
+    if (is_long && (place == begin || place % kWindow == 0))  // the first entry of the run in this window
+      w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
+                                                               w.token_of(first_slot + entry.digit)};
+  });
+}
+
+}  // namespace gptkernels::cuda

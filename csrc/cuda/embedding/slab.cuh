@@ -1,0 +1,70 @@
+// Slabs of columns, and loads and stores with cache hints, for the encoder's kernels.
+//
+// The columns of the tables and of dout are divided into slabs, and every grid processes all rows of one slab before
+// the next slab. Data that is read more than once (the row of a frequent token; dout, which is part of two sums) is
+// then read from memory once and from the L2 cache afterwards. About half of an H200's L2, some 30 MB, is available for
+// data that all SMs read: it can hold 256 bytes of each of 64K rows, but not whole rows.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
+
+namespace gptkernels::cuda {
+
+// Returns the number of slabs of rows with `width` columns.
+template <int kVec, int kLanes>
+int64_t slabs(int64_t width) {
+  return ceil_div(width, int64_t(kVec) * kLanes);
+}
+
+// A lane's columns in a slab, if kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the
+// last lane within it: storing the same bytes twice is free, a bounds check for every access is not.
+template <int kVec, int kLanes>
+struct SlabColumns {
+  int64_t slab;
+  int64_t column;  // the first of its kVec columns
+
+  __device__ SlabColumns(int64_t slab, int64_t width)
+      : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
+};
+
+// Loads a pack. A pack of 16 bytes is loaded by load_words, which is a load with a cache hint.
+template <int kVec, typename T, typename LoadWords>
+__device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
+  if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
+    const uint4 words = load_words(reinterpret_cast<const uint4*>(p));
+    return reinterpret_cast<const Packed<T, kVec>&>(words);
+  } else {
+    return load<kVec>(p);
+  }
+}
+
+// Loads a pack without caching it in L1, for rows that other SMs read too.
+template <int kVec, typename T>
+__device__ Packed<T, kVec> load_from_l2(const T* p) {
+  return load_with<kVec>(p, [](const uint4* words) { return __ldcg(words); });
+}
+
+// Loads a pack with priority evict-first, for data that is not read again, so that it does not displace other data.
+template <int kVec, typename T>
+__device__ Packed<T, kVec> load_evict_first(const T* p) {
+  return load_with<kVec>(p, [](const uint4* words) { return __ldcs(words); });
+}
+
+// Stores a pack with priority evict-first.
+template <int kVec, typename T>
+__device__ void stream(T* p, const Packed<T, kVec>& value) {
+  if constexpr (sizeof(value) == sizeof(uint4))
+    __stcs(reinterpret_cast<uint4*>(p), *reinterpret_cast<const uint4*>(&value));
+  else
+    store<kVec>(p, value);
+}
+
+template <int kVec, typename T>
+__device__ void stream_narrow(T* p, const accumulate_t<T> (&values)[kVec]) {
+  stream<kVec>(p, narrow<T>(values));
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,59 @@
+// Device functions for a tensor's amax history (fp8.h): reading it for the scale, and updating it at the end of a
+// kernel.
+#pragma once
+
+#include "../../fp8.h"
+#include "cuda/common/random_delay.cuh"
+#include "cuda/common/reduce.cuh"
+
+namespace gptkernels::cuda {
+
+// Replaces infinities by NaN, which float8 can represent and FiniteMax ignores.
+__device__ inline float finite_or_nan(float x) {
+  return fmaf(x, 0.0f, x);
+}
+
+// Returns the bits of the largest magnitude in the history, 0 without a history. For floats that are not negative, the
+// order of the bits as integers is the order of the values.
+__device__ inline int32_t history_amax(const int32_t* history) {
+  int32_t bits = 0;
+  if (history)
+#pragma unroll
+    for (int i = 0; i < kFp8Calls; ++i) bits = max(bits, history[i]);
+  return bits;
+}
+
+// Returns the largest finite magnitude over a 1D or 2D block of kWarps warps to the block's first thread.
+template <int kWarps>
+__device__ float block_amax(float magnitude) {
+  __shared__ float warps[kWarps];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  magnitude = warp_reduce<FiniteMax>(magnitude);
+  __syncthreads();
+  if (thread % kWarp == 0) warps[thread / kWarp] = magnitude;
+  __syncthreads();
+  if (thread == 0)
+    for (int i = 1; i < kWarps; ++i) magnitude = fmaxf(magnitude, warps[i]);
+  return magnitude;
+}
+
+// Called by one thread of every block with the block's largest magnitude. The last block to arrive shifts the history
+// by one call and resets the two working cells.
+__device__ inline void update_history(int32_t* history, int32_t bits) {
+  int32_t* in_progress = history + kFp8Calls;
+  atomicMax(in_progress, bits);
+  __threadfence();
+  random_delay();
+  const int32_t blocks = static_cast<int32_t>(gridDim.x * gridDim.y);
+  if (atomicAdd(in_progress + 1, 1) != blocks - 1) return;
+  __threadfence();
+  int32_t calls[kFp8Calls];
+#pragma unroll
+  for (int i = 1; i < kFp8Calls; ++i) calls[i - 1] = history[i];
+  calls[kFp8Calls - 1] = atomicExch(in_progress, 0);
+#pragma unroll
+  for (int i = 0; i < kFp8Calls; ++i) history[i] = calls[i];
+  in_progress[1] = 0;
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,22 @@
+// Layernorm, optionally with a residual addition before it, whose output is quantised to float8 by the same kernel and
+// never written in 16 bits. Supports bfloat16 and float16 and rows that fit in the registers of a warp; no dropout.
+#pragma once
+
+#include "../../fp8.h"
+#include "../../layernorm.h"
+
+namespace gptkernels::cuda {
+
+// True if fp8_layernorm supports this norm followed by this quantisation.
+template <typename T>
+bool fp8_layernorm_serves(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass);
+
+// The size of `pass.workspace` in bytes.
+int64_t fp8_layernorm_workspace();
+
+// Ignores norm.out and pass.x. Without a scale yet (an all-zero history), the norm is computed a second time, after its
+// largest magnitude is known.
+template <typename T>
+Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass, Stream stream);
+
+}  // namespace gptkernels::cuda

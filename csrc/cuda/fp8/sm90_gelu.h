@@ -1,0 +1,23 @@
+// A float8 matrix product with a fused epilogue, GELU or its gradient, whose result is quantised to float8 in the same
+// kernel. For sm_90a (H100, H200); T is bfloat16 or float16; the inner dimension is at most 1536.
+#pragma once
+
+#include "cuda/gemm/fp8.h"
+
+namespace gptkernels::cuda {
+
+// True if fp8_gelu_sm90 supports this product followed by this quantisation (whose x is the product's out), and is
+// faster than two separate kernels. The environment variable GPTKERNELS_MATMUL overrides the second condition
+// (product_choice.h).
+template <typename T>
+bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass);
+
+// The size of `pass.workspace` in bytes.
+template <typename T>
+int64_t fp8_gelu_sm90_workspace(const Fp8Matmul<T>& product);
+
+// For Fp8Source::kGeluGradient, product.out is written only if there is no scale yet (an all-zero amax history).
+template <typename T>
+Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass, Stream stream);
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,104 @@
+// The sum over the rows of x (N, C), for bias gradients. Reads x once: N * C * sizeof(T) bytes.
+//
+// A block has a strip of columns, one pack per lane, and every gridDim.y-th run of kRows rows; it writes one row of
+// partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
+#include "../../column_sum.h"
+#include "cuda/common/partial_sums.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+constexpr int kRows = 16;  // threads that share a column: blockDim.y
+constexpr int kAhead = 4;  // loads in flight per thread
+
+// A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
+// element would be slower than memory (docs/linear.md).
+template <typename T, int kVec>
+__global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
+  using A = sum_t<T>;
+  __shared__ A sums[kRows][kVec][kWarp];
+  const int64_t column = (int64_t(blockIdx.x) * kWarp + threadIdx.x) * kVec;
+  A sum[kVec] = {};
+  if (column < p.width) {
+    const int64_t stride = int64_t(gridDim.y) * kRows;
+    for (int64_t row = int64_t(blockIdx.y) * kRows + threadIdx.y; row < p.rows; row += kAhead * stride) {
+      Packed<T, kVec> packs[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i)
+        if (row + i * stride < p.rows) packs[i] = load<kVec>(p.x + (row + i * stride) * p.width + column);
+      accumulate_t<T> some[kVec] = {};
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (row + i * stride >= p.rows) continue;
+        accumulate_t<T> x[kVec];
+        widen(x, packs[i]);
+#pragma unroll
+        for (int k = 0; k < kVec; ++k) some[k] += x[k];
+      }
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) sum[k] += some[k];
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) sums[threadIdx.y][k][threadIdx.x] = sum[k];
+  __syncthreads();
+  if (threadIdx.y != 0 || column >= p.width) return;
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * p.width;  // (gridDim.y, C)
+#pragma unroll
+  for (int k = 0; k < kVec; ++k) {
+    for (int row = 1; row < kRows; ++row) sum[k] += sums[row][k][threadIdx.x];
+    partial[column + k] = sum[k];
+  }
+}
+
+// Returns the grid (strips of columns, blocks per strip). There are as many blocks per strip as fill one wave of
+// blocks, as long as each thread has at least kAhead rows.
+template <typename T, int kVec>
+dim3 partial_grid(int64_t rows, int64_t width) {
+  constexpr int64_t kMaxRuns = 1024;
+  const int64_t strips = ceil_div(width, kWarp * kVec);
+  const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>, kWarp * kRows>();
+  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
+  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kAhead * kRows), 1, std::min(filling, kMaxRuns));
+  return {grid_size(strips), static_cast<unsigned>(runs)};
+}
+
+template <typename T, int kVec>
+void launch(const ColumnSum<T>& p, Stream stream) {
+  const dim3 grid = partial_grid<T, kVec>(p.rows, p.width);
+  column_sum_partial_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p);
+  launch_partial_sums<T, sum_t<T>>({.first = p.out,
+                                    .second = nullptr,
+                                    .partials = static_cast<const sum_t<T>*>(p.workspace),
+                                    .count = grid.y,
+                                    .width = p.width,
+                                    .split = p.width},
+                                   stream);
+}
+
+}  // namespace
+
+// Returns the larger of what the vectorized and the scalar kernel need, because the alignment of x is not known yet.
+template <typename T>
+int64_t column_sum_workspace(int64_t rows, int64_t width) {
+  if (width == 0) return 0;
+  const int64_t partials = std::max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
+  return partials * width * int64_t(sizeof(sum_t<T>));
+}
+
+template <typename T>
+Status column_sum(const ColumnSum<T>& p, Stream stream) {
+  if (p.width == 0) return cudaSuccess;
+  if (can_vectorize<T>(p.width, p.x))
+    launch<T, kPack<T>>(p, stream);
+  else
+    launch<T, 1>(p, stream);
+  return cudaGetLastError();
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                             \
+  template int64_t column_sum_workspace<T>(int64_t, int64_t); \
+  template Status column_sum<T>(const ColumnSum<T>&, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,408 @@
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "../../gelu.h"
+#include "algorithm_cache.h"
+#include "autotune.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
+#include "cuda/common/reduce.cuh"
+#include "dispatch.h"
+#include "matmul.h"
+#include "sm90_gelu.h"
+#include "sm90_weight_gradient.h"
+
+// cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
+// out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
+// transposed in our memory is also transposed for cuBLAS.
+
+namespace gptkernels::cuda {
+namespace {
+
+template <typename T>
+constexpr cudaDataType_t kDataType = CUDA_R_32F;
+template <>
+constexpr cudaDataType_t kDataType<double> = CUDA_R_64F;
+template <>
+constexpr cudaDataType_t kDataType<bfloat16> = CUDA_R_16BF;
+template <>
+constexpr cudaDataType_t kDataType<float16> = CUDA_R_16F;
+
+constexpr cublasOperation_t operation(bool transposed) {
+  return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+}
+
+// The handle's math mode says whether float32 products may use TF32. torch sets it from torch.backends.cuda.matmul
+// whenever it returns its handle.
+cublasMath_t math_mode(cublasHandle_t handle) {
+  cublasMath_t mode = CUBLAS_DEFAULT_MATH;
+  cublasGetMathMode(handle, &mode);
+  return mode;
+}
+
+template <typename T>
+cublasComputeType_t compute_type(cublasHandle_t handle) {
+  if (std::is_same_v<T, double>) return CUBLAS_COMPUTE_64F;
+  const bool tf32 = std::is_same_v<T, float> && (math_mode(handle) & 0x3) == CUBLAS_TF32_TENSOR_OP_MATH;
+  return tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A plain product.
+
+// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle is
+// torch's, so the destructor restores its mode.
+template <typename T>
+class WideSums {
+ public:
+  explicit WideSums(cublasHandle_t handle) : handle_(handle), before_(math_mode(handle)) {
+    if (sizeof(T) == 2) cublasSetMathMode(handle, CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
+  }
+  ~WideSums() {
+    if (sizeof(T) == 2) cublasSetMathMode(handle_, before_);
+  }
+  WideSums(const WideSums&) = delete;
+  WideSums& operator=(const WideSums&) = delete;
+
+ private:
+  cublasHandle_t handle_;
+  cublasMath_t before_;
+};
+
+// What a product over no terms leaves in out.
+template <typename Out, typename T>
+MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
+  if (p.accumulate) return {};
+  for (int64_t batch = 0; batch < p.batches; ++batch) {
+    const cudaError_t error = cudaMemset2DAsync(out + batch * p.out_stride, p.out_ld * sizeof(Out), 0,
+                                                p.columns * sizeof(Out), p.rows, stream);
+    if (error != cudaSuccess) return {.cuda = error};
+  }
+  return {};
+}
+
+template <typename Out, typename T>
+MatmulStatus product_into(Out* out, const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  if (p.rows == 0 || p.columns == 0 || p.batches == 0) return {};
+  if (p.inner == 0) return zero(out, p, stream);
+  using A = accumulate_t<T>;
+  const A alpha = static_cast<A>(p.alpha);
+  const A beta = p.accumulate ? 1 : 0;
+  constexpr cudaDataType_t type = kDataType<T>;
+  const WideSums<T> wide(handle);
+  return {.cublas = cublasGemmStridedBatchedEx_64(
+              handle, operation(p.b_transposed), operation(p.a_transposed), p.columns, p.rows, p.inner, &alpha, p.b,
+              type, p.b_ld, p.b_stride, p.a, type, p.a_ld, p.a_stride, &beta, out, kDataType<Out>, p.out_ld,
+              p.out_stride, p.batches, compute_type<T>(handle), CUBLAS_GEMM_DEFAULT)};
+}
+
+template <typename T>
+MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  return p.wide_out ? product_into(p.wide_out, p, handle, stream) : product_into(p.out, p, handle, stream);
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A product by cuBLASLt: with an epilogue, or by an algorithm that was chosen by timing.
+
+template <typename T>
+cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
+  if (p.dgelu_at) return CUBLASLT_EPILOGUE_DGELU;
+  if (p.pre_gelu) return p.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+template <typename T>
+const void* gelu_matrix(const Matmul<T>& p) {
+  return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
+}
+
+// cuBLASLt requires a leading dimension divisible by 8 for GELU's matrix. It does not document the accuracy of its
+// tanh; 16-bit results show no difference. For float32 its GELU epilogue is slower than our own kernel after a TF32
+// product (docs/mlp.md).
+template <typename T>
+bool may_fuse_gelu(const Matmul<T>& p) {
+  return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
+}
+
+template <typename T>
+bool may_fuse(const Matmul<T>& p) {
+  if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
+  return gelu_matrix(p) == nullptr || may_fuse_gelu(p);
+}
+
+template <typename T>
+bool on_tensor_cores(cublasComputeType_t compute) {
+  return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+}
+
+// Whether cublasGemmEx, which does not tell its algorithm, may take one that leaves out terms
+// (gemm/algorithm_cache.cu): some number of splits is larger than the terms after the last whole step, or than a step
+// if there are none.
+template <typename T>
+bool may_lose_terms(const Matmul<T>& p, cublasComputeType_t compute) {
+  if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
+  const int64_t step = terms_of_a_step(kDataType<T>), rest = p.inner % step;
+  return p.inner / step > (rest > 0 ? rest : step);
+}
+
+template <typename T>
+cudaDataType_t out_type(const Matmul<T>& p) {
+  return p.wide_out ? kDataType<accumulate_t<T>> : kDataType<T>;
+}
+
+template <typename T>
+void* out_of(const Matmul<T>& p) {
+  return p.wide_out ? static_cast<void*>(p.wide_out) : p.out;
+}
+
+template <typename T>
+LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
+  constexpr cudaDataType_t type = kDataType<T>;
+  LtProblem problem;
+  problem.first(cublasLtMatmulDescInit(&problem.operation, compute, kDataType<accumulate_t<T>>));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSA, operation(p.b_transposed));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSB, operation(p.a_transposed));
+  problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
+  if (const void* bias = p.bias) problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+  if (const void* matrix = gelu_matrix(p)) {
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, matrix);
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.columns);
+  }
+  const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld,
+                          int64_t stride) {
+    problem.first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
+    if (p.batches == 1) return;
+    const auto batches = static_cast<int32_t>(p.batches);
+    problem.first(cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof(batches)));
+    problem.first(
+        cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof(stride)));
+  };
+  layout(problem.a, type, p.b_transposed, p.inner, p.columns, p.b_ld, p.b_stride);
+  layout(problem.b, type, p.a_transposed, p.rows, p.inner, p.a_ld, p.a_stride);
+  layout(problem.out, out_type(p), false, p.rows, p.columns, p.out_ld, p.out_stride);
+  return problem;
+}
+
+template <typename T>
+ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
+  int device = 0;
+  cudaGetDevice(&device);
+  const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {  // of every batch's matrix
+    return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
+  };
+  return {.device = device,
+          .type = kDataType<T>,
+          .b_type = kDataType<T>,
+          .out_type = out_type(p),
+          .compute = compute,
+          .epilogue = epilogue(p),
+          .rows = p.rows,
+          .columns = p.columns,
+          .inner = p.inner,
+          .out_ld = p.out_ld,
+          .a_ld = p.a_ld,
+          .b_ld = p.b_ld,
+          .a_transposed = p.a_transposed,
+          .b_transposed = p.b_transposed,
+          .accumulate = p.accumulate,
+          .fast_accumulation = false,
+          .out_alignment = aligned(out_of(p), p.out_stride, p.wide_out ? sizeof(accumulate_t<T>) : sizeof(T)),
+          .a_alignment = aligned(p.a, p.a_stride, sizeof(T)),
+          .b_alignment = aligned(p.b, p.b_stride, sizeof(T)),
+          .bias_alignment = alignment(p.bias),
+          .gelu_alignment = alignment(gelu_matrix(p)),
+          .batches = p.batches};
+}
+
+constexpr int kChoices = 8;
+
+MatmulPlan plan_of(const AlgorithmChoice& choice) {
+  return {.fused = true, .algorithm = choice.algorithm, .workspace = choice.workspace};
+}
+
+// The plans of this process, protected by the mutex.
+std::mutex plans_mutex;
+std::map<ProductKey, MatmulPlan> plans;
+
+// A product that is worth timing: it takes tens of microseconds on the tensor cores, and is one matrix.
+template <typename T>
+bool may_time(const Matmul<T>& p, cublasComputeType_t compute) {
+  constexpr double kLeastFlops = 4e9;
+  return on_tensor_cores<T>(compute) && p.batches == 1 && p.alpha == 1 &&
+         2.0 * p.rows * p.columns * p.inner >= kLeastFlops && choices_are_timed();
+}
+
+template <typename T>
+MatmulPlan first_plan(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle) {
+  const bool timed = may_time(p, key.compute);
+  if (timed)
+    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p, key.compute), key, *choice, handle))
+      return plan_of(*choice);
+  MatmulPlan plan = {};
+  if (may_fuse(p) || may_lose_terms(p, key.compute))
+    if (const auto choices = ask_heuristic(lt_problem(p, key.compute), key, handle, kChoices); !choices.empty())
+      plan = plan_of(choices[0]);
+  plan.untimed = timed && (plan.fused || !may_fuse(p));
+  return plan;
+}
+
+template <typename T>
+MatmulPlan lt_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle_t handle) {
+  const ProductKey key = product_key(p, compute);
+  const std::lock_guard lock(plans_mutex);
+  auto known = plans.find(key);
+  // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
+  if (known == plans.end())
+    known = plans.emplace(key, first_plan(p, key, reinterpret_cast<cublasLtHandle_t>(handle))).first;
+  return known->second;
+}
+
+template <typename T>
+MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle,
+                           Stream stream) {
+  LtProblem problem = lt_problem(p, compute_type<T>(handle));
+  const auto alpha = static_cast<accumulate_t<T>>(p.alpha);
+  const accumulate_t<T> beta = p.accumulate ? 1 : 0;
+  problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
+                               p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
+                               &plan.algorithm, workspace, plan.workspace, stream));
+  return {.cublas = problem.status};
+}
+
+// ---------------------------------------------------------------------------------------------------------------
+// A product, then our own kernels.
+
+// Adds the bias to every row; reads and writes `out` once. A thread keeps one pack of the bias and loops over rows.
+template <typename T, int kVec>
+__global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
+  using A = accumulate_t<T>;
+  const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec;
+  if (column >= columns) return;
+  A b[kVec];
+  load_wide<kVec>(b, bias + column);
+  const int64_t stride = int64_t(gridDim.y) * blockDim.y;
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride) {
+    A x[kVec];
+    load_wide<kVec>(x, out + row * ld + column);
+#pragma unroll
+    for (int k = 0; k < kVec; ++k) x[k] += b[k];
+    store_narrow<kVec>(out + row * ld + column, x);
+  }
+}
+
+template <typename T, int kVec>
+void launch_bias(const Matmul<T>& p, Stream stream) {
+  constexpr int kRows = 8;
+  constexpr int64_t kMaxRuns = 4096;
+  const int64_t runs = std::clamp<int64_t>(ceil_div(p.rows, 4 * kRows), 1, kMaxRuns);
+  const dim3 grid(grid_size(ceil_div(p.columns, kWarp * kVec)), static_cast<unsigned>(runs));
+  matmul_bias_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p.out, p.bias, p.rows, p.columns, p.out_ld);
+}
+
+template <typename T>
+cudaError_t add_bias(const Matmul<T>& p, Stream stream) {
+  if (p.rows == 0 || p.columns == 0) return cudaSuccess;
+  if (can_vectorize<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
+    launch_bias<T, kPack<T>>(p, stream);
+  else
+    launch_bias<T, 1>(p, stream);
+  return cudaGetLastError();
+}
+
+template <typename T>
+MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
+  MatmulStatus status = product(p, handle, stream);
+  if (p.bias && status.ok()) status.cuda = add_bias(p, stream);
+  return status;
+}
+
+// The product alone, before GELU or its gradient.
+template <typename T>
+Matmul<T> without_gelu(Matmul<T> p) {
+  if (p.pre_gelu) p.out = p.pre_gelu;
+  p.pre_gelu = nullptr;
+  p.dgelu_at = nullptr;
+  p.column_sums = nullptr;
+  return p;
+}
+
+template <typename T>
+cudaError_t gelu(const Matmul<T>& p, Stream stream) {
+  const int64_t size = p.rows * p.columns;
+  if (size == 0) return cudaSuccess;
+  if (p.pre_gelu)
+    return gelu_forward<T>({.out = p.out, .x = p.pre_gelu, .size = size, .form = GeluForm::kTanh}, stream);
+  return gelu_backward<T>({.dx = p.out, .dout = p.out, .x = p.dgelu_at, .size = size, .form = GeluForm::kTanh}, stream);
+}
+
+}  // namespace
+
+template <typename T>
+MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
+  switch (own_product(p)) {
+    case OwnProduct::kTiles:
+      return {.own = OwnProduct::kTiles, .sums = p.column_sums != nullptr, .workspace = matmul_sm90_workspace(p)};
+    case OwnProduct::kWeight:
+      return {.own = OwnProduct::kWeight, .sums = p.a_sums != nullptr, .workspace = matmul_sm90_weight_workspace(p)};
+    case OwnProduct::kNone: break;
+  }
+  const cublasComputeType_t compute = compute_type<T>(handle);
+  const MatmulPlan plan =
+      may_fuse(p) || may_lose_terms(p, compute) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
+  if (plan.fused || gelu_matrix(p) == nullptr) return plan;
+  MatmulPlan first = matmul_plan(without_gelu(p), handle);
+  first.own_gelu = true;
+  return first;
+}
+
+template <typename T>
+MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
+  const Matmul<T> first = plan.own_gelu ? without_gelu(p) : p;
+  MatmulStatus status;
+  if (plan.own == OwnProduct::kTiles)
+    status.cuda = matmul_sm90(first, workspace, stream);
+  else if (plan.own == OwnProduct::kWeight)
+    status.cuda = matmul_sm90_weight(first, workspace, stream);
+  else if (plan.fused)
+    status = fused_product(first, plan, workspace, handle, stream);
+  else
+    status = product_and_bias(first, handle, stream);
+  if (plan.own_gelu && status.ok()) status.cuda = gelu(p, stream);
+  return status;
+}
+
+template <typename T>
+MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
+                       cublasHandle_t handle, Stream stream) {
+  if (is_captured(stream)) return plan;
+  Matmul<T> p = plan.own_gelu ? without_gelu(given) : given;
+  const ProductKey key = product_key(p, compute_type<T>(handle));
+  if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
+  if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
+  const auto choices =
+      ask_heuristic(lt_problem(p, key.compute), key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
+  const auto fastest = time_choices(choices, stream, [&](const AlgorithmChoice& choice) {
+    return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
+  });
+  MatmulPlan timed = fastest ? plan_of(*fastest) : plan;
+  timed.untimed = timed.own_gelu = false;
+  if (fastest) keep_choice(key, *fastest);
+  {
+    const std::lock_guard lock(plans_mutex);
+    plans[key] = timed;
+  }
+  timed.own_gelu = plan.own_gelu;
+  return timed;
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                                                \
+  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t);                                          \
+  template MatmulPlan matmul_time<T>(const Matmul<T>&, const MatmulPlan&, void*, void*, cublasHandle_t, Stream); \
+  template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,187 @@
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "algorithm_cache.h"
+#include "autotune.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
+#include "fp8.h"
+
+// cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b, transposed, and B = our a. Of float8
+// matrices this is the one layout that it has on Hopper: the terms of each sum lie together in both.
+
+namespace gptkernels::cuda {
+namespace {
+
+template <typename T>
+constexpr cudaDataType_t kType = CUDA_R_32F;
+template <>
+constexpr cudaDataType_t kType<bfloat16> = CUDA_R_16BF;
+template <>
+constexpr cudaDataType_t kType<float16> = CUDA_R_16F;
+
+constexpr cudaDataType_t type_of(Fp8Format format) {
+  return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
+}
+
+// cuBLASLt adds a bias of bfloat16 to a float32 product: ours is float32, and added afterwards.
+template <typename T>
+constexpr bool kFusesBias = sizeof(T) == 2;
+
+// A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
+cublasLtHandle_t lt(cublasHandle_t handle) {
+  return reinterpret_cast<cublasLtHandle_t>(handle);
+}
+
+template <typename T>
+LtProblem lt_problem(const Fp8Matmul<T>& p) {
+  LtProblem problem;
+  problem.first(cublasLtMatmulDescInit(&problem.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+  problem.set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+  problem.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
+  problem.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.scale_a);
+  problem.set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(p.fast_accumulation));
+  if (kFusesBias<T> && p.bias) {
+    problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+    problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
+  }
+  problem.first(cublasLtMatrixLayoutInit(&problem.a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
+  problem.first(cublasLtMatrixLayoutInit(&problem.b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
+  problem.first(cublasLtMatrixLayoutInit(&problem.out, kType<T>, p.columns, p.rows, p.columns));
+  return problem;
+}
+
+template <typename T>
+ProductKey key_of(const Fp8Matmul<T>& p) {
+  int device = 0;
+  cudaGetDevice(&device);
+  return {.device = device,
+          .type = type_of(p.a_format),
+          .b_type = type_of(p.b_format),
+          .out_type = kType<T>,
+          .compute = CUBLAS_COMPUTE_32F,
+          .epilogue = kFusesBias<T> && p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
+          .rows = p.rows,
+          .columns = p.columns,
+          .inner = p.inner,
+          .out_ld = p.columns,
+          .a_ld = p.a_ld,
+          .b_ld = p.b_ld,
+          .a_transposed = false,
+          .b_transposed = true,
+          .accumulate = p.accumulate,
+          .fast_accumulation = p.fast_accumulation,
+          .out_alignment = alignment(p.out),
+          .a_alignment = alignment(p.a),
+          .b_alignment = alignment(p.b),
+          .bias_alignment = alignment(p.bias),
+          .gelu_alignment = alignment(nullptr)};
+}
+
+constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
+
+Fp8Plan plan_of(const AlgorithmChoice& choice) {
+  return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};
+}
+
+template <typename T>
+Fp8Plan first_plan(const Fp8Matmul<T>& p, const ProductKey& key, cublasHandle_t handle) {
+  constexpr double kLeastFlops = 4e9;  // some microseconds
+  const bool timed = choices_are_timed() && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops;
+  if (timed)
+    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p), key, *choice, lt(handle)))
+      return plan_of(*choice);
+  const auto choices = ask_heuristic(lt_problem(p), key, lt(handle), kChoices);
+  if (choices.empty()) return {};
+  Fp8Plan plan = plan_of(choices[0]);
+  plan.untimed = timed;
+  return plan;
+}
+
+// The plans of this process, protected by the mutex.
+std::mutex plans_mutex;
+std::map<ProductKey, Fp8Plan> plans;
+
+template <typename T>
+MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                     Stream stream) {
+  LtProblem problem = lt_problem(p);
+  const float alpha = p.alpha, beta = p.accumulate ? 1 : 0;
+  problem.first(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
+                               &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
+  return {.cublas = problem.status};
+}
+
+template <typename T>
+__global__ void fp8_matmul_bias_kernel(T* out, const T* bias, int64_t size, int64_t columns) {
+  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
+  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += stride)
+    out[i] = narrow<T>(widen(out[i]) + widen(bias[i % columns]));
+}
+
+template <typename T>
+cudaError_t add_bias(const Fp8Matmul<T>& p, Stream stream) {
+  constexpr int kThreads = 256;
+  const int64_t size = p.rows * p.columns;
+  fp8_matmul_bias_kernel<T>
+      <<<grid_size(ceil_div(size, kThreads)), kThreads, 0, stream>>>(p.out, p.bias, size, p.columns);
+  return cudaGetLastError();
+}
+
+template <typename T>
+bool is_empty(const Fp8Matmul<T>& p) {
+  return p.rows == 0 || p.columns == 0;
+}
+
+}  // namespace
+
+template <typename T>
+Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle) {
+  if (is_empty(p) || p.inner == 0) return {.found = true};
+  const ProductKey key = key_of(p);
+  const std::lock_guard lock(plans_mutex);
+  auto known = plans.find(key);
+  if (known == plans.end()) known = plans.emplace(key, first_plan(p, key, handle)).first;
+  return known->second;
+}
+
+template <typename T>
+Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream) {
+  if (is_captured(stream)) return plan;
+  const ProductKey key = key_of(p);
+  const auto fastest = time_choices(
+      ask_heuristic(lt_problem(p), key, lt(handle), kChoices), stream,
+      [&](const AlgorithmChoice& choice) { return product(p, plan_of(choice), workspace, handle, stream).ok(); });
+  Fp8Plan timed = fastest ? plan_of(*fastest) : plan;
+  timed.untimed = false;
+  if (fastest) keep_choice(key, *fastest);
+  const std::lock_guard lock(plans_mutex);
+  plans[key] = timed;
+  return timed;
+}
+
+template <typename T>
+MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream) {
+  if (is_empty(p)) return {};
+  MatmulStatus status;
+  if (p.inner == 0 && p.accumulate) return status;
+  if (p.inner == 0)
+    status.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream);
+  else
+    status = product(p, plan, workspace, handle, stream);
+  if (p.bias && (p.inner == 0 || !kFusesBias<T>) && status.ok()) status.cuda = add_bias(p, stream);
+  return status;
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                                                                          \
+  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t);                                \
+  template Fp8Plan fp8_matmul_time<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream); \
+  template MatmulStatus fp8_matmul<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream);
+GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

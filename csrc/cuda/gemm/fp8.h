@@ -1,0 +1,54 @@
+// Products of float8 matrices by cuBLASLt. Host code may include this header.
+#pragma once
+
+#include "../../fp8.h"
+#include "matmul.h"
+
+namespace gptkernels::cuda {
+
+// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias, out dense; inner,
+// columns, a_ld and b_ld are multiples of kFp8Alignment, a and b begin at multiples of 16 bytes. With fast_accumulation
+// the sums have the tensor cores' 14 bits of significand throughout; without it the sums of every 128 terms are added
+// in float32.
+template <typename T>
+struct Fp8Matmul {
+  T* out;
+  const uint8_t* a;
+  const uint8_t* b;
+  const float* scale_a;  // null: 1
+  const float* scale_b;
+  const T* bias;  // (columns), or null
+  int64_t rows;
+  int64_t columns;
+  int64_t inner;
+  int64_t a_ld;  // from row to row
+  int64_t b_ld;
+  Fp8Format a_format;
+  Fp8Format b_format;  // not both e5m2
+  bool fast_accumulation;
+  bool accumulate;  // add the product to what is in out, without a bias
+  float alpha;
+};
+
+struct Fp8Plan {
+  bool found;    // cuBLASLt has an algorithm
+  bool untimed;  // fp8_matmul_time may find a faster one
+  cublasLtMatmulAlgo_t algorithm;
+  int64_t workspace;  // bytes
+};
+
+// As matmul_plan and matmul_time: cuBLASLt's heuristic is asked once a shape, and a large product's algorithm is then
+// chosen by timing, once per shape and user. Timing writes to p's out, which must be other memory where the product
+// accumulates; the workspace has kMatmulTimingWorkspace bytes.
+template <typename T>
+Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
+
+template <typename T>
+Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream);
+
+template <typename T>
+MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                        Stream stream);
+
+}  // namespace gptkernels::cuda

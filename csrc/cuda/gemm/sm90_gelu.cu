@@ -1,0 +1,219 @@
+// Products for sm_90a with a bias and GELU, or with GELU's gradient.
+#include "cuda/common/partial_sums.cuh"
+#include "cuda/elementwise/gelu.cuh"
+#include "sm90_gelu.h"
+#include "sm90_mainloop.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+using namespace tile_product;
+
+[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` on their way to registers
+
+enum class After { kGelu, kDgelu };
+
+template <typename T>
+struct MatmulArguments : TileProduct<T> {
+  T* pre;              // (rows, columns): written for GELU, read for its gradient
+  float* column_sums;  // (row tiles of 64, columns), or null
+};
+
+#if GPTKERNELS_WGMMA
+
+template <typename T>
+__device__ Words gelu_of(const Words& x) {
+  Words result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 v = unpack_pair<T>(x.v[i]);
+    result.v[i] = pack_pair<T>(GeluTanh<T>::value(v.x), GeluTanh<T>::value(v.y));
+  }
+  return result;
+}
+
+// The product times GELU's derivative at `at`; adds the unrounded results to `sums`.
+template <typename T>
+__device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
+  Words result;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 y = unpack_pair<T>(product.v[i]), x = unpack_pair<T>(at.v[i]);
+    const float d0 = y.x * GeluTanh<T>::derivative(x.x), d1 = y.y * GeluTanh<T>::derivative(x.y);
+    sums[2 * i] += d0;
+    sums[2 * i + 1] += d1;
+    result.v[i] = pack_pair<T>(d0, d1);
+  }
+  return result;
+}
+
+#endif
+
+template <typename T, After kAfter>
+struct MatmulFinish {
+  using Arguments = MatmulArguments<T>;
+  [[maybe_unused]] static constexpr bool kBias = kAfter == After::kGelu, kMayBeIdle = false;
+
+#if GPTKERNELS_WGMMA
+  static __device__ int tiles(const Arguments& p) { return p.tiles; }
+
+  static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank) {
+    return tile_position(tile / p.tiles_across, tile % p.tiles_across, rank);
+  }
+
+  // A lane adds up its columns.
+  static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
+    const int lane = threadIdx.x % 32;
+    const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
+    const uint32_t rounded = rounded_rows(shared_bytes, pair);
+    unsigned phase = 0;
+    for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
+      const TilePosition at = tile_at(p, tile, rank);
+      const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
+      const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;  // this lane's; negative: none
+      const int64_t first = static_cast<int64_t>(row) * p.columns + column;
+      T* out = p.out + first;
+      T* pre = p.pre + first;
+      Words ahead[kAhead] = {};
+      if constexpr (kAfter == After::kDgelu) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) load_once(ahead[i], pre + static_cast<int64_t>(i) * p.columns, i < rows);
+        pre += static_cast<int64_t>(kAhead) * p.columns;
+      }
+      float sums[8] = {};
+      barrier_wait(barriers.rounded(pair), phase);
+#pragma unroll 1
+      for (int r0 = 0; r0 < kWarpRows; r0 += kAhead) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const int r = r0 + i;
+          if (r >= rows) continue;
+          const Words product = load_shared(rounded + rounded_offset(r, lane));
+          if constexpr (kAfter == After::kGelu) {
+            store_global(pre, product);
+            store_global(out, gelu_of<T>(product));
+          } else {
+            store_global(out, times_derivative<T>(product, ahead[i], sums));
+            load_once(ahead[i], pre, r + kAhead < rows);
+          }
+          pre += p.columns;
+          out += p.columns;
+        }
+      }
+      __syncwarp();
+      barrier_arrive_if(lane == 0, barriers.taken(pair));
+      if (kAfter == After::kDgelu && p.column_sums) add_column_sums(p, shared_bytes, at, pair, phase, sums);
+      phase ^= 1;
+    }
+  }
+
+ private:
+  // The sums of 64 rows: those of four warps.
+  static __device__ void add_column_sums(const Arguments& p, uint8_t* shared_bytes, const TilePosition& at, int pair,
+                                         unsigned phase, const float (&sums)[8]) {
+    const int warpgroup = pair / 4, thread = threadIdx.x % kWarpgroup;
+    float* const group =
+        reinterpret_cast<float*>(shared_bytes + kSumsAt + phase * kSumsBytes) + warpgroup * (4 * kColumns);
+    float4* const own = reinterpret_cast<float4*>(group + pair % 4 * kColumns + 8 * (thread % 32));
+    own[0] = {sums[0], sums[1], sums[2], sums[3]};
+    own[1] = {sums[4], sums[5], sums[6], sums[7]};
+    warpgroup_barrier(1 + warpgroup);
+#pragma unroll
+    for (int i = 0; i < kColumns; i += kWarpgroup) {
+      const int mine = i + thread;
+      float total = group[mine];
+#pragma unroll
+      for (int j = 1; j < 4; ++j) total += group[j * kColumns + mine];
+      if (at.column + mine < p.columns)
+        p.column_sums[static_cast<int64_t>(at.row / 64 + warpgroup) * p.columns + at.column + mine] = total;
+    }
+  }
+#endif
+};
+
+template <typename T>
+Operands<T> operands(const Matmul<T>& p) {
+  return {.a = p.a, .b = p.b, .rows = p.rows, .columns = p.columns, .inner = p.inner, .a_ld = p.a_ld, .b_ld = p.b_ld};
+}
+
+template <typename T, After kAfter, bool kRowsAreK>
+cudaError_t launch_after(const Matmul<T>& p, float* column_sums, Stream stream) {
+  using Finish = MatmulFinish<T, kAfter>;
+  T* const pre = kAfter == After::kGelu ? p.pre_gelu : const_cast<T*>(p.dgelu_at);
+  return launch<Finish, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
+}
+
+// b's rows are k where it is not transposed: the gradient's for a torch.nn.Linear, GELU's for a Conv1D.
+template <typename T, After kAfter>
+cudaError_t launch_after(const Matmul<T>& p, float* column_sums, Stream stream) {
+  return p.b_transposed ? launch_after<T, kAfter, false>(p, column_sums, stream)
+                        : launch_after<T, kAfter, true>(p, column_sums, stream);
+}
+
+// ---- which products these kernels can compute -----------------------------------------------------------------------
+
+// Whether the kernels have code for this device; all of them are compiled alike.
+template <typename T>
+bool built() {
+  return built_for_wgmma<matmul_wgmma_kernel<MatmulFinish<T, After::kGelu>, false>>();
+}
+
+// Whether sizes and addresses suit the kernels.
+template <typename T>
+bool can_serve(const Matmul<T>& p) {
+  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate && !p.a_sums;
+  if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed || p.out_ld != p.columns) return false;
+  if (!p.dgelu_at && tiles_across(p.columns) * kColumns > kLongestBias) return false;
+  return takes(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
+}
+
+}  // namespace
+
+template <typename T>
+bool matmul_sm90_takes(const Matmul<T>& p) {
+  if constexpr (sizeof(T) != 2) {
+    return false;
+  } else {
+    return can_serve(p);
+  }
+}
+
+template <typename T>
+double matmul_sm90_busy(const Matmul<T>& p) {
+  return busy(tiles_down(p.rows) * tiles_across(p.columns));
+}
+
+// The sums of every 64 rows.
+template <typename T>
+int64_t matmul_sm90_workspace(const Matmul<T>& p) {
+  return p.column_sums ? tiles_down(p.rows) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;
+}
+
+template <typename T>
+cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
+  if constexpr (sizeof(T) != 2) {
+    return cudaErrorNotSupported;
+  } else {
+    if (p.pre_gelu) return launch_after<T, After::kGelu>(p, nullptr, stream);
+    float* const partials = static_cast<float*>(p.column_sums ? workspace : nullptr);
+    const cudaError_t error = launch_after<T, After::kDgelu>(p, partials, stream);
+    if (error != cudaSuccess || !partials) return error;
+    launch_partial_sums<T, float>({.first = p.column_sums,
+                                   .second = nullptr,
+                                   .partials = partials,
+                                   .count = tiles_down(p.rows) * (kCluster * kRows / 64),
+                                   .width = p.columns,
+                                   .split = p.columns},
+                                  stream);
+    return cudaGetLastError();
+  }
+}
+
+#define GPTKERNELS_INSTANTIATE(T)                              \
+  template bool matmul_sm90_takes<T>(const Matmul<T>&);        \
+  template double matmul_sm90_busy<T>(const Matmul<T>&);       \
+  template int64_t matmul_sm90_workspace<T>(const Matmul<T>&); \
+  template cudaError_t matmul_sm90<T>(const Matmul<T>&, void*, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

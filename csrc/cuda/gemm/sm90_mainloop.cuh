@@ -1,0 +1,388 @@
+// The products of gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu, for sm_90a by wgmma and TMA: what is done
+// with the rounded product (a Finish) is computed by other warps while the tensor cores work on the next tile.
+//
+// A cluster of two blocks takes tiles of 256 x 256, one after the other; each block has 128 of the rows. The two share
+// the tile's columns of b: each loads half of them, into both. A block has five warpgroups:
+//
+//   0     one thread loads the operands into a ring in shared memory
+//   1, 2  the products, each of 64 rows of the tile, in float32 registers
+//   3, 4  the rest
+//
+// A warp of a product rounds its 16 rows (with the bias) to T when they are complete, leaves them in shared memory for
+// one warp of the last two warpgroups, and goes on with the next tile. That warp has the time of a whole tile for them:
+// it takes row by row, 8 columns a lane, so that it reads and writes whole rows.
+//
+//   struct Finish {
+//     using Arguments;                   a TileProduct<T>, and what else the finish needs
+//     static constexpr bool kBias;       whether the bias is added before the product is rounded
+//     static constexpr bool kMayBeIdle;  whether there may be fewer tiles than clusters were launched
+//     static __device__ int tiles(const Arguments& p);
+//     static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank);
+//     static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank);
+//   };
+#pragma once
+
+#include <algorithm>
+
+#include "../../device.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
+#include "cuda/ptx/pipeline.cuh"
+#include "cuda/ptx/sm80.cuh"
+#include "cuda/ptx/sm90.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "cuda/ptx/wgmma.cuh"
+
+namespace gptkernels::cuda::tile_product {
+
+constexpr int kCluster = 2;                              // blocks
+constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's tile; terms of a step
+constexpr int kStages = 3;
+constexpr int kThreads = 5 * kWarpgroup;
+constexpr int kPairs = 8;  // of a warp of a product and a warp that finishes its rows
+constexpr int kWarpRows = 16;
+
+// Shared memory.
+constexpr int kABytes = kRows * kPanelRowBytes;
+constexpr int kBBytes = kColumns * kPanelRowBytes;
+constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, where its rows are k
+constexpr int kStageBytes = kABytes + kBBytes;
+constexpr int kRoundedRowBytes = 2 * kColumns;
+constexpr int kRoundedAt = kStages * kStageBytes;
+constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // two of them, used in turns
+constexpr int kBiasAt = kSumsAt;                   // all of it, in kernels that have one
+constexpr int kLongestBias = 2 * kSumsBytes / 2;
+constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
+constexpr int kBarriers = 2 * kStages + 2 * kPairs;
+constexpr int kSharedBytes = kBarriersAt + 8 * kBarriers;
+static_assert(kSharedBytes <= 232448);
+
+template <typename T_>
+struct TileProduct {
+  using T = T_;
+  CUtensorMap a, b;
+  T* out;
+  const T* bias;  // or null
+  int rows;
+  int columns;
+  int steps;  // of kInner terms
+  int tiles;  // of a cluster
+  int tiles_down;
+  int tiles_across;
+};
+
+#if GPTKERNELS_WGMMA
+
+struct TilePosition {
+  int row;  // of the block's part
+  int column;
+};
+
+struct Barriers {
+  uint32_t first;
+  __device__ uint32_t full(int slot) const { return first + 8 * slot; }
+  __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
+  __device__ uint32_t rounded(int pair) const { return first + 8 * (2 * kStages + pair); }
+  __device__ uint32_t taken(int pair) const { return first + 8 * (2 * kStages + kPairs + pair); }
+};
+
+// Of the tile in that row and column of tiles.
+__device__ inline TilePosition tile_position(int down, int across, int rank) {
+  return {down * (kCluster * kRows) + rank * kRows, across * kColumns};
+}
+
+// ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
+
+// Called by one thread: loads the operands of all of the block's tiles into the ring.
+template <typename Finish, bool kRowsAreK>
+__device__ void load_operands(const typename Finish::Arguments& p, uint32_t shared, const Barriers& barriers,
+                              int rank) {
+  constexpr uint16_t kAll = (1 << kCluster) - 1;
+  RingPosition<kStages> ring;
+  const int tiles = Finish::tiles(p);
+  for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
+    const TilePosition at = Finish::tile_at(p, tile, rank);
+    for (int step = 0; step < p.steps; ++step) {
+      const uint32_t full = barriers.full(ring.slot);
+      const uint32_t a = shared + ring.slot * kStageBytes, b = a + kABytes;
+      barrier_wait(barriers.empty(ring.slot), ring.phase ^ 1);
+      mbarrier_expect(full, kStageBytes);
+      tma_load(a, p.a, step * kInner, at.row, full);
+      if constexpr (kRowsAreK) {
+        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // of each block
+        for (int i = rank * kPanels; i < (rank + 1) * kPanels; ++i)
+          tma_load_multicast(b + i * kBPanel, p.b, at.column + i * kPanelColumns, step * kInner, full, kAll);
+      } else {
+        constexpr int kPart = kColumns / kCluster;
+        tma_load_multicast(b + rank * kPart * kPanelRowBytes, p.b, step * kInner, at.column + rank * kPart, full, kAll);
+      }
+      ring.advance();
+    }
+  }
+}
+
+// ---- warpgroups 1 and 2 ---------------------------------------------------------------------------------------------
+
+// Where 16-byte chunk `chunk` of row `row` of a warp's rounded rows is.
+__device__ inline uint32_t rounded_offset(int row, int chunk) {
+  return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
+}
+
+// Rounds half the columns of a warp's 16 rows to shared memory, with the bias; the addresses are where the lane's rows
+// and its bias start.
+template <bool kBias, typename T>
+__device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
+#pragma unroll
+  for (int group = 0; group < kColumns / 128; ++group) {
+    uint32_t pairs[8];  // of the bias
+#pragma unroll
+    for (int i = 0; i < 8; ++i) pairs[i] = kBias ? load_word(bias + 128 * group + 16 * i) : 0x80008000u;  // -0
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t words[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const float* d = sums + 32 * group + 8 * i + 4 * j;
+        const float2 add = unpack_pair<T>(pairs[2 * i + j]);
+        words[2 * j] = pack_pair<T>(d[0] + add.x, d[1] + add.y);
+        words[2 * j + 1] = pack_pair<T>(d[2] + add.x, d[3] + add.y);
+      }
+      // 16 columns are 2 chunks, and `own` ^ 32 i is where the i-th two are of every 8.
+      store_matrices((own ^ 32 * i) + 128 * group, words[0], words[1], words[2], words[3]);
+    }
+  }
+}
+
+template <typename Finish, bool kRowsAreK>
+__device__ void multiply(const typename Finish::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
+                         int rank) {
+  using T = typename Finish::Arguments::T;
+  const uint32_t shared = shared_address(shared_bytes);
+  const int lane = threadIdx.x % 32;
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
+  const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
+  const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
+  const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
+  // Lane 0 reports to block 0 that a stage was read, lane 1 to block 1.
+  const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
+
+  float sums[2][kColumns / 4];  // of each half of the columns
+  RingPosition<kStages> ring;
+
+  // Starts a step's products for half the columns.
+  const auto start = [&](auto half, bool first) {
+    constexpr int kHalf = decltype(half)::value;
+    constexpr int kHalfStep = (kRowsAreK ? 2 * kBPanel : kColumns / 2 * kPanelRowBytes) >> 4;
+    // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a block of the cluster.
+    const uint32_t stage = (shared & 0x3FFFF) + ring.slot * kStageBytes;
+    const uint64_t a = panel_descriptor(stage + warpgroup * 64 * kPanelRowBytes);
+    const uint64_t b = panel_descriptor(stage + kABytes, kRowsAreK ? kBPanel : 16) + kHalf * kHalfStep;
+    pin_registers(sums[kHalf]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kInner / 16; ++i)
+      wgmma<T, kRowsAreK>(sums[kHalf], a + i * kStepK, b + i * (kRowsAreK ? kStepRows : kStepK), i > 0 || !first);
+    wgmma_commit();
+  };
+  const auto wait_for_operands = [&] { barrier_wait(barriers.full(ring.slot), ring.phase); };
+  const auto release = [&] {
+    barrier_arrive_in_block(lane < kCluster, empty_barriers + 8 * ring.slot);
+    ring.advance();
+  };
+  const auto round = [&](auto half, int column) {
+    constexpr int kHalf = decltype(half)::value;
+    const int first = column + kHalf * (kColumns / 2);
+    round_half<Finish::kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
+  };
+  // Rounds the second half and leaves the rows to the warp that finishes them.
+  const auto hand_over = [&](int column) {
+    round(Constant<1>{}, column);
+    __syncwarp();
+    barrier_arrive_if(lane == 0, barriers.rounded(pair));
+  };
+
+  // While one half of the columns is rounded, the tensor cores have the other: its last step, or the next tile's first.
+  wait_for_operands();
+  start(Constant<0>{}, true);
+  start(Constant<1>{}, true);
+  const int tiles = Finish::tiles(p);
+  unsigned taken = 1;
+  for (int tile = blockIdx.x / kCluster;;) {
+    for (int step = 1; step < p.steps - 1; ++step) {
+      wgmma_wait<0>();
+      release();
+      wait_for_operands();
+      start(Constant<0>{}, false);
+      start(Constant<1>{}, false);
+    }
+    wgmma_wait<0>();
+    release();
+    wait_for_operands();
+    start(Constant<0>{}, false);
+    start(Constant<1>{}, false);
+    const int column = Finish::tile_at(p, tile, rank).column;
+    wgmma_wait<1>();
+    pin_registers(sums[0]);
+    barrier_wait(barriers.taken(pair), taken);
+    taken ^= 1;
+    round(Constant<0>{}, column);
+    wgmma_wait<0>();
+    pin_registers(sums[1]);
+    release();
+    tile += gridDim.x / kCluster;
+    if (tile >= tiles) return hand_over(column);
+    wait_for_operands();
+    start(Constant<0>{}, true);
+    hand_over(column);
+    start(Constant<1>{}, true);
+  }
+}
+
+// ---- for warpgroups 3 and 4 -----------------------------------------------------------------------------------------
+
+// Where the rows are that a warp finishes.
+__device__ inline uint32_t rounded_rows(const uint8_t* shared_bytes, int pair) {
+  return shared_address(shared_bytes) + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
+}
+
+struct Words {
+  uint32_t v[4];  // 8 elements
+};
+
+__device__ inline Words load_shared(uint32_t shared) {
+  Words w;
+  load_words(w.v, shared);
+  return w;
+}
+// Loads 8 elements that are read once, if they are `inside` the matrix. (With a branch, or a result that is copied, the
+// compiler waits for them at once.)
+template <typename T>
+__device__ void load_once(Words& w, const T* global, bool inside) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "@p ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(w.v[0]), "+r"(w.v[1]), "+r"(w.v[2]), "+r"(w.v[3])
+      : "l"(global), "r"(static_cast<int>(inside)));
+}
+template <typename T>
+__device__ void store_global(T* global, const Words& w) {
+  *reinterpret_cast<uint4*>(global) = {w.v[0], w.v[1], w.v[2], w.v[3]};
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <typename Finish, bool kRowsAreK>
+__global__ void __launch_bounds__(kThreads, 1)
+    matmul_wgmma_kernel(const __grid_constant__ typename Finish::Arguments p) {
+  using T = typename Finish::Arguments::T;
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const Barriers barriers = {shared_address(shared_bytes) + kBarriersAt};
+  const int rank = static_cast<int>(cluster_rank());
+  if constexpr (Finish::kMayBeIdle)
+    if (blockIdx.x / kCluster >= Finish::tiles(p)) return;
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(barriers.full(i), 1);
+      barrier_init(barriers.empty(i), kCluster * kPairs);
+    }
+    for (int i = 0; i < kPairs; ++i) {
+      barrier_init(barriers.rounded(i), 1);
+      barrier_init(barriers.taken(i), 1);
+    }
+    mbarrier_init_fence();
+  }
+  if constexpr (Finish::kBias) {
+    T* const bias = reinterpret_cast<T*>(shared_bytes + kBiasAt);
+    for (int i = threadIdx.x; i < p.tiles_across * kColumns; i += kThreads)
+      bias[i] = p.bias && i < p.columns ? p.bias[i] : T(-0.0f);
+  }
+  cluster_barrier();
+
+  const int warpgroup = threadIdx.x / kWarpgroup;
+  if (warpgroup == 0) {
+    give_registers<24>();
+    if (threadIdx.x == 0) load_operands<Finish, kRowsAreK>(p, shared_address(shared_bytes), barriers, rank);
+  } else if (warpgroup < 3) {
+    take_registers<160>();
+    multiply<Finish, kRowsAreK>(p, shared_bytes, barriers, rank);
+  } else {
+    give_registers<64>();
+    Finish::run(p, shared_bytes, barriers, rank);
+  }
+  cluster_barrier();  // until then the other block may write here
+}
+
+#else
+
+template <typename Finish, bool kRowsAreK>
+__global__ void __launch_bounds__(kStubThreads)
+    matmul_wgmma_kernel(const __grid_constant__ typename Finish::Arguments p) {}
+
+#endif
+
+// ---- host code ------------------------------------------------------------------------------------------------------
+
+// Clusters at work at once.
+inline int64_t most_clusters() {
+  return multiprocessors() / kCluster;
+}
+inline int64_t tiles_down(int64_t rows) {
+  return ceil_div(rows, kCluster * kRows);
+}
+inline int64_t tiles_across(int64_t columns) {
+  return ceil_div(columns, kColumns);
+}
+
+// How much of the kernel's time the multiprocessors have work, at least.
+inline double busy(int64_t tiles) {
+  return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, most_clusters()) * most_clusters());
+}
+
+template <typename T>
+struct Operands {
+  const T* a;  // (rows, inner)
+  const T* b;  // (inner, columns)
+  int64_t rows, columns, inner, a_ld, b_ld;
+};
+
+// Whether the operands' sizes and addresses suit TMA and 32-bit indices, and their rows 16-byte accesses.
+template <typename T>
+bool takes(const Operands<T>& p) {
+  constexpr int64_t kLargest = int64_t{1} << 30;
+  if (p.rows < 1 || p.columns < 1 || p.inner <= kInner) return false;
+  if (p.rows >= kLargest || p.columns >= kLargest || p.inner >= kLargest) return false;
+  if (tiles_down(p.rows) * tiles_across(p.columns) >= kLargest) return false;
+  if (p.columns % 8 != 0 || p.a_ld % 8 != 0 || p.b_ld % 8 != 0) return false;
+  return all_aligned(p.a, p.b) && tensor_map_encoder();
+}
+
+// kRowsAreK: b's rows are k; otherwise it is transposed in memory.
+template <bool kRowsAreK, typename T>
+TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
+  return {.a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),
+          .b = kRowsAreK ? matrix_map<T>(p.b, p.inner, p.columns, p.b_ld, kInner, kPanelColumns)
+                         : matrix_map<T>(p.b, p.columns, p.inner, p.b_ld, kColumns / kCluster, kInner),
+          .out = out,
+          .bias = bias,
+          .rows = static_cast<int>(p.rows),
+          .columns = static_cast<int>(p.columns),
+          .steps = static_cast<int>(ceil_div(p.inner, kInner)),
+          .tiles = static_cast<int>(tiles_down(p.rows) * tiles_across(p.columns)),
+          .tiles_down = static_cast<int>(tiles_down(p.rows)),
+          .tiles_across = static_cast<int>(tiles_across(p.columns))};
+}
+
+template <typename Finish, bool kRowsAreK>
+cudaError_t launch(const typename Finish::Arguments& p, Stream stream) {
+  constexpr auto kernel = matmul_wgmma_kernel<Finish, kRowsAreK>;
+  max_dynamic_shared_memory<kernel>();
+  cudaLaunchAttribute cluster = cluster_of(kCluster);
+  const int64_t clusters = std::min<int64_t>(p.tiles, most_clusters());
+  const auto blocks = static_cast<unsigned>(kCluster * clusters);
+  const cudaLaunchConfig_t config = launch_config(blocks, kThreads, kSharedBytes, stream, &cluster);
+  return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+}  // namespace gptkernels::cuda::tile_product

@@ -1,0 +1,109 @@
+// One decoding step: the newest token of each of B sequences goes through GPT-2, with earlier keys and values cached.
+//
+// A single 16-bit sequence through a 768-wide model on sm_90 runs all layers in one kernel
+// (generate/whole_model/kernel.cuh). Everything else uses five kernels per layer:
+//
+//   residual = wte[token] + wpe[position]
+//   for each layer:
+//     query, cache += qkv(layernorm(residual))       generate/product.cuh
+//     attended = attention(query, cache)             generate/attention.cuh
+//     residual += projection(attended)
+//     hidden = GELU(fc(layernorm(residual)))
+//     residual += fc_projection(hidden)
+//   logits = head(layernorm(residual))
+//
+// All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
+// only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
+// step (weights, lengths, earlier keys and values) before it waits for the kernel that precedes it.
+#include "attention.cuh"
+#include "cuda/generate/whole_model/kernel.cuh"
+#include "product.cuh"
+#include "token.cuh"
+
+namespace gptkernels::cuda {
+namespace {
+
+// out (B, C) = wte[token] + wpe[position]. One thread block per row.
+template <typename T>
+__global__ void __launch_bounds__(kDecodeThreads)
+    decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {
+  let_next_kernel_start();
+  const int64_t b = blockIdx.x;
+  const auto [position, token] = newest_token(p, b);
+  for (int64_t i = threadIdx.x; i < p.width; i += kDecodeThreads)
+    out[b * p.width + i] = widen(p.wte[token * p.width + i]) + widen(p.wpe[position * p.width + i]);
+}
+
+template <typename T>
+Status decode_by_kernels(const Decode<T>& p, Stream stream) {
+  using A = accumulate_t<T>;
+  using Epilogue = DecodeEpilogue<T>;
+  const int64_t C = p.width, size = p.batch * C;
+  A* const residual = static_cast<A*>(p.workspace);
+  A* const query = residual + size;
+  A* const attended = query + size;
+  A* const normalised = attended + size;
+  A* const hidden = normalised + size;
+  Status status = cudaSuccess;
+  const auto product = [&](const A* x, const T* norm_weight, const T* norm_bias, const T* weight, const T* bias,
+                           int64_t rows, int64_t inner, const Epilogue& epilogue) {
+    if (status == cudaSuccess)
+      status = decode_product<T>({.epilogue = epilogue,
+                                  .x = x,
+                                  .norm_weight = norm_weight,
+                                  .norm_bias = norm_bias,
+                                  .weight = weight,
+                                  .bias = bias,
+                                  .sizes = {.batch = p.batch, .rows = rows, .inner = inner},
+                                  .eps = p.eps},
+                                 normalised, stream);
+  };
+  decode_embedding_kernel<T><<<grid_size(p.batch), kDecodeThreads, 0, stream>>>(residual, p);
+  const Epilogue add = {.kind = Epilogue::kAdd, .out = residual};
+  const Epilogue gelu = {.kind = p.gelu == GeluForm::kTanh ? Epilogue::kGeluTanh : Epilogue::kGeluErf, .out = hidden};
+  for (int64_t l = 0; l < p.layer_count; ++l) {
+    const DecodeLayer<T>& w = p.layers[l];
+    T* const keys = p.keys_values + 2 * l * size * p.capacity;
+    T* const values = keys + size * p.capacity;
+    product(residual, w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias, 3 * C, C,
+            {.kind = Epilogue::kQueryKeyValue,
+             .out = query,
+             .narrow_out = keys,
+             .lengths = p.lengths,
+             .width = C,
+             .head_size = C / p.heads,
+             .capacity = p.capacity});
+    if (status == cudaSuccess)
+      status = decode_attention<T>({.out = attended,
+                                    .query = query,
+                                    .keys = keys,
+                                    .values = values,
+                                    .lengths = p.lengths,
+                                    .batch = p.batch,
+                                    .heads = p.heads,
+                                    .capacity = p.capacity,
+                                    .head_size = C / p.heads},
+                                   stream);
+    product(attended, nullptr, nullptr, w.proj_weight, w.proj_bias, C, C, add);
+    product(residual, w.norm2_weight, w.norm2_bias, w.fc_weight, w.fc_bias, 4 * C, C, gelu);
+    product(hidden, nullptr, nullptr, w.fcproj_weight, w.fcproj_bias, C, 4 * C, add);
+  }
+  product(residual, p.norm_weight, p.norm_bias, p.head, nullptr, p.head_rows, C,
+          {.kind = Epilogue::kLogits, .narrow_out = p.logits});
+  return status;
+}
+
+}  // namespace
+
+template <typename T>
+Status decode(const Decode<T>& p, Stream stream) {
+  if (p.batch == 0) return cudaSuccess;
+  if constexpr (sizeof(T) == 2)
+    if (supports_decode_by_halves<T, 768>(p)) return decode_by_halves<T, 768>(p, stream);
+  return decode_by_kernels(p, stream);
+}
+
+#define GPTKERNELS_INSTANTIATE(T) template Status decode<T>(const Decode<T>&, Stream);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+
+}  // namespace gptkernels::cuda

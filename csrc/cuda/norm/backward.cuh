@@ -1,0 +1,284 @@
+// Layernorm backward over the rows of an (N, C) matrix. With g = dout * weight, n = (x - mean) * rstd and averages over
+// a row,
+//
+//   dx = rstd * (g - avg(g) - n * avg(g * n)) + dsum
+//   dweight = sum over rows of dout * n,   dbias = sum over rows of dout,   dx_bias = sum over rows of dx
+//
+// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x
+// (DroppedGradient instead of NoDropout), the first line gives dresidual, and dx = dropout(dresidual). If X is narrower
+// than T (RoundedGradient), dresidual is dx before it is rounded to X.
+//
+// The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. dsum and dresidual are one more array each.
+//
+// Rows that fit into registers and shared memory take layernorm_backward_ring_kernel, one block per SM:
+//
+//   for each row of a team (several teams per block):
+//     wait until the row is in shared memory (RowRing)
+//     pass 1: add dout * n and dout to the thread's sums for dweight and dbias; team sums of g and g * n
+//     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
+//   add the sums of the block's teams and write them to the workspace as one row
+//
+// All other rows take layernorm_backward_simple_kernel (dx, one block per row) and layernorm_backward_columns_kernel
+// (rows of partial sums). In both cases partial_sums_kernel adds the rows of the workspace.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../layernorm.h"
+#include "cuda/common/packed.cuh"
+#include "cuda/common/reduce.cuh"
+#include "cuda/common/row.cuh"
+#include "cuda/common/simple_row.cuh"
+#include "cuda/elementwise/dropout.cuh"
+#include "ring.cuh"
+#include "shape.cuh"
+
+namespace gptkernels::cuda {
+
+// The kernels' additional argument for dropout of x; NoDropout if there is none.
+template <typename T>
+struct DroppedGradient {
+  static constexpr bool kOn = true;
+  T* dresidual;  // (N, C)
+  DenseDropout<accumulate_t<T>> dropout;
+
+  explicit DroppedGradient(const LayernormDropoutBackward<T>& p) : dresidual(p.dresidual), dropout(p.arguments) {}
+  __device__ auto draw() const { return dropout.draw(); }
+};
+
+// The additional argument without dropout if dx has another dtype than dresidual.
+template <typename T>
+struct RoundedGradient {
+  static constexpr bool kOn = true;
+  T* dresidual;  // (N, C)
+
+  __device__ NoDropout draw() const { return {}; }
+};
+
+// Returns a * b, rounded. The compiler could otherwise fuse it with the subtraction of the average; for a g that is the
+// same in all columns the difference would then not be 0.
+__device__ inline float product(float a, float b) {
+  return __fmul_rn(a, b);
+}
+__device__ inline double product(double a, double b) {
+  return __dmul_rn(a, b);
+}
+
+// ---- any row: one block per row, which reads x and dout again in the second pass ----
+
+// Uses c = x - mean, and the sum of g * c rather than of g * n: the rounding errors of n do not cancel in a short row,
+// and the gradient for a constant dout would not be 0.
+template <typename T, int kVec, typename X, typename Dropped>
+__global__ void __launch_bounds__(kSimpleThreads)
+    layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
+  using A = accumulate_t<T>;
+  const auto draw = dropped.draw();
+  for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
+    const A mean = p.mean[row], rstd = p.rstd[row];
+    A c[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gc = 0;
+    const auto load_pack = [&](int64_t column) {
+      load_wide<kVec>(c, p.x + row * p.width + column);
+      load_wide<kVec>(g, p.dout + row * p.width + column);
+      if (p.weight) load_wide<kVec>(weight, p.weight + column);
+      for (int k = 0; k < kVec; ++k) {
+        c[k] -= mean;
+        if (p.weight) g[k] = product(g[k], weight[k]);
+      }
+    };
+    for_each_pack<kVec>(p.width, [&](int64_t column) {
+      load_pack(column);
+      for (int k = 0; k < kVec; ++k) sum_g += g[k], sum_gc += g[k] * c[k];
+    });
+    const A avg_g = block_sum(sum_g) / A(p.width);
+    const A slope = block_sum(sum_gc) / A(p.width) * rstd * rstd;
+    for_each_pack<kVec>(p.width, [&](int64_t column) {
+      A dsum[kVec] = {};
+      load_pack(column);
+      if (p.dsum) load_wide<kVec>(dsum, p.dsum + row * p.width + column);
+      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - c[k] * slope) * rstd + dsum[k];
+      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * p.width + column, g);
+      draw.apply(g, row * p.width + column);
+      store_row_pack<kVec>(p.dx + row * p.width + column, g);
+    });
+  }
+}
+
+// Returns the number of sums over the rows: dweight, dbias and, if it is wanted, dx_bias. If X is not T there are
+// always three, which halves the number of kernels to compile.
+template <typename T, typename X>
+__host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
+  return p.dx_bias || !std::is_same_v<T, X> ? 3 : 2;
+}
+
+// Returns an element of dx before its rounding to an X narrower than T. dx and dresidual must have been written
+// already.
+template <typename T, typename X, typename Dropped>
+__device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p, const Dropped& dropped, int64_t element) {
+  if constexpr (std::is_same_v<T, X>) {
+    return widen(p.dx[element]);
+  } else {
+    accumulate_t<T> dx[1] = {widen(dropped.dresidual[element])};
+    dropped.draw().apply(dx, element);
+    return dx[0];
+  }
+}
+
+// Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds them
+// in four independent sums, whose rounding errors are smaller than those of a single sum and whose loads are in flight
+// together. dx must have been written already.
+template <typename T, typename X, typename Dropped>
+__global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
+  using A = accumulate_t<T>;
+  constexpr int kSums = 4;
+  const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (column >= p.width) return;
+  A dweight[kSums] = {}, dbias[kSums] = {}, dx_bias[kSums] = {};
+  for (int64_t first = blockIdx.y; first < p.rows; first += kSums * int64_t(gridDim.y)) {
+#pragma unroll
+    for (int k = 0; k < kSums; ++k) {
+      const int64_t row = first + k * int64_t(gridDim.y);
+      if (row >= p.rows) break;
+      const A dout = widen(p.dout[row * p.width + column]);
+      if (p.dx_bias) dx_bias[k] += unrounded_dx(p, dropped, row * p.width + column);
+      dweight[k] += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
+      dbias[k] += dout;
+    }
+  }
+  const auto total = [](const A(&sums)[kSums]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
+  A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
+  partial[column] = total(dweight);
+  partial[p.width + column] = total(dbias);
+  if (column_sums(p) == 3) partial[2 * p.width + column] = total(dx_bias);
+}
+
+// ---- rows of whole packs that fit into registers and shared memory ----
+
+// One block per SM loops over the rows, blockDim.y rows at a time. A thread has the same columns in every row, so it
+// keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next rows wait
+// in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the sums
+// of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
+
+// Adds the sums of a block's teams (`found`, one per thread and column) and writes them as one row of the workspace.
+// They pass through shared memory, which overwrites the ring, as float4s: (blockDim.y, kArrays, kItems, kVec / 4,
+// blockDim.x), so that neighbouring threads use neighbouring banks.
+template <typename R, int kArrays>
+__device__ void write_block_sums(const auto& p, void* shared, const float (&found)[kArrays][R::kItems][R::kVec]) {
+  constexpr int kSums = 4;                                // sums per part
+  constexpr int kOneArray = R::kItems * R::kVec / kSums;  // parts of one array
+  constexpr int kParts = kArrays * kOneArray;
+  using Part = Packed<float, kSums>;
+  const int threads = blockDim.x;
+  Part* const sums = static_cast<Part*>(shared) + threadIdx.x;
+  __pipeline_wait_prior(0);
+  __syncthreads();
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const int at = part % kOneArray * kSums;
+    const float (&from)[R::kItems][R::kVec] = found[part / kOneArray];
+    Part sum;
+    for (int k = 0; k < kSums; ++k) sum.v[k] = from[at / R::kVec][at % R::kVec + k];
+    sums[(threadIdx.y * kParts + part) * threads] = sum;
+  }
+  __syncthreads();
+  float* partial = static_cast<float*>(p.workspace) + int64_t(blockIdx.x) * kArrays * p.width;
+  for (int part = threadIdx.y; part < kParts; part += blockDim.y) {
+    const int at = part % kOneArray * kSums;
+    const int column = R::column(at / R::kVec) + at % R::kVec;
+    if (column >= p.width) continue;
+    Part sum = sums[part * threads];
+#pragma unroll 4
+    for (int row = 1; row < blockDim.y; ++row) {
+      const Part more = sums[(row * kParts + part) * threads];
+      for (int k = 0; k < kSums; ++k) sum.v[k] += more.v[k];
+    }
+    store(partial + part / kOneArray * p.width + column, sum);
+  }
+}
+
+// kArrays is the number of sums over the rows: 2 for dweight and dbias, 3 for these and dx_bias.
+template <typename R, bool kResidual, int kArrays, typename X, typename Dropped>
+__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual || Dropped::kOn, kArrays>(R::kItems))
+    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropped dropped) {
+  using Ring = RowRing<R, X, kResidual>;
+  constexpr int kVec = R::kVec;
+  extern __shared__ __align__(16) unsigned char shared[];
+  const int width = static_cast<int>(p.width);
+  const auto draw = dropped.draw();
+  Ring ring(shared, p.x, p.dout, p.dsum, p.rows, width, stages);
+  R weight;
+  weight.fill(1);
+  if (p.weight) weight.load(p.weight, width);
+  int64_t row = R::Team::row();
+  float next_mean = row < p.rows ? p.mean[row] : 0.0f;
+  float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
+
+  float found[kArrays][R::kItems][kVec] = {};
+  auto* dx = p.dx + row * width;
+  for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
+    const float mean = next_mean;
+    const float rstd = next_rstd;
+    if (row + Ring::step() < p.rows) {
+      next_mean = p.mean[row + Ring::step()];
+      next_rstd = p.rstd[row + Ring::step()];
+    }
+    const auto* x_row = ring.next();
+    const X* dout_row = Ring::dout(x_row, width);
+    R x;
+    typename R::template With<X> dout;
+    x.load(x_row, width);
+    dout.load(dout_row, width);
+    weight.stay_packed();
+    // Computes n for pack i and multiplies g, which is dout on entry, by the weight. Both passes call it. The compiler
+    // keeps the first pass's results for the second pass unless stay_packed() prevents that.
+    const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
+      float w[kVec];
+      widen(n, x.packs[i]);
+      widen(w, weight.packs[i]);
+      for (int k = 0; k < kVec; ++k) {
+        n[k] = (n[k] - mean) * rstd;
+        g[k] = product(g[k], w[k]);
+      }
+    };
+    float sums[2] = {};  // the sums of g and of g * n
+    dout.each(width, [&](int i, float (&d)[kVec]) {
+      float n[kVec], g[kVec];
+      for (int k = 0; k < kVec; ++k) g[k] = d[k];
+      weigh(i, n, g);
+      for (int k = 0; k < kVec; ++k) {
+        found[0][i][k] += d[k] * n[k];
+        found[1][i][k] += d[k];
+        sums[0] += g[k];
+        sums[1] += g[k] * n[k];
+      }
+    });
+    if (p.dx == nullptr) continue;
+    team_sums<typename R::Team>(sums, slot);
+    const float avg_g = sums[0] / float(width);
+    const float avg_gn = sums[1] / float(width);
+    if constexpr (kMayStayPacked<R>) {
+      x.stay_packed();
+      dout.stay_packed();
+      weight.stay_packed();
+    }
+    dout.each(width, [&](int i, float (&g)[kVec]) {
+      float n[kVec];
+      float dsum[kVec] = {};
+      weigh(i, n, g);
+      if constexpr (kResidual) load_wide<kVec>(dsum, Ring::dsum(x_row, width) + R::column(i));
+      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * width + R::column(i), g);
+      draw.apply(g, row * width + R::column(i));
+      if constexpr (kArrays == 3)
+        for (int k = 0; k < kVec; ++k) found[2][i][k] += g[k];
+      store_row_pack<kVec>(dx + R::column(i), g);
+    });
+  }
+  // Teams that have no row in the block's last iteration still pass its barrier. The kernel does not need this, but
+  // compute-sanitizer's racecheck compares threads by the number of barriers they have passed.
+  if constexpr (std::is_same_v<typename R::Team, BlockPart>)
+    if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
+  if (p.workspace) write_block_sums<R>(p, shared, found);
+}
+
+}  // namespace gptkernels::cuda

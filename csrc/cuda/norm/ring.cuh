@@ -1,0 +1,144 @@
+// A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
+//
+// At 4.2 TB/s and 1 us of latency, each SM of an H200 needs some 60 KB of loads in flight at all times. Registers have
+// no room for that in addition to the current row, so every thread copies its packs of the next rows to shared memory
+// (cp.async, which bypasses the registers) and reads them from there when it reaches them. A thread reads only what it
+// has copied itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+//
+//     stage 0         stage 1         stage 2         stage 3
+//   +-------------+ +-------------+ +-------------+ +-------------+
+//   | row r       | | row r + 1   | | row r + 2   | | row r + 3   |
+//   | in use      | | in flight   | | in flight   | | in flight   |
+//   +-------------+ +-------------+ +-------------+ +-------------+
+//
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row in a stage is the rows
+// of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
+#pragma once
+
+#include <cuda_pipeline_primitives.h>
+
+#include <algorithm>
+
+#include "cuda/common/launch.cuh"
+#include "cuda/common/row.cuh"
+
+namespace gptkernels::cuda {
+
+// The launch shape of a ring kernel: a block works on blockDim.y rows at a time, with blockDim.x threads each, and
+// shared memory holds `stages` rows per team.
+struct RingShape {
+  dim3 block;
+  unsigned grid;
+  int stages;  // 0 if shared memory does not hold two stages of one row
+  int64_t shared_bytes;
+};
+
+// Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
+// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row.
+inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
+  constexpr int kMaxStages = 4;
+  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
+  const int64_t fitting = max_shared_bytes / (2 * row_bytes);
+  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMostRows);
+  const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
+  if (height == 0) return {};
+  const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
+  const int64_t steps =
+      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: more stages would stay empty
+  const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
+  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
+  return {.block = dim3(threads, static_cast<unsigned>(height)),
+          .grid = grid_size(grid),
+          .stages = static_cast<int>(stages),
+          .shared_bytes = stages * height * row_bytes};
+}
+
+// R is the Row that a team loads from the ring. Rows of x, dout and, with kDsum, dsum pass through the ring together.
+// dout has the dtype X, which may be narrower than T. Rows consist of whole 16-byte packs of every array.
+template <typename R, typename X, bool kDsum>
+class RowRing {
+  using T = typename R::T;
+
+ public:
+  __device__ RowRing(void* shared, const T* x, const X* dout, const T* dsum, int64_t rows, int width, int stages)
+      : width_(width),
+        stages_(stages),
+        left_(static_cast<int>(rows > R::Team::row() ? (rows - R::Team::row() - 1) / step() + 1 : 0)) {
+    stage_step_ = static_cast<int>(blockDim.y) * kRow * width;
+    read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * kRow * width;
+    x_ = x + R::Team::row() * width;
+    dout_ = dout + R::Team::row() * width;
+    if constexpr (kDsum) dsum_ = dsum + R::Team::row() * width;
+    row_step_ = step() * width;
+    for (int i = 0; i < stages - 1; ++i) copy();
+  }
+
+  // The stride between the rows of a team, which are Team::row(), Team::row() + step(), ...
+  static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
+
+  // Returns the team's next row of x; dout() and dsum() find the other arrays' rows from it. The call overwrites the
+  // row that the previous call returned.
+  __device__ const T* next() {
+    copy();
+    if (stages_ == 4)
+      __pipeline_wait_prior(3);
+    else if (stages_ == 3)
+      __pipeline_wait_prior(2);
+    else
+      __pipeline_wait_prior(1);
+    const X* row = read_;
+    read_ = after(read_);
+    return reinterpret_cast<const T*>(row);
+  }
+
+  static __device__ const X* dout(const T* x_row, int width) { return reinterpret_cast<const X*>(x_row + width); }
+  static __device__ const T* dsum(const T* x_row, int width) {
+    return reinterpret_cast<const T*>(dout(x_row, width) + width);
+  }
+
+ private:
+  // Shared memory is counted in elements of X, the narrower dtype.
+  static constexpr int kWide = sizeof(T) / sizeof(X);             // elements of X per element of T
+  static constexpr int kRow = kDsum ? 2 * kWide + 1 : kWide + 1;  // elements of X per column, over all arrays
+
+  // Returns the stage after `stage`.
+  __device__ X* after(X* stage) const {
+    stage += stage_step_;
+    return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
+  }
+
+  // Starts copying one more row. Beyond the last row it commits an empty group, because next() counts groups.
+  __device__ void copy() {
+    if (left_ > 0) {
+      copy(write_, x_);
+      copy(write_ + kWide * width_, dout_);
+      if constexpr (kDsum) copy(write_ + (kWide + 1) * width_, dsum_);
+      --left_;
+    }
+    write_ = after(write_);
+    __pipeline_commit();
+  }
+
+  // Copies this thread's packs of one array's row, and advances `from` to the team's next row.
+  template <typename U>
+  __device__ void copy(X* to, const U*& from) {
+    for (int i = 0; i < R::kItems; ++i)
+      if (R::has(i, width_))
+        __pipeline_memcpy_async(reinterpret_cast<U*>(to) + R::column(i), from + R::column(i), R::kVec * sizeof(U));
+    from += row_step_;
+  }
+
+  const T* x_;
+  const X* dout_;
+  const T* dsum_;
+  int64_t row_step_;
+  X* begin_;
+  X* read_;
+  X* write_;
+  int width_;
+  int stage_step_;
+  int stages_;
+  int left_;  // rows whose copy has not started
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,130 @@
+// Wrappers of PTX instructions that sm_90 introduced: bulk asynchronous copies, barriers in shared memory that count
+// the bytes of such copies (mbarrier), and access to the shared memory of the other blocks of a cluster. The names are
+// PTX's.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/random_delay.cuh"
+
+namespace gptkernels::cuda {
+
+// 1 in device code compiled for sm_90 or later; 0 in host code.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define GPTKERNELS_HOPPER 1
+#else
+#define GPTKERNELS_HOPPER 0
+#endif
+
+#if GPTKERNELS_HOPPER
+
+__device__ inline uint32_t shared_address(const void* shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+}
+
+// Initialises a barrier with one expected arrival. A phase completes after that arrival and the bytes it announced.
+__device__ inline void mbarrier_init(uint64_t* barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Makes initialised barriers visible to asynchronous copies and to the cluster.
+__device__ inline void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+// Arrives, and announces the bytes that the phase still has to wait for.
+__device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
+  random_delay();
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
+  mbarrier_expect(shared_address(barrier), bytes);
+}
+
+// Waits until the phase of this parity has completed; the phases' parities are 0, 1, 0, ...
+__device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
+  random_delay();
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// Copies from global to shared memory, asynchronously. Addresses and size are multiples of 16 bytes; the barrier counts
+// the bytes as they arrive.
+__device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+__device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
+  bulk_load(shared_address(shared), global, bytes, shared_address(barrier));
+}
+
+__device__ inline unsigned cluster_rank() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ inline unsigned cluster_blocks() {
+  unsigned blocks;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(blocks));
+  return blocks;
+}
+
+// The two halves of a barrier over all threads of the cluster; independent work may stand between them.
+__device__ inline void cluster_arrive() {
+  random_delay();
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+}
+
+__device__ inline void cluster_wait() {
+  random_delay();
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
+__device__ inline void cluster_barrier() {
+  cluster_arrive();
+  cluster_wait();
+}
+
+// The address of the same variable in the shared memory of block `rank` of the cluster.
+__device__ inline uint32_t in_block(const void* shared, unsigned rank) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
+  return address;
+}
+
+// Writes a value of 4, 8 or 16 bytes to that address, asynchronously; the same block's copy of `barrier` counts the
+// bytes as they arrive. Not available in clusters of one block.
+template <typename V>
+__device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
+  static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);
+  random_delay();
+  const uint32_t to = in_block(shared, rank);
+  const uint32_t counter = in_block(barrier, rank);
+  if constexpr (sizeof(V) == 4) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+                 "r"(reinterpret_cast<const uint32_t&>(value)), "r"(counter)
+                 : "memory");
+  } else if constexpr (sizeof(V) == 8) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(reinterpret_cast<const uint64_t&>(value)), "r"(counter)
+                 : "memory");
+  } else {
+    const auto& words = reinterpret_cast<const uint64_t (&)[2]>(value);
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [%0], {%1, %2}, [%3];" ::"r"(to),
+                 "l"(words[0]), "l"(words[1]), "r"(counter)
+                 : "memory");
+  }
+}
+
+#endif
+
+}  // namespace gptkernels::cuda

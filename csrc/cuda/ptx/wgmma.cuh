@@ -1,0 +1,304 @@
+// Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
+// (16 x N). B is read from shared memory, A from shared memory or registers. Names and meanings are those of PTX.
+//
+// Accumulators: a warp has 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l has columns 8t + 2(l%4) and
+// 8t + 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. For A in registers, a thread has
+// the same rows and columns of a 64 x 16 tile, so 16 columns of accumulators, rounded and packed in pairs, are one A
+// operand.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/device.h"
+
+namespace gptkernels::cuda {
+
+// ---- matrices in shared memory --------------------------------------------------------------------------------------
+//
+// A tile is stored in panels of 64 columns of 16 bits. A panel has rows of 128 bytes, in groups of 8 rows (1024 bytes,
+// to which the panel is aligned), swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored
+// at chunk c ^ (r % 8).
+
+constexpr int kPanelColumns = 64;
+constexpr int kPanelRowBytes = 128;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define GPTKERNELS_WGMMA 1
+#else
+#define GPTKERNELS_WGMMA 0
+#endif
+
+#if GPTKERNELS_WGMMA
+
+// Orders this thread's register accesses before the wgmmas that follow.
+__device__ inline void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// Closes a group: all wgmmas that this warpgroup has started since the previous group.
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most the latest kPending groups are unfinished.
+template <int kPending>
+__device__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from moving accesses to these registers past this point. A wgmma accesses its registers
+// asynchronously, which the compiler does not know.
+template <typename R, int N>
+__device__ void pin_registers(R (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (std::is_same_v<R, float>) {
+      asm volatile("" : "+f"(registers[i])::"memory");
+    } else {
+      asm volatile("" : "+r"(registers[i])::"memory");
+    }
+  }
+}
+
+// Returns the wgmma descriptor of a panel. Its lower word is the address in units of 16 bytes, so a step through the
+// panel is an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
+//
+//   false ("K-major")    rows are m or n, columns are k; the next 16 columns are at + kStepK
+//   true ("MN-major")    rows are k, columns are m or n; the next 16 rows are at + kStepRows,
+//                        and the next 64 columns are a panel `panel_bytes` further
+__device__ inline uint64_t panel_descriptor(uint32_t shared, uint32_t panel_bytes = 16) {
+  constexpr uint64_t kSwizzle128 = 1ull << 62;
+  constexpr uint64_t kGroupStride = uint64_t{1024 >> 4} << 32;
+  return kSwizzle128 | kGroupStride | (panel_bytes >> 4 << 16 | shared >> 4);
+}
+constexpr int kStepK = 32 >> 4;
+constexpr int kStepRows = 16 * kPanelRowBytes >> 4;
+
+// Returns the offset, in bytes, of 16-byte chunk `chunk` of row `row` in a panel.
+__device__ inline uint32_t panel_offset(int row, int chunk) {
+  return row * kPanelRowBytes + ((chunk ^ (row % 8)) << 4);
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------
+
+#define GPTKERNELS_ACCUMULATORS_64(d)                                                                         \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),  \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+
+#define GPTKERNELS_REGISTERS_64                                                                                \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+
+#define GPTKERNELS_ACCUMULATORS_128(d)                                                                        \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), \
+      "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),  \
+      "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), \
+      "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), \
+      "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), \
+      "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
+      "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), "+f"(d[56]), \
+      "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+
+#define GPTKERNELS_REGISTERS_128                                                                               \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+
+// D (64 x 64) += A * B, both in shared memory; D = A * B if `accumulate` is 0.
+#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_a, transpose_b)           \
+  asm volatile(                                                                               \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64 \
+      "%32, %33, p, 1, 1, %36, %35;\n}"                                                       \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                         \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                   \
+      : "memory")
+
+// The same with A in registers.
+#define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64         \
+      "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"                                                   \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                                 \
+      : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
+      : "memory")
+
+// The same with D (64 x 128).
+#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128 \
+      "%64, %65, p, 1, 1, %68, %67;\n}"                                                         \
+      : GPTKERNELS_ACCUMULATORS_128(d)                                                          \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
+      : "memory")
+
+// The same with A in registers.
+#define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
+  asm volatile(                                                                                       \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128       \
+      "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"                                                   \
+      : GPTKERNELS_ACCUMULATORS_128(d)                                                                \
+      : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
+      : "memory")
+
+#define GPTKERNELS_ACCUMULATORS_256(d)                                                                                \
+  GPTKERNELS_ACCUMULATORS_128(d), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),       \
+      "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]),         \
+      "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]),         \
+      "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]),         \
+      "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]),       \
+      "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), \
+      "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), \
+      "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), \
+      "+f"(d[126]), "+f"(d[127])
+
+#define GPTKERNELS_REGISTERS_256                                                                               \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
+  "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "  \
+  "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "  \
+  "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, " \
+  "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
+  "%123, %124, %125, %126, %127}, "
+
+// D (64 x 256), both in shared memory.
+#define GPTKERNELS_WGMMA_SS_256(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_256 \
+      "%128, %129, p, 1, 1, %132, %131;\n}"                                                     \
+      : GPTKERNELS_ACCUMULATORS_256(d)                                                          \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
+      : "memory")
+
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors. kRowsAreK
+// and kARowsAreK say whether the rows of B's and A's panels in shared memory are k (panel_descriptor).
+template <typename T, bool kRowsAreK, bool kARowsAreK = false, int n>
+__device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(n == 32 || n == 64 || n == 128);
+  constexpr int kTranspose = kRowsAreK ? 1 : 0, kTransposeA = kARowsAreK ? 1 : 0;
+  if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
+    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
+  } else if constexpr (std::is_same_v<T, bfloat16> && n == 64) {
+    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    GPTKERNELS_WGMMA_SS_256("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
+  } else if constexpr (n == 32) {
+    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTransposeA, kTranspose);
+  } else if constexpr (n == 64) {
+    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTransposeA, kTranspose);
+  } else {
+    GPTKERNELS_WGMMA_SS_256("f16", d, a, b, accumulate, kTransposeA, kTranspose);
+  }
+}
+
+// The same with A in registers: four words per thread.
+template <typename T, bool kRowsAreK, int n>
+__device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
+  static_assert(n == 32 || n == 64);
+  constexpr int kTranspose = kRowsAreK ? 1 : 0;
+  if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
+    GPTKERNELS_WGMMA_RS_64("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (std::is_same_v<T, bfloat16>) {
+    GPTKERNELS_WGMMA_RS_128("bf16", d, a, b, accumulate, kTranspose);
+  } else if constexpr (n == 32) {
+    GPTKERNELS_WGMMA_RS_64("f16", d, a, b, accumulate, kTranspose);
+  } else {
+    GPTKERNELS_WGMMA_RS_128("f16", d, a, b, accumulate, kTranspose);
+  }
+}
+
+#define GPTKERNELS_WGMMA_FP8_64(TYPE, d, a, b, accumulate)                                                        \
+  asm volatile(                                                                                                   \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                \
+      "wgmma.mma_async.sync.aligned.m64n64k32.f32." TYPE ".e4m3 " GPTKERNELS_REGISTERS_64 "%32, %33, p, 1, 1;\n}" \
+      : GPTKERNELS_ACCUMULATORS_64(d)                                                                             \
+      : "l"(a), "l"(b), "r"(accumulate)                                                                           \
+      : "memory")
+
+#define GPTKERNELS_WGMMA_FP8_128(TYPE, d, a, b, accumulate)                                                         \
+  asm volatile(                                                                                                     \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                  \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." TYPE ".e4m3 " GPTKERNELS_REGISTERS_128 "%64, %65, p, 1, 1;\n}" \
+      : GPTKERNELS_ACCUMULATORS_128(d)                                                                              \
+      : "l"(a), "l"(b), "r"(accumulate)                                                                             \
+      : "memory")
+
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 32 values of k in 8 bits. A is e4m3 if kE4M3, else
+// e5m2; B is e4m3. The tensor cores' sums have 14 bits of significand. Descriptors are those of 16-bit panels with rows
+// m or n; the next 32 values of k are at + kStepK.
+template <bool kE4M3, int n>
+__device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
+  static_assert(n == 32 || n == 64);
+  if constexpr (kE4M3 && n == 64) {
+    GPTKERNELS_WGMMA_FP8_128("e4m3", d, a, b, accumulate);
+  } else if constexpr (kE4M3) {
+    GPTKERNELS_WGMMA_FP8_64("e4m3", d, a, b, accumulate);
+  } else if constexpr (n == 64) {
+    GPTKERNELS_WGMMA_FP8_128("e5m2", d, a, b, accumulate);
+  } else {
+    GPTKERNELS_WGMMA_FP8_64("e5m2", d, a, b, accumulate);
+  }
+}
+
+// Rounds two accumulators to T and packs them into one register of an A operand.
+template <typename T>
+__device__ uint32_t pack_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+// The same, with negative values replaced by 0.
+template <typename T>
+__device__ uint32_t pack_positive(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  }
+  return word;
+}
+
+// Converts a register of two T to float32.
+template <typename T>
+__device__ float2 unpack_pair(uint32_t word) {
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)};
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(word));
+  }
+}
+
+// Converts the accumulators of a 64 x 2n tile to n/8 A operands of 64 x 16.
+template <typename T, int n>
+__device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
+}
+
+// Move registers between the warpgroups of a block (setmaxnreg). Each warpgroup calls one of these once, first thing in
+// its branch of the kernel.
+template <int kRegisters>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+#endif
+
+}  // namespace gptkernels::cuda

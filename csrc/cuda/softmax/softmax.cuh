@@ -1,0 +1,54 @@
+// Softmax over the rows of a matrix and its backward, over whole rows or over the columns that the causal mask leaves.
+// This file chooses the kernels.
+//
+// Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
+// bandwidth. They keep a row in registers and shared memory between its load and its store
+// (common/row_part_launch.cuh). The fallback is a simple kernel with one block per row, which reads the row from memory
+// in both passes. It handles
+//
+//   float64
+//   arrays with different offsets from a multiple of 16 bytes
+//   rows that are too many or too wide for the fast kernels
+//   scales below 1e-30: the fast kernels need a positive scale, and compute x - max(x), which may overflow where
+//     scale * (x - max(x)) does not
+//
+// A thread writes only columns that it has read itself, so the output may overwrite an input.
+#pragma once
+
+#include "backward.cuh"
+#include "cuda/common/row_part_launch.cuh"
+#include "cuda/common/simple_row.cuh"
+#include "forward.cuh"
+
+namespace gptkernels::cuda {
+
+template <bool kCausal, typename T>
+Status softmax_forward_rows(const SoftmaxRows<T>& p, Stream stream) {
+  if (p.rows * p.width == 0) return cudaSuccess;
+  const bool aligned = can_vectorize<T>(p.width, p.out, p.x);
+  if constexpr (!std::is_same_v<T, double>)
+    if (same_misalignment(p.out, p.x) && p.scale >= 1e-30f &&
+        launch_rows<SoftmaxForwardRow<T, kCausal>>(p, p.out, aligned, stream))
+      return cudaGetLastError();
+  with_packs<T>(aligned, [&](auto vec) {
+    softmax_forward_simple_kernel<T, vec.value, kCausal>
+        <<<grid_size(p.rows), simple_threads<vec.value>(p.width), 0, stream>>>(p);
+  });
+  return cudaGetLastError();
+}
+
+template <bool kCausal, typename T>
+Status softmax_backward_rows(const SoftmaxBackwardRows<T>& p, Stream stream) {
+  if (p.rows * p.width == 0) return cudaSuccess;
+  const bool aligned = can_vectorize<T>(p.width, p.dx, p.dout, p.out);
+  if constexpr (!std::is_same_v<T, double>)
+    if (same_misalignment(p.dx, p.dout, p.out) && launch_rows<SoftmaxBackwardRow<T, kCausal>>(p, p.dx, aligned, stream))
+      return cudaGetLastError();
+  with_packs<T>(aligned, [&](auto vec) {
+    softmax_backward_simple_kernel<T, vec.value, kCausal>
+        <<<grid_size(p.rows), simple_threads<vec.value>(p.width), 0, stream>>>(p);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,1 @@
+"""A GPT-2 block as one node of the autograd graph."""

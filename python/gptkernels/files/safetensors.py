@@ -1,0 +1,211 @@
+"""Safetensors files with checksums, which `gptkernels.checkpoint` writes and reads, and plain ones for others.
+
+Beside what the caller gives, the metadata holds the file's kind and version, the CRC-32 of every tensor ("checksums":
+of its dtype, shape and bytes), and the CRC-32 of all the other entries ("checksum"). They find damage, not forgery.
+
+The writer is our own: the library's writes a temporary file that only its owner may read and whose name cannot be
+recognised after a kill, and it does not report a full disk as an OSError. The reader is the library's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from gptkernels.files.regular import open_regular
+from gptkernels.files.writing import replace_file
+
+FORMAT_VERSION = "2"
+_ALIGNMENT = 8
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
+) -> None:
+    """Write a file whole or not at all; one tensor at a time is copied to the CPU.
+
+    Args:
+        path: the file.
+        tensors: of any device and layout.
+        kind: what the file holds; `open_safetensors` asks for it.
+        fields: more entries of the metadata.
+
+    Raises:
+        ValueError: the format has no such dtype.
+        OSError: the file cannot be written; the message names it.
+    """
+    ordered = _ordered(path, tensors)
+    metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
+    checksums = dict.fromkeys(ordered, "0" * 8)
+    with replace_file(path) as temporary, open(temporary, "wb") as file:
+        file.write(_checksummed_header(ordered, metadata, checksums))
+        for name, tensor in ordered.items():
+            data = _bytes(tensor)
+            checksums[name] = _tensor_checksum(tensor, data)
+            file.write(data)
+        file.seek(0)
+        file.write(_checksummed_header(ordered, metadata, checksums))  # of the same size
+
+
+def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a file as the safetensors library does, without checksums.
+
+    Args:
+        temporary: where to; `replace_file` makes it.
+        path: what it becomes, for messages.
+        tensors: of any device and layout.
+
+    Raises:
+        ValueError: the format has no such dtype.
+        OSError: the file cannot be written.
+    """
+    ordered = _ordered(path, tensors)
+    with open(temporary, "wb") as file:
+        file.write(_header(ordered, {"format": "pt"}))
+        for tensor in ordered.values():
+            file.write(_bytes(tensor))
+
+
+def _ordered(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors so that each is aligned, wide elements first."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
+def _checksummed_header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], checksums: Mapping[str, str]
+) -> bytes:
+    entries = {**metadata, "checksums": json.dumps(checksums)}
+    return _header(tensors, {**entries, "checksum": _metadata_checksum(entries)})
+
+
+def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    for name, tensor in tensors.items():
+        end = begin + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
+    """As 8 hexadecimal digits."""
+    kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
+    return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
+
+
+def _metadata_checksum(metadata: Mapping[str, str]) -> str:
+    entries = sorted(entry for entry in metadata.items() if entry[0] != "checksum")
+    return f"{zlib.crc32(json.dumps(entries).encode()):08x}"
+
+
+class DamagedError(ValueError):
+    """What is read is not what was written."""
+
+
+class CheckedFile:
+    """An open file of `write_safetensors`: what is read from it has the checksum that was written.
+
+    Attributes:
+        metadata: the entries of the metadata.
+    """
+
+    def __init__(self, path: Path, file: Any, metadata: dict[str, str]) -> None:
+        self._path, self._file, self.metadata = path, file, metadata
+        self._checksums = _parse_checksums(metadata)
+        if self._checksums.keys() != set(file.keys()):
+            raise DamagedError(f"{path}: damaged: the tensors are not those of the checksums in the metadata")
+
+    def names(self) -> list[str]:
+        """The names of the tensors."""
+        return list(self._checksums)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU.
+
+        Raises:
+            KeyError: there is none of that name.
+            DamagedError: it has another checksum than when it was written.
+        """
+        wanted = self._checksums[name]
+        tensor = self._file.get_tensor(name)
+        if (found := _tensor_checksum(tensor, _bytes(tensor))) != wanted:
+            raise DamagedError(f"{self._path}: {name} is damaged: its checksum is {found}, was {wanted}")
+        return tensor
+
+
+def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Checksums by the tensors' names, empty where the entry is none."""
+    try:
+        checksums = json.loads(metadata["checksums"])
+    except (KeyError, ValueError, RecursionError):
+        return {}
+    return checksums if isinstance(checksums, dict) else {}
+
+
+@contextmanager
+def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
+    """Open a file of one of these kinds.
+
+    Raises:
+        ValueError: it is damaged, or of another kind or version; also for a SafetensorError within.
+    """
+    try:
+        with open_regular(path), safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            _check_metadata(path, metadata, kinds)
+            yield CheckedFile(path, file, metadata)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
+
+
+def is_own_safetensors(path: Path) -> bool:
+    """Whether a file says that `write_safetensors` wrote it."""
+    try:
+        with safe_open(path, "pt") as file:
+            return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")
+    except SafetensorError:
+        return False
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, str], kinds: tuple[str, ...]) -> None:
+    if metadata.get("kind") not in [f"gptkernels.{kind}" for kind in kinds]:
+        raise ValueError(
+            f"{path}: kind is {metadata.get('kind')!r} in the metadata, must be "
+            + " or ".join(f"'gptkernels.{kind}'" for kind in kinds)
+        )
+    if metadata.get("version") != FORMAT_VERSION:
+        raise ValueError(f"{path}: version is {metadata.get('version')!r}, known: {FORMAT_VERSION!r}")
+    if (found := _metadata_checksum(metadata)) != metadata.get("checksum"):
+        raise DamagedError(
+            f"{path}: the metadata is damaged: its checksum is {found}, was {metadata.get('checksum', 'left out')}"
+        )

@@ -1,0 +1,5 @@
+"""Training steps as CUDA graphs."""
+
+from gptkernels.graphs.capture import GraphedStep, StepNumbers, StepResult, graphed_step
+
+__all__ = ["GraphedStep", "StepNumbers", "StepResult", "graphed_step"]

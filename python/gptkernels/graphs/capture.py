@@ -1,0 +1,465 @@
+"""A whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
+
+import contextlib
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from gptkernels.graphs.staging import Signature, Staging, signature
+from gptkernels.optim import AdamW
+
+__all__ = ["GraphedStep", "StepNumbers", "StepResult", "graphed_step"]
+
+_log = logging.getLogger("gptkernels.graphs")
+
+# Steps that run eagerly before a capture: the first initialises (kernels, libraries, the optimizer's state), the second
+# is watched for operations that wait for the device.
+_WARM_UP = 2
+
+Batch = Sequence[Tensor]
+
+
+class StepNumbers(NamedTuple):
+    """A step's loss, and the norm of its gradients before clipping; None where the optimizer computes none."""
+
+    loss: float
+    grad_norm: float | None
+
+
+class StepResult:
+    """What a step has computed, still on the device or on its way to the host.
+
+    Attributes:
+        loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses,
+            before the update.
+        grad_norm: 0-dim, likewise: the norm of all gradients before clipping. None where the optimizer's
+            ``max_grad_norm`` is None.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.loss = numbers[0]
+        self.grad_norm = numbers[1] if len(numbers) > 1 else None
+        self._numbers = numbers
+        self._arrived: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> StepNumbers:
+        """The numbers on the host, once the device has come so far.
+
+        Read those of a step after the next one has been launched, and the device never idles.
+        """
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, *norm = self._numbers.tolist()
+        return StepNumbers(loss, norm[0] if norm else None)
+
+
+def graphed_step(
+    loss: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    before_update: Callable[[], object] | None = None,
+    capture: bool = True,
+) -> "GraphedStep":
+    """A training step that the device runs without the host: captured once, then replayed as a CUDA graph.
+
+    ::
+
+        def loss(tokens, targets):
+            return model(tokens, targets, return_logits=False)[1]
+
+        step = gptkernels.graphed_step(loss, optimizer)
+        for batch in batches:
+            result = step(batch)  # launches the step, and waits for nothing
+            ...
+            print(result.read())  # better one step later
+
+    A call with several batches accumulates their gradients: ``step(batch, batch, batch)`` is one update with the mean
+    of the three losses. The results have the bits of the eager step, dropout's masks included.
+
+    Before the first capture, and for each new shape of a batch, two steps run eagerly. What is captured is what the
+    device was told: Python code in ``loss`` (and in hooks of the model) runs in these steps, not in the replayed ones.
+    Learning rates may change at every step. Captured again is the step if the batches' shapes or their number, an
+    option of a param group, ``requires_grad`` of a parameter, or autocast change; if a parameter or the optimizer's
+    state lies elsewhere, as after ``load_state_dict``; and after :meth:`GraphedStep.reset`, which must be called when
+    ``loss`` is to compute something else, as between ``model.train()`` and ``model.eval()``.
+
+    The step is the same but eager, with a line in the log of ``gptkernels.graphs`` that says why, on the CPU; where
+    ``optimizer`` is not :class:`gptkernels.optim.AdamW` or has step hooks; where the parameters are not plain tensors
+    on one CUDA device; with several processes, unless ``before_update`` is given; and where the loss or a hook waits
+    for the device, or cannot be captured.
+
+    Args:
+        loss: ``loss(*batch)``, a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called inside.
+        optimizer: of the parameters that are trained. Its gradients belong to the step: they are None before and
+            after.
+        before_update: called between the last backward and the update, outside the graphs, with the gradients in
+            ``.grad``: it may change them in place, for example average them over processes.
+        capture: False is the eager step.
+
+    Raises:
+        TypeError: a batch is not a sequence of tensors.
+        ValueError: no batch is given.
+    """
+    return GraphedStep(loss, optimizer, before_update, capture)
+
+
+class GraphedStep:
+    """What :func:`graphed_step` returns.
+
+    Attributes:
+        eager_because: why no step is captured; None if steps are.
+        captures: how many times a step has been captured so far.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[..., Tensor],
+        optimizer: torch.optim.Optimizer,
+        before_update: Callable[[], object] | None,
+        capture: bool,
+    ) -> None:
+        self._loss = loss
+        self._optimizer = optimizer
+        self._before_update = before_update
+        self._device = _parameters(optimizer)[0].device
+        self.captures = 0
+        self.eager_because: str | None = None if capture else "capture is False"
+        if capture and (why := _why_not(loss, optimizer, before_update is not None)):
+            self._fall_back(why)
+        self.reset()
+        _reset_when_loaded(self, optimizer)
+
+    def reset(self) -> None:
+        """Forget the captured graphs; the next steps run eagerly and capture anew."""
+        self._eager_steps: dict[tuple[Signature, ...], int] = {}
+        self._programs: dict[tuple[Signature, ...], _Program] = {}
+        self._inputs: dict[Signature, Staging] = {}
+        self._rates: list[_Rate] = []
+        self._setting: object = None
+        self._state: object = None
+        self._pool: Any = None
+
+    def __call__(self, *batches: Batch) -> StepResult:
+        """Launch one update of the parameters.
+
+        Args:
+            batches: the micro-batches: each a sequence of tensors, on the host or on the parameters' device.
+
+        Returns:
+            The loss and the gradients' norm. Nothing waits for them.
+        """
+        signatures = _signatures(batches)
+        if self.eager_because is None and self._may_replay(signatures):
+            try:
+                return self._replay(batches, signatures)
+            except _CannotCapture as error:
+                self._fall_back(str(error))
+        return StepResult(self._run_eagerly(batches))
+
+    def _may_replay(self, signatures: tuple[Signature, ...]) -> bool:
+        """Whether steps like this one have run eagerly before."""
+        setting = _setting(self._optimizer)
+        if setting != self._setting or self._state is not self._optimizer.state:
+            self.reset()
+            self._setting, self._state = setting, self._optimizer.state
+        return self._eager_steps.get(signatures, 0) >= _WARM_UP
+
+    def _fall_back(self, why: str) -> None:
+        self.eager_because = why
+        _log.log(logging.INFO if why == _ON_CPU else logging.WARNING, "the training step runs eagerly: %s", why)
+
+    # ---- eager -------------------------------------------------------------------------------------------------------
+
+    def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
+        """One step; the last of those before a capture is watched."""
+        signatures = _signatures(batches)
+        count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
+        watch = self.eager_because is None and count == _WARM_UP
+        with _Watch() if watch else contextlib.nullcontext() as found:
+            batches = [[t.to(self._device, non_blocking=True) for t in batch] for batch in batches]
+            total = self._micro_step(batches[0], len(batches))
+            for batch in batches[1:]:
+                self._micro_step(batch, len(batches), total)
+        if self._before_update is not None:
+            self._before_update()
+        numbers = self._update(total)
+        if found is not None and found.place:
+            self._fall_back(f"the loss or a hook waits for the device, at {found.place}")
+        return numbers
+
+    def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
+        """Forward and backward of one of ``count`` batches; ``total``, if there is one, takes the loss."""
+        if total is None:
+            self._drop_gradients()  # the backward then writes them, instead of adding to them
+        torch.clear_autocast_cache()  # casts of parameters from before their last update, or from outside the graph
+        loss = self._loss(*batch)
+        if count > 1:
+            loss = loss / count
+        with torch.autograd.set_multithreading_enabled(False):  # handing it to a thread costs the host 0.5 ms
+            loss.backward()  # type: ignore[no-untyped-call]
+        torch.clear_autocast_cache()
+        loss = loss.detach()
+        return loss if total is None else total.add_(loss)
+
+    def _update(self, total: Tensor) -> Tensor:
+        """The optimizer's step; the loss and, if there is one, the norm, as one tensor."""
+        self._optimizer.step()
+        self._drop_gradients()
+        norm = getattr(self._optimizer, "grad_norm", None)
+        parts = [total] if norm is None else [total, norm.to(total.device)]
+        dtype = torch.promote_types(total.dtype, torch.float32)
+        return torch.stack([part.to(dtype) for part in parts])
+
+    def _drop_gradients(self) -> None:
+        for parameter in _parameters(self._optimizer):
+            parameter.grad = None
+
+    # ---- captured ----------------------------------------------------------------------------------------------------
+
+    def _replay(self, batches: Sequence[Batch], signatures: tuple[Signature, ...]) -> StepResult:
+        program = self._programs.get(signatures)
+        if program is None:
+            program = self._programs[signatures] = self._capture(signatures)
+        for rate in self._rates:
+            rate.follow()
+        for graph, batch, kind in zip(program.micro_steps, batches, signatures, strict=True):
+            self._inputs[kind].put(batch)
+            graph.replay()
+        if self._before_update is not None:
+            program.show_gradients(self._optimizer)
+            self._before_update()
+            self._drop_gradients()
+        if program.update is not None:
+            program.update.replay()
+        result = StepResult(program.numbers.clone())
+        self._optimizer.grad_norm = result.grad_norm  # type: ignore[attr-defined]
+        return result
+
+    def _capture(self, signatures: tuple[Signature, ...]) -> "_Program":
+        """One graph of the whole step; with several batches one of the first, one of each like it, one of the update.
+
+        The memory of one graph may hold another's intermediate results, as they never run at the same time.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            self._rates = [_Rate(group, self._device) for group in self._optimizer.param_groups]
+        for kind in signatures:
+            if kind not in self._inputs:
+                self._inputs[kind] = Staging(kind, self._device)
+        program = _Program()
+        count = len(signatures)
+        first = self._inputs[signatures[0]].static
+        try:
+            if count == 1 and self._before_update is None:
+                graph, program.numbers = self._graph(lambda: self._captured_update(self._micro_step(first, 1)))
+                program.micro_steps = [graph]
+            else:
+                graph, total = self._graph(lambda: self._micro_step(first, count))
+                program.micro_steps = [graph]
+                program.gradients = [p.grad for p in _parameters(self._optimizer)]
+                others = {}
+                for kind in signatures[1:]:
+                    if kind not in others:
+                        others[kind], _ = self._graph(self._micro_step, self._inputs[kind].static, count, total)
+                    program.micro_steps.append(others[kind])
+                program.check_gradients(self._optimizer)
+                program.update, program.numbers = self._graph(self._captured_update, total)
+        except Exception as error:
+            self._programs.clear()
+            self._drop_gradients()
+            _end_capture_of_random_numbers(self._device)
+            raise _CannotCapture(f"it cannot be captured: {_first_line(error)}") from error
+        self.captures += 1
+        return program
+
+    def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """What the function launches, as a graph, and what it returns: tensors that every replay writes again."""
+        graph = torch.cuda.CUDAGraph()
+        # Another thread, for example one that pins a data loader's memory, may call what a capture forbids.
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        with capture:
+            result = function(*args)
+        # torch sets the generator's seed and offset on the device when a capture begins, on its stream, and when a
+        # replay begins, on that one's: a replay must not be overtaken.
+        assert capture.capture_stream is not None  # as torch's annotation allows
+        torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
+        return graph, result
+
+    def _captured_update(self, total: Tensor) -> Tensor:
+        """The update with learning rates that are read on the device."""
+        groups = self._optimizer.param_groups
+        given = [group["lr"] for group in groups]
+        try:
+            for group, rate in zip(groups, self._rates, strict=True):
+                group["lr"] = rate.on_device
+            return self._update(total)
+        finally:
+            for group, rate in zip(groups, given, strict=True):
+                group["lr"] = rate
+
+
+class _CannotCapture(Exception):
+    """Why."""
+
+
+class _Program:
+    """The graphs of a step for batches of certain shapes.
+
+    ``micro_steps`` has one graph a batch, of which those for equal shapes after the first are the same; ``update`` is
+    None where the only micro-step has it; ``numbers`` is what StepResult takes; ``gradients`` is what the micro-steps
+    leave for the update.
+    """
+
+    micro_steps: list[torch.cuda.CUDAGraph]
+    update: torch.cuda.CUDAGraph | None = None
+    numbers: Tensor
+    gradients: list[Tensor | None]
+
+    def show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the parameters have the gradients that the replayed graphs have written."""
+        for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
+            parameter.grad = gradient
+
+    def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse micro-steps that do not add to the gradients of the first."""
+        for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
+            if parameter.grad is not gradient:
+                raise RuntimeError("a gradient was replaced, not added to")
+
+
+class _Rate:
+    """A param group's learning rate on the device, in float64: the update has the bits of one with a Python float."""
+
+    def __init__(self, group: dict[str, Any], device: torch.device) -> None:
+        self._group = group
+        self._value: float | None = None
+        self.on_device = torch.zeros((), dtype=torch.float64, device=device)
+
+    def follow(self) -> None:
+        """Take over what the group says now."""
+        rate = self._group["lr"]
+        if isinstance(rate, Tensor) and not rate.is_cpu:
+            self._value = None
+            self.on_device.copy_(rate)
+        elif (value := float(rate)) != self._value:
+            self._value = value
+            self.on_device.fill_(value)
+
+
+class _Watch:
+    """Notes where the host waits for the device; other warnings are passed on.
+
+    Attributes:
+        place: file and line of the last such operation; None if there was none.
+    """
+
+    place: str | None = None
+
+    def __enter__(self) -> "_Watch":
+        self._mode = torch.cuda.get_sync_debug_mode()
+        self._catch = warnings.catch_warnings(record=True)
+        self._caught: list[Any] = self._catch.__enter__()  # type: ignore[assignment]
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.cuda.set_sync_debug_mode(self._mode)
+        self._catch.__exit__(*exception)  # type: ignore[arg-type]
+        for warning in self._caught:
+            text = str(warning.message)
+            if "called a synchronizing" in text:
+                self.place = f"{warning.filename}:{warning.lineno}"
+            elif "ynchronization debug mode" not in text:  # that this mode is a prototype
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+_ON_CPU = "the parameters are on the CPU"
+
+
+def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
+    """Why the step cannot be captured, as far as can be told without running it."""
+    parameters = _parameters(optimizer)
+    if all(parameter.is_cpu for parameter in parameters):
+        return _ON_CPU
+    if not isinstance(optimizer, AdamW):
+        return f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__qualname__}, not gptkernels.optim's"
+    if any(type(p) not in (Tensor, torch.nn.Parameter) or not p.is_cuda for p in parameters):
+        return "a parameter is not a plain CUDA tensor"
+    if len({parameter.device for parameter in parameters}) > 1:
+        return "the parameters are on several devices"
+    hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    if any(hooks) or torch_optimizer._global_optimizer_pre_hooks or torch_optimizer._global_optimizer_post_hooks:
+        return "the optimizer has step hooks"
+    distributed = torch.distributed
+    several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if several and not exchanges_gradients:
+        return "there are several processes, and no before_update that exchanges their gradients"
+    return None
+
+
+def _signatures(batches: Sequence[Batch]) -> tuple[Signature, ...]:
+    if not batches:
+        raise ValueError("graphed_step: a step takes at least one batch")
+    for batch in batches:
+        if not isinstance(batch, tuple | list) or not all(isinstance(t, Tensor) for t in batch):
+            raise TypeError(f"graphed_step: a batch must be a tuple or list of tensors, got {type(batch).__name__}")
+    return tuple(signature(batch) for batch in batches)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _setting(optimizer: torch.optim.Optimizer) -> object:
+    """What is baked into a graph, besides the batches' shapes."""
+    groups = [
+        [(p.data_ptr(), p.requires_grad) for p in group["params"]]
+        + [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
+        for group in optimizer.param_groups
+    ]
+    cuda = torch.backends.cuda.matmul
+    return (
+        groups,
+        getattr(optimizer, "max_grad_norm", None),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
+        cuda.allow_tf32,
+        cuda.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> None:
+    """Captured graphs would go on with the state that the optimizer had before ``load_state_dict``."""
+    reference = weakref.ref(step)
+
+    def reset(_: object) -> None:
+        if (found := reference()) is not None:
+            found.reset()
+
+    optimizer.register_load_state_dict_post_hook(reset)
+
+
+def _end_capture_of_random_numbers(device: torch.device) -> None:
+    """After a capture that failed, torch's generator still takes every draw for a part of it: replace its state."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+
+
+def _first_line(error: BaseException) -> str:
+    """Of the first error: those that it led to when the capture was ended say less."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

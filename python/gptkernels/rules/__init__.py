@@ -1,0 +1,14 @@
+"""The rules torch takes in Python for each operator: fake, autograd, autocast, flops. One file an op.
+
+``from gptkernels.rules import ops`` gives the operators themselves, with these rules registered: ``ops.gelu(x)``.
+"""
+
+import importlib
+import pkgutil
+
+from gptkernels.rules._register import ops
+
+__all__ = ["ops"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

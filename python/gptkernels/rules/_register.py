@@ -1,0 +1,372 @@
+"""How an op's Python rules reach torch's dispatcher.
+
+An op's file holds its rules and ends with one call for each:
+
+| call | what the op then does |
+|---|---|
+| ``fake(name, f)`` | shapes and dtypes without data: meta and fake tensors, ``torch.compile``, ``torch.export`` |
+| ``autograd(name, Function, jvp=rule)`` | derivatives, reverse and forward, under ``torch.func``'s transforms too |
+| ``vmap(name, rule)`` | ``torch.vmap``, and with it ``jacrev``, ``jacfwd``, ``hessian`` and per-sample gradients |
+| ``autocast(name, cuda=..., cpu=...)`` | casts inside ``torch.autocast`` |
+| ``flops(name, f)`` | ``torch.utils.flop_counter`` |
+| ``mutates(name)``, ``without_derivative(name)`` | for an op that writes into an argument; for one with no derivative |
+
+- ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
+  ``backward`` calls the ``_backward`` op. It needs no ``setup_context``: the dispatcher calls it once for each
+  transform, as it calls the autograd kernels of torch's own ops.
+- ``jvp`` is written for the outputs' tangents (see ``_forward.py``): by an op that is linear in the argument, or by
+  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs one as well: forward over reverse calls
+  it.
+- ``vmap`` is a rule from ``_vmap.py``: ``rows(...)`` where the mapped dimension is only one more leading dimension,
+  ``loop`` where it is not.
+
+The autograd kernel is the leanest that ``torch.compile`` still traces: it calls ``Function`` without the argument
+handling of ``torch.library.register_autograd`` and of ``Function.apply``.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import filterfalse
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
+
+from gptkernels import _library
+from gptkernels.rules import _autocast, _inductor, _vmap
+from gptkernels.rules import _jvp as _forward
+
+ops = torch.ops.gptkernels
+_registrations = torch.library.Library("gptkernels", "FRAGMENT")
+
+
+def fake(name: str, function: Callable[..., Any]) -> None:
+    """The op's output shapes and dtypes, for tracing without data."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        _inductor.register_fallbacks()
+        return function(*args, **kwargs)
+
+    torch.library.register_fake(f"gptkernels::{name}", rule, lib=_registrations)
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _forward.Rule) -> None:
+    """Differentiate the op.
+
+    Args:
+        name: the op.
+        function: takes the op's arguments by position, calls it through ``below_autograd``, and differentiates it.
+        jvp: the tangents of its outputs, for forward-mode AD.
+    """
+    op = getattr(ops, name).default
+    complete = completer(op)
+    apply, apply_forward = recorder(function), recorder(_forward.with_jvp(function, jvp))
+
+    # Looked up once: an op on a small tensor takes 5 us in all.
+    transforms_active, below = torch._C._are_functorch_transforms_active, torch._C._AutoDispatchBelowAutograd
+    grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0 or transforms_active():  # _forward.active()
+            positional = complete(args, kwargs)
+            if _forward.any_tangent(positional):
+                return apply_forward(*positional)
+        if not (grad_enabled() and any_requires_grad(*args, **kwargs)):
+            with below():
+                return op(*args, **kwargs)
+        return apply(*complete(args, kwargs))
+
+    _registrations.impl(name, kernel, "Autograd")
+
+
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for an autograd kernel.
+
+    ``Function.apply`` is written in Python and handles transforms and default arguments at each call. The dispatcher
+    has done that before it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
+    """
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply_in_transform = _single_level(function).apply
+
+    def record(*args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return apply(*args)
+        before = _outer.modes
+        _outer.modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+        try:
+            with enable_single_level_autograd_function():  # for the transform that called the kernel
+                return apply_in_transform(*args)
+        finally:
+            _outer.modes = before
+
+    return record
+
+
+def _single_level(function: type[torch.autograd.Function]) -> Any:
+    """The function for one transform alone: from torch 2.15 on, ``Function.apply`` handles transforms in C++ too."""
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
+    return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
+
+
+class _Outer(threading.local):
+    """Whether reverse and forward AD were on where an op was called under a transform of torch.func.
+
+    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the transforms further out,
+    which would miss the op otherwise.
+    """
+
+    modes = True, True
+
+
+_outer = _Outer()
+
+
+def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A function that takes all of the op's arguments by position and calls ``function`` with the op's signature."""
+    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    split = len(op._schema.arguments) - len(keywords)
+    return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
+
+
+def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
+    """A function that returns all of the op's arguments by position.
+
+    The dispatcher leaves out trailing arguments that have their defaults.
+    """
+    defaults = [argument.default_value for argument in op._schema.arguments]
+    keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
+    positional = len(defaults) - len(keywords)
+
+    def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if len(args) < positional:
+            args += tuple(defaults[len(args) : positional])
+        for i, keyword in enumerate(keywords, positional):
+            args += (kwargs.get(keyword, defaults[i]),)
+        return args
+
+    return complete
+
+
+def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call the op from its own autograd rule: this calls the kernel, or the next transform of torch.func."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            return op(*args, **kwargs)
+        reverse, forward = _outer.modes
+        with torch.set_grad_enabled(reverse), forward_ad._set_fwd_grad_enabled(forward):
+            return op(*args, **kwargs)
+
+
+def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums and statistics: float32, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """A backward's outputs, with None in place of those that the mask leaves out."""
+    return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
+
+
+def differentiate(
+    formula: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad_outputs: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``formula(*inputs)``, written in torch ops, by torch's own autograd.
+
+    This is how a backward is itself differentiable where a kernel of its own is not worth it. The result is
+    differentiable again.
+
+    Args:
+        formula: the op's outputs as a differentiable function of the inputs.
+        inputs: the op's tensors; None where one is absent.
+        needs: whether a gradient is wanted, for each input.
+        grad_outputs: the incoming gradients; None where an output is not used.
+
+    Returns:
+        A gradient or None for each input.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return _differentiate_by_func(formula, inputs, needs, grad_outputs)
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # A view connects this part of the graph to the inputs, so that third derivatives pass through.
+        variables = [
+            (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if t is not None and need else t
+            for t, need in zip(inputs, needs, strict=True)
+        ]
+        outputs = formula(*variables)
+    pairs = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+    wanted = [v for v, need in zip(variables, needs, strict=True) if v is not None and need]
+    if not pairs or not wanted:
+        return (None,) * len(inputs)
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True, create_graph=create_graph
+        )
+    )
+    return tuple(next(found) if v is not None and need else None for v, need in zip(variables, needs, strict=True))
+
+
+def _differentiate_by_func(
+    formula: Callable[..., tuple[Tensor, ...]],
+    inputs: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    grad_outputs: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """``differentiate`` under a transform of torch.func, where ``requires_grad`` may belong to another level."""
+    places = [i for i, (t, need) in enumerate(zip(inputs, needs, strict=True)) if t is not None and need]
+    found: list[Tensor | None] = [None] * len(inputs)
+    if places and any(g is not None for g in grad_outputs):
+
+        def used(*variables: Tensor) -> tuple[Tensor, ...]:
+            every = list(inputs)
+            for i, variable in zip(places, variables, strict=True):
+                every[i] = variable
+            return tuple(o for o, g in zip(formula(*every), grad_outputs, strict=True) if g is not None)
+
+        pull = torch.func.vjp(used, *(inputs[i] for i in places))[1]
+        gradients: tuple[Tensor, ...] = pull(tuple(g for g in grad_outputs if g is not None))
+        for i, gradient in zip(places, gradients, strict=True):
+            found[i] = gradient
+    return tuple(found)
+
+
+# ---- vmap ------------------------------------------------------------------------------------------------------------
+
+
+def vmap(name: str, rule: _vmap.Rule) -> None:
+    """What the op does under ``torch.vmap``."""
+    op = getattr(ops, name).default
+    complete, call = completer(op), call_by_position(op, op)
+
+    def kernel(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        args = complete(args, kwargs)
+        return rule(call, info.batch_size, (*in_dims, *(None,) * (len(args) - len(in_dims))), args)
+
+    torch.library.register_vmap(f"gptkernels::{name}", kernel, lib=_registrations)
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
+    """Cast the op's floating tensors inside ``torch.autocast``, as its torch counterpart does on that device type.
+
+    Args:
+        name: the op.
+        cuda: ``"float32"``, ``"lower"`` (autocast's own dtype), ``"promote"`` (the widest among the arguments), or None
+            for no rule.
+        cpu: likewise.
+    """
+    for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
+        if policy is not None:
+            kernel = _autocast.kernel(getattr(ops, name).default, device_type, policy)
+            _registrations.impl(name, kernel, _autocast.KEYS[device_type])
+
+
+def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
+    """Run ``rule(op, cast, *arguments)`` inside autocast: for an op whose arguments are not all cast alike.
+
+    ``cast(value, dtype)`` casts what autocast would cast and returns anything else unchanged. Inside the rule autocast
+    is off.
+    """
+    kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
+    _registrations.impl(name, kernel, _autocast.KEYS[device_type])
+
+
+# ---- ops that write into their arguments -----------------------------------------------------------------------------
+def mutates(name: str) -> None:
+    """Increment the versions of the tensors that the op writes into, as torch's own in-place ops do.
+
+    By its version autograd detects that a saved tensor was modified. The schema says which arguments are written into.
+    """
+    op = getattr(ops, name).default
+    count_versions = _version_counter(op)
+
+    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        out = op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs)
+        count_versions(args, kwargs)
+        return out
+
+    _registrations.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def without_derivative(name: str) -> None:
+    """Make the op raise an error where autograd would have to differentiate it.
+
+    Elsewhere the same rule does what ``mutates`` does: a second rule would pass lists of hundreds of tensors through
+    Python once more, which takes as long as the op itself.
+    """
+    op = getattr(ops, name).default
+    count_versions = _version_counter(op)
+
+    def refuse(t: Tensor) -> None:
+        if t.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
+        if _forward.any_tangent((t,)):
+            raise RuntimeError(f"gptkernels::{name} has no derivative: an argument has a forward-mode tangent")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or _forward.active():
+            for value in (*args, *kwargs.values()):
+                for t in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(t, Tensor):
+                        refuse(t)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            out = op(*args, **kwargs)
+        count_versions(args, kwargs)
+        return out
+
+    _registrations.impl(name, kernel, "Autograd")
+
+
+def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict[str, Any]], None]:
+    """A function that increments the versions of the arguments that the op writes into."""
+    written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
+
+    def increment(tensors: Sequence[Tensor]) -> None:
+        try:
+            torch.autograd.graph.increment_version(tensors)
+        except RuntimeError:  # inference tensors have no versions; asking each of them takes longer
+            torch.autograd.graph.increment_version([*filterfalse(Tensor.is_inference, tensors)])
+
+    def count_versions(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        for i, argument in written:
+            value = args[i] if i < len(args) else kwargs.get(argument)
+            increment([value] if isinstance(value, Tensor) else value or [])
+
+    return count_versions
+
+
+# ---- no CUDA library -------------------------------------------------------------------------------------------------
+
+
+def refuse_cuda(name: str, reason: str) -> None:
+    """Make the op say, when it is called with CUDA tensors, why it has no kernel for them."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"gptkernels::{name}: no CUDA kernels are loaded: {reason}")
+
+    _registrations.impl(name, kernel, "CUDA")
+
+
+if _library.without_cuda_because:
+    for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
+        if _name.startswith("gptkernels::"):
+            refuse_cuda(_name.removeprefix("gptkernels::"), _library.without_cuda_because)
+
+
+# ---- flops -----------------------------------------------------------------------------------------------------------
+
+
+def flops(name: str, formula: Callable[..., int]) -> None:
+    """Teach ``torch.utils.flop_counter`` the op: ``formula`` takes its arguments with shapes for the tensors."""
+    register_flop_formula(getattr(ops, name))(formula)

@@ -1,0 +1,40 @@
+"""One step of AdamW on a list of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
+
+from typing import Any
+
+import torch
+
+from gptkernels.rules._register import _registrations, _version_counter, fake, mutates, ops, without_derivative
+
+
+def _fake(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
+    return None
+
+
+def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
+    """A step on empty lists, which the dispatcher knows no device for; and devices that have no kernel."""
+    if params:
+        raise RuntimeError(f"gptkernels::adamw_: params[0] is on {params[0].device}, which has no kernel")
+
+
+fake("adamw_", _fake)
+mutates("adamw_")
+without_derivative("adamw_")
+_registrations.impl("adamw_", _without_kernel, "CompositeExplicitAutograd")
+
+
+_count_versions = _version_counter(ops.adamw_.default)
+
+
+def step(*lists: Any, **options: Any) -> None:
+    """``adamw_`` for callers that record no gradients.
+
+    The rules above are written in Python, and each would be passed lists of hundreds of tensors once more. So their
+    work is done here.
+    """
+    if torch.compiler.is_compiling():
+        ops.adamw_.default(*lists, **options)
+        return
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        ops.adamw_.default(*lists, **options)
+    _count_versions(lists, options)

@@ -1,0 +1,165 @@
+"""Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]; and an embedding without positions."""
+
+import torch
+
+from gptkernels.rules._jvp import linear_in
+from gptkernels.rules._register import (
+    autograd,
+    below_autograd,
+    fake,
+    mutates,
+    ops,
+    recorder,
+    vmap,
+    without_derivative,
+)
+from gptkernels.rules._vmap import batches, leading, loop, offset_tokens, rows
+
+
+def _fake(tokens, wte, wpe, vocab_size=-1):
+    return wte.new_empty((*tokens.shape, wte.shape[-1]))
+
+
+def _fake_backward(dout, tokens, vocab_size, max_positions):
+    width = dout.shape[-1]
+    return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
+
+
+def _fake_backward_in_place(dout, tokens, dwte, max_positions):
+    return dout.new_empty((max_positions, dout.shape[-1]))
+
+
+def _fake_embedding(tokens, weight, vocab_size=-1):
+    return weight.new_empty((*tokens.shape, weight.shape[-1]))
+
+
+def _fake_embedding_backward(dout, tokens, vocab_size):
+    return dout.new_empty((vocab_size, dout.shape[-1]))
+
+
+class Encoder(torch.autograd.Function):
+    """tokens (B, T), wte (Vp, C), wpe (P, C) with P >= T -> (B, T, C)."""
+
+    @staticmethod
+    def forward(ctx, tokens, wte, wpe, vocab_size):
+        """Save the tokens: the gradient does not depend on the weights."""
+        ctx.save_for_backward(tokens)
+        ctx.sizes = wte.shape[0], wpe.shape[0]
+        return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size)
+
+    @staticmethod
+    def backward(ctx, dout):
+        """dwte: sums of dout's rows over the positions of each token. dwpe: sums over the batch."""
+        (tokens,) = ctx.saved_tensors
+        return None, *ops.encoder_backward.default(dout, tokens, *ctx.sizes), None
+
+
+class TiedEncoder(torch.autograd.Function):
+    """As Encoder, with a second output: wte, for the head that is tied to it.
+
+    So this backward receives the head's gradient of wte and adds that of the tokens to it: no second gradient is
+    written, and no separate pass adds the two.
+    """
+
+    @staticmethod
+    def forward(ctx, tokens, wte, wpe, vocab_size):
+        """Save the tokens."""
+        ctx.save_for_backward(tokens)
+        ctx.sizes = wte.shape[0], wpe.shape[0]
+        ctx.set_materialize_grads(False)
+        return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size), wte.view_as(wte)
+
+    @staticmethod
+    def backward(ctx, dout, dhead):
+        """As Encoder's, added in place to the tied head's gradient, to which nothing else refers."""
+        (tokens,) = ctx.saved_tensors
+        if dout is None:
+            return None, dhead, None, None
+        if dhead is None or torch.is_grad_enabled() or dhead.dtype != dout.dtype or not dhead.is_contiguous():
+            dwte, dwpe = ops.encoder_backward.default(dout, tokens, *ctx.sizes)
+            return None, dwte if dhead is None else dwte + dhead, dwpe, None
+        return None, dhead, ops.encoder_backward_.default(dout, tokens, dhead, ctx.sizes[1]), None
+
+
+tied_encoder = recorder(TiedEncoder)
+
+
+class EncoderBackward(torch.autograd.Function):
+    """dout (B, T, C) -> dwte (V, C), dwpe (P, C): linear in dout."""
+
+    @staticmethod
+    def forward(ctx, dout, tokens, vocab_size, max_positions):
+        """The kernel."""
+        ctx.save_for_backward(tokens)
+        return below_autograd(ops.encoder_backward.default, dout, tokens, vocab_size, max_positions)
+
+    @staticmethod
+    def backward(ctx, ddwte, ddwpe):
+        """The adjoint of a sum of rows is the look-up itself."""
+        (tokens,) = ctx.saved_tensors
+        return ops.encoder.default(tokens, ddwte, ddwpe), None, None, None
+
+
+class Embedding(torch.autograd.Function):
+    """tokens (...), weight (Vp, C) -> (..., C)."""
+
+    @staticmethod
+    def forward(ctx, tokens, weight, vocab_size):
+        """Save the tokens."""
+        ctx.save_for_backward(tokens)
+        ctx.rows = weight.shape[0]
+        return below_autograd(ops.embedding.default, tokens, weight, vocab_size)
+
+    @staticmethod
+    def backward(ctx, dout):
+        """Sums of dout's rows over the positions of each token."""
+        (tokens,) = ctx.saved_tensors
+        return None, ops.embedding_backward.default(dout, tokens, ctx.rows), None
+
+
+class EmbeddingBackward(torch.autograd.Function):
+    """dout (..., C) -> dweight (V, C): linear in dout."""
+
+    @staticmethod
+    def forward(ctx, dout, tokens, vocab_size):
+        """The kernel."""
+        ctx.save_for_backward(tokens)
+        return below_autograd(ops.embedding_backward.default, dout, tokens, vocab_size)
+
+    @staticmethod
+    def backward(ctx, ddweight):
+        """The look-up itself."""
+        (tokens,) = ctx.saved_tensors
+        return ops.embedding.default(tokens, ddweight), None, None
+
+
+def encoder_tangent(inputs, tangents, outputs):
+    """The look-up itself: it is linear in both weights together."""
+    tokens, *weights, vocab_size = inputs
+    filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
+    return ops.encoder.default(tokens, *filled, vocab_size)
+
+
+def embedding_backward_vmap(op, size, in_dims, args):
+    """One sum over a vocabulary for each index, all in one call."""
+    dout, tokens, vocab_size = args
+    dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
+    dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)
+    return dweights.view(size, vocab_size, -1), 0
+
+
+fake("encoder", _fake)
+fake("encoder_backward", _fake_backward)
+fake("encoder_backward_", _fake_backward_in_place)
+mutates("encoder_backward_")
+without_derivative("encoder_backward_")
+fake("embedding", _fake_embedding)
+fake("embedding_backward", _fake_embedding_backward)
+autograd("encoder", Encoder, jvp=encoder_tangent)
+autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
+autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
+autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
+vmap("encoder", batches(0))
+vmap("encoder_backward", loop)
+vmap("embedding", rows(0, least=0))
+vmap("embedding_backward", embedding_backward_vmap)

@@ -1,0 +1,31 @@
+"""Layernorm, also of a sum with a residual, whose output is float8: what a product of a float8 layer reads.
+
+It has no derivative: the node of autograd's graph that calls it has one (``_fp8_layer_node.py``).
+"""
+
+import torch
+
+from gptkernels.rules._register import accumulate_dtype, fake, mutates, vmap, without_derivative
+from gptkernels.rules._vmap import loop
+from gptkernels.rules.fp8 import scale_like, transposed_like
+
+
+def _fake(
+    x, residual, weight, bias, history, transposed=False, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None
+):
+    sum = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    statistics = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
+    return (
+        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        transposed_like(x, torch.float8_e4m3fn, transposed),
+        scale_like(x),
+        sum,
+        statistics,
+        torch.empty_like(statistics),
+    )
+
+
+fake("fp8_layernorm", _fake)
+mutates("fp8_layernorm")
+without_derivative("fp8_layernorm")
+vmap("fp8_layernorm", loop)

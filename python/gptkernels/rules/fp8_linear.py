@@ -1,0 +1,212 @@
+"""Linear layers on float8 operands: x and weights in e4m3, gradients in e5m2.
+
+The derivative is that of the layer without quantisation, at the quantised operands.
+"""
+
+import torch
+
+from gptkernels.rules._register import (
+    autocast,
+    autograd,
+    below_autograd,
+    fake,
+    flops,
+    mutates,
+    ops,
+    present,
+    vmap,
+    without_derivative,
+)
+from gptkernels.rules._vmap import loop
+from gptkernels.rules.fp8 import scale_like, transposed_like
+from gptkernels.rules.linear import linear_flops
+from gptkernels.rules.mlp import mlp_backward_flops, mlp_flops
+
+SAVED = torch.float8_e4m3fn
+
+
+def refuse_tangents(inputs, tangents, outputs):
+    """There is no forward-mode derivative."""
+    raise RuntimeError("gptkernels: float8 layers have no forward-mode derivative")
+
+
+def refuse_second_derivatives():
+    """Raise where the backward is recorded: its derivative would leave out what the float8 operands came from."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
+        )
+
+
+# ---- one layer -------------------------------------------------------------------------------------------------------
+
+
+def _fake_linear(x, weight, bias, history, dout_history, save):
+    return (
+        x.new_empty((*x.shape[:-1], weight.shape[0])),
+        transposed_like(x, SAVED, save[1]),
+        transposed_like(weight, SAVED, save[0]),
+        scale_like(x),
+        scale_like(x),
+    )
+
+
+def _fake_linear_backward(dout, x_t, weight_t, x_scale, weight_scale, history, output_mask):
+    dx, dweight, dbias = output_mask
+    width = dout.shape[-1]
+    return (
+        dout.new_empty((*dout.shape[:-1], weight_t.shape[0]) if dx else (0,)),
+        dout.new_empty((width, x_t.shape[0]) if dweight else (0,)),
+        dout.new_empty((width,) if dbias else (0,)),
+    )
+
+
+class FP8Linear(torch.autograd.Function):
+    """x (..., K), weight (M, K), bias (M) -> out (..., M), and what the backward reads."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, history, dout_history, save):
+        """Save the transposed float8 operands."""
+        save = ctx.needs_input_grad[:2]
+        out, *saved = below_autograd(ops.fp8_linear.default, x, weight, bias, history, dout_history, save)
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.history = dout_history  # not saved: later calls move it on
+        return out, *saved
+
+    @staticmethod
+    def backward(ctx, dout, *unused):
+        """Quantise dout, then two products."""
+        if dout is None:
+            return (None,) * 6
+        refuse_second_derivatives()
+        mask = ctx.needs_input_grad[:3]
+        grads = ops.fp8_linear_backward.default(dout, *ctx.saved_tensors, ctx.history, mask)
+        return *present(grads, mask), None, None, None
+
+
+def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
+    """As many as the forward for each of dx and dweight."""
+    mask = args[-1]
+    inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
+    return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
+
+
+fake("fp8_linear", _fake_linear)
+fake("fp8_linear_backward", _fake_linear_backward)
+autograd("fp8_linear", FP8Linear, jvp=refuse_tangents)
+mutates("fp8_linear")
+mutates("fp8_linear_backward")
+without_derivative("fp8_linear_backward")
+vmap("fp8_linear", loop)
+vmap("fp8_linear_backward", loop)
+autocast("fp8_linear", cuda="lower", cpu="lower")
+flops("fp8_linear", linear_flops)
+flops("fp8_linear_backward", fp8_linear_backward_flops)
+
+
+# ---- two layers with GELU between them -------------------------------------------------------------------------------
+
+
+def _fake_mlp(
+    x, fc_weight, fc_bias, proj_weight, proj_bias, history, hidden_history, dhidden_history, dout_history, save
+):
+    pre_gelu = x.new_empty((*x.shape[:-1], fc_weight.shape[0]))
+    return (
+        x.new_empty((*x.shape[:-1], proj_weight.shape[0])),
+        pre_gelu,
+        transposed_like(x, SAVED, save[1]),
+        transposed_like(fc_weight, SAVED, save[0]),
+        transposed_like(pre_gelu, SAVED, save[2]),
+        transposed_like(proj_weight, SAVED, save[3]),
+        *(scale_like(x) for _ in range(4)),
+    )
+
+
+def _fake_mlp_backward(
+    dout,
+    pre_gelu,
+    x_t,
+    fc_weight_t,
+    hidden_t,
+    proj_weight_t,
+    x_scale,
+    fc_scale,
+    hidden_scale,
+    proj_scale,
+    dhidden_history,
+    dout_history,
+    output_mask,
+):
+    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = output_mask
+    width, hidden = dout.shape[-1], pre_gelu.shape[-1]
+    return (
+        dout.new_empty((*dout.shape[:-1], fc_weight_t.shape[0]) if dx else (0,)),
+        dout.new_empty((hidden, x_t.shape[0]) if dfc_weight else (0,)),
+        dout.new_empty((hidden,) if dfc_bias else (0,)),
+        dout.new_empty((width, hidden) if dproj_weight else (0,)),
+        dout.new_empty((width,) if dproj_bias else (0,)),
+    )
+
+
+class FP8MLP(torch.autograd.Function):
+    """As FP8Linear, for both layers; GELU's output is kept as float8 only."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        fc_weight,
+        fc_bias,
+        proj_weight,
+        proj_bias,
+        history,
+        hidden_history,
+        dhidden_history,
+        dout_history,
+        save,
+    ):
+        """Save the transposed float8 operands, and what GELU is of."""
+        needs = ctx.needs_input_grad
+        save = needs[0], needs[1], needs[3], any(needs[:3])
+        histories = history, hidden_history, dhidden_history, dout_history
+        out, *saved = below_autograd(
+            ops.fp8_mlp.default, x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, save
+        )
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*saved)
+        ctx.set_materialize_grads(False)
+        ctx.histories = dhidden_history, dout_history
+        return out, *saved
+
+    @staticmethod
+    def backward(ctx, dout, *unused):
+        """Quantise dout, and the gradient before GELU; four products."""
+        if dout is None:
+            return (None,) * 10
+        refuse_second_derivatives()
+        mask = ctx.needs_input_grad[:5]
+        grads = ops.fp8_mlp_backward.default(dout, *ctx.saved_tensors, *ctx.histories, mask)
+        return *present(grads, mask), *(None,) * 5
+
+
+def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
+    """As those of mlp."""
+    mask, x_t, fc_t = args[-1], args[0], args[1]
+    inner = (fc_t if mask[0] else x_t)[0]
+    fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])
+    return mlp_backward_flops(dout_shape, (*dout_shape[:-1], inner), fc, proj, pre_shape, pre_shape, mask)
+
+
+fake("fp8_mlp", _fake_mlp)
+fake("fp8_mlp_backward", _fake_mlp_backward)
+autograd("fp8_mlp", FP8MLP, jvp=refuse_tangents)
+mutates("fp8_mlp")
+mutates("fp8_mlp_backward")
+without_derivative("fp8_mlp_backward")
+vmap("fp8_mlp", loop)
+vmap("fp8_mlp_backward", loop)
+autocast("fp8_mlp", cuda="lower", cpu="lower")
+flops("fp8_mlp", mlp_flops)
+flops("fp8_mlp_backward", fp8_mlp_backward_flops)

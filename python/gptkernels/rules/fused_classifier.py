@@ -1,0 +1,213 @@
+"""Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
+
+``dlogits`` is the gradient of the losses and at the same time a function of the logits, with the Jacobian
+H = diag(p) - p p^T. Since p = dlogits + onehot, the saved dlogits alone give every higher derivative, and the logits
+need not be kept: in place they no longer exist.
+"""
+
+import torch
+from torch import Tensor
+
+from gptkernels.rules import _jvp as _forward
+from gptkernels.rules._jvp import linear_in
+from gptkernels.rules._register import (
+    _registrations,
+    accumulate_dtype,
+    autograd,
+    below_autograd,
+    fake,
+    mutates,
+    ops,
+    recorder,
+    vmap,
+    without_derivative,
+)
+from gptkernels.rules._vmap import leading
+
+
+def _fake_losses(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
+    return logits.new_empty(logits.shape[:-1], dtype=accumulate_dtype(logits.dtype))
+
+
+def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
+    return _fake_losses(logits, targets), logits.new_empty(logits.shape)
+
+
+def _fake_backward(dlosses, dlogits):
+    return dlogits.new_empty(dlogits.shape)
+
+
+def _fake_backward_in_place(dlosses, dlogits):
+    return None
+
+
+def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
+    """(diag(p) - p p^T) v for each row, with p = dlogits + onehot(target); 0 on ignored rows.
+
+    Args:
+        dlogits: (..., Vp), as ``fused_classifier`` gives it.
+        targets: (...).
+        ignore_index: the target of ignored rows.
+        v: (..., Vp).
+    """
+    wide = accumulate_dtype(dlogits.dtype)
+    kept = (targets != ignore_index).unsqueeze(-1)
+    columns = targets.long().unsqueeze(-1).where(kept, 0)
+    p = dlogits.to(wide) + torch.zeros_like(dlogits, dtype=wide).scatter(-1, columns, kept.to(wide))
+    v = v.to(wide)
+    return (p * (v - (p * v).sum(-1, keepdim=True))).to(dlogits.dtype)
+
+
+def refuse_scaled() -> None:
+    """Raise an error: a call with dlosses has no derivative."""
+    raise RuntimeError(
+        "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
+        "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
+    )
+
+
+class FusedClassifier(torch.autograd.Function):
+    """logits (..., Vp), targets (...) -> losses (...), dlogits (..., Vp), both differentiable in the logits."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
+        """Save dlogits."""
+        losses, dlogits = below_autograd(
+            ops.fused_classifier.default, logits, targets, vocab_size, ignore_index, dlosses
+        )
+        FusedClassifier.remember(ctx, dlogits, targets, ignore_index, dlosses)
+        return losses, dlogits
+
+    @staticmethod
+    def remember(ctx, dlogits, targets, ignore_index, dlosses):
+        """What backward needs, whichever way dlogits was made."""
+        ctx.save_for_backward(dlogits, targets)
+        ctx.ignore_index = ignore_index
+        ctx.scaled = dlosses is not None
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dlosses, ddlogits):
+        """Scale dlogits by the losses' gradient; for the gradient of the output dlogits, use the formula."""
+        if ctx.scaled:
+            refuse_scaled()
+        dlogits, targets = ctx.saved_tensors
+        found = None
+        if dlosses is not None:
+            found = ops.fused_classifier_backward.default(dlosses, dlogits)
+        if ddlogits is not None:
+            product = hessian_product(dlogits, targets, ctx.ignore_index, ddlogits)
+            found = product if found is None else found + product
+        return found, None, None, None, None
+
+
+class FusedClassifierInPlace(FusedClassifier):
+    """The same into the memory of the logits, which become dlogits for autograd too."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
+        """Save dlogits, as an alias of the logits that shares their version."""
+        losses = below_autograd(ops.fused_classifier_.default, logits, targets, vocab_size, ignore_index, dlosses)
+        dlogits = logits.detach()
+        FusedClassifier.remember(ctx, dlogits, targets, ignore_index, dlosses)
+        return losses, dlogits
+
+
+_record_in_place = recorder(FusedClassifierInPlace)
+
+
+def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
+    """The autograd kernel of fused_classifier_: gives the logits the history of dlogits.
+
+    ``mark_dirty`` would do that, but not for views beside a second output. ``copy_`` does it for views too, and moves
+    nothing, since both are the same memory; what was saved is of the version the kernel left behind.
+    """
+    args = (targets, vocab_size, ignore_index, dlosses)
+    if _forward.active():
+        return _in_place_by_copy(logits, *args)
+    if not (torch.is_grad_enabled() and logits.requires_grad):
+        return below_autograd(ops.fused_classifier_.default, logits, *args)
+    refuse_leaf(logits)
+    losses, dlogits = _record_in_place(logits, *args)
+    with torch.autograd._unsafe_preserve_version_counter(logits):
+        logits.copy_(dlogits)
+    return losses
+
+
+def _in_place_by_copy(logits, *args):
+    """By the op that is not in place: torch's own ``copy_`` knows tangents, mapped dimensions and transforms."""
+    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # what it saves is not written into
+    logits.copy_(dlogits)
+    return losses
+
+
+def refuse_leaf(logits):
+    """Raise what torch's in-place ops raise, before anything is written."""
+    view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
+    if logits.is_leaf or view:
+        raise RuntimeError(
+            f"gptkernels::fused_classifier_: a {'view of a ' if view else ''}leaf Variable that requires grad is "
+            "being used in an in-place operation."
+        )
+
+
+class FusedClassifierBackward(torch.autograd.Function):
+    """dlosses (...) or 0-dim, dlogits (..., Vp) -> dlogits * dlosses[..., None]."""
+
+    @staticmethod
+    def forward(ctx, dlosses, dlogits):
+        """The kernel."""
+        ctx.save_for_backward(dlosses, dlogits)
+        return below_autograd(ops.fused_classifier_backward.default, dlosses, dlogits)
+
+    @staticmethod
+    def backward(ctx, dscaled):
+        """The product rule."""
+        dlosses, dlogits = ctx.saved_tensors
+        ddlosses = ddlogits = None
+        if ctx.needs_input_grad[0]:
+            ddlosses = (dscaled.to(dlosses.dtype) * dlogits.to(dlosses.dtype)).sum(-1)
+            ddlosses = ddlosses if dlosses.dim() else ddlosses.sum()
+        if ctx.needs_input_grad[1]:
+            ddlogits = ops.fused_classifier_backward.default(dlosses, dscaled)
+        return ddlosses, ddlogits
+
+
+def tangent(inputs, tangents, outputs):
+    """Of the losses: dlogits times the logits' tangent; of dlogits: the Hessian times it."""
+    _, targets, _, ignore_index, dlosses = inputs
+    if dlosses is not None:
+        refuse_scaled()
+    losses, dlogits = outputs
+    v = tangents[0]
+    return (v.to(losses.dtype) * dlogits.to(losses.dtype)).sum(-1), hessian_product(dlogits, targets, ignore_index, v)
+
+
+def vmap_rule(op, size, in_dims, args):
+    """The mapped dimension becomes the first of all tensors; a 0-dim dlosses is for all the rows it is mapped with."""
+    mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
+    shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
+    mapped = [
+        t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t
+        for t in mapped
+    ]
+    outputs = op(*mapped)
+    return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
+
+
+# No autocast rule: the losses are float32 whatever the logits are, which is what autocast makes of cross_entropy, and
+# the kernels compute in float32 without a float32 copy of the logits.
+fake("fused_classifier", _fake)
+fake("fused_classifier_", _fake_losses)
+fake("fused_classifier_backward", _fake_backward)
+autograd("fused_classifier", FusedClassifier, jvp=tangent)
+_registrations.impl("fused_classifier_", _in_place, "Autograd")
+autograd("fused_classifier_backward", FusedClassifierBackward, jvp=linear_in(0, 1)(ops.fused_classifier_backward))
+vmap("fused_classifier", vmap_rule)
+_registrations.impl("fused_classifier_", _in_place_by_copy, "FuncTorchBatched")
+vmap("fused_classifier_backward", vmap_rule)
+mutates("fused_classifier_")
+fake("fused_classifier_backward_", _fake_backward_in_place)
+mutates("fused_classifier_backward_")
+without_derivative("fused_classifier_backward_")

@@ -1,0 +1,68 @@
+"""The Euclidean norm of a list of tensors, as gradient clipping needs it: sqrt(sum of x^2 over all of them)."""
+
+import torch
+
+from gptkernels.rules import _jvp as _forward
+from gptkernels.rules._register import _registrations, below_autograd, fake, ops, recorder, vmap
+from gptkernels.rules._vmap import loop
+
+
+def _fake(tensors):
+    return tensors[0].new_empty((), dtype=torch.float32)
+
+
+class GlobalNorm(torch.autograd.Function):
+    """Tensors of any shapes and floating dtypes -> 0-dim float32."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        """Save the tensors and their norm."""
+        norm = below_autograd(ops.global_norm.default, tensors)
+        ctx.save_for_backward(norm, *tensors)
+        return norm
+
+    @staticmethod
+    def backward(ctx, dnorm):
+        """dx = dnorm * x / norm, in torch ops; 0 where all x are 0, which is the subgradient torch takes."""
+        norm, *tensors = ctx.saved_tensors
+        # x / norm is at most 1; dnorm / norm would overflow where the norm is denormal.
+        divisor = torch.where(norm == 0, 1.0, norm)
+
+        def gradient(t):
+            dtype = torch.promote_types(t.dtype, torch.float32)
+            return (t.to(dtype) / divisor.to(dtype) * dnorm.to(dtype)).to(t.dtype)
+
+        return tuple(gradient(t) if needed else None for t, needed in zip(tensors, ctx.needs_input_grad, strict=True))
+
+
+def tangent(tensors, tangents, outputs):
+    """sum(x * dx) / norm, in torch ops; 0 where all x are 0."""
+    (norm,) = outputs
+    wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
+    pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
+    total = sum((x * dx).sum() for x, dx in pairs).to(norm.dtype)
+    return torch.where(norm == 0, 0.0, total / norm)
+
+
+_record, _record_forward = recorder(GlobalNorm), recorder(_forward.with_jvp(GlobalNorm, tangent))
+
+
+def _autograd(tensors):
+    if _forward.active() and _forward.any_tangent(tensors):
+        return _record_forward(*tensors)
+    if not torch.is_grad_enabled():
+        return below_autograd(ops.global_norm.default, tensors)
+    return _record(*tensors)
+
+
+def _without_kernel(tensors):
+    """The norm of an empty list, which the dispatcher knows no device for; and devices that have no kernel."""
+    if tensors:
+        raise RuntimeError(f"gptkernels::global_norm: tensors[0] is on {tensors[0].device}, which has no kernel")
+    return torch.zeros(())
+
+
+fake("global_norm", _fake)
+_registrations.impl("global_norm", _autograd, "Autograd")
+vmap("global_norm", loop)
+_registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

@@ -1,0 +1,119 @@
+"""Layer normalisation: out = (x - mean) * rstd * weight + bias over the last dimension (Ba et al., 2016)."""
+
+import torch
+from torch import Tensor
+
+from gptkernels.rules._jvp import by_formula
+from gptkernels.rules._register import (
+    accumulate_dtype,
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    ops,
+    present,
+    vmap,
+)
+from gptkernels.rules._vmap import rows, rows_and_sums
+
+
+def _fake(x, weight, bias, eps=1e-5):
+    statistics = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
+    return x.new_empty(x.shape), statistics, torch.empty_like(statistics)
+
+
+def _fake_backward(dout, x, weight, mean, rstd, output_mask):
+    shapes = (x.shape, x.shape[-1:], x.shape[-1:])
+    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+
+
+class LayerNorm(torch.autograd.Function):
+    """x (..., C), weight (C), bias (C) -> out (..., C), mean (...), rstd (...)."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        """Save x and the statistics."""
+        out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)  # no zeros for the statistics
+        return out, mean, rstd
+
+    @staticmethod
+    def backward(ctx, dout, _dmean, _drstd):
+        """One kernel for all the gradients that are wanted."""
+        if dout is None:
+            return None, None, None, None
+        x, weight, mean, rstd = ctx.saved_tensors
+        mask = ctx.needs_input_grad[:3]
+        return *present(ops.layernorm_backward.default(dout, x, weight, mean, rstd, mask), mask), None
+
+
+def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
+    """out in torch ops; the statistics have no derivative of their own.
+
+    Torch's own layer_norm takes its statistics for constants in the second derivative of forward mode.
+    """
+    wide = accumulate_dtype(x.dtype)
+    x = x.to(wide)
+    centred = x - x.mean(-1, keepdim=True)
+    out = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    out = out if weight is None else out * weight.to(wide)
+    return out if bias is None else out + bias.to(wide), None, None
+
+
+def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
+    """dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
+
+    ``rstd`` is (var(x) + eps)^-1/2, which gives eps back.
+    """
+    wide = rstd.dtype
+    x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)
+    centred = x - x.mean(-1, keepdim=True)
+    variance = centred.square().mean(-1, keepdim=True)
+    eps = rstd.pow(-2) - variance.detach()
+    rstd = (variance + eps).rsqrt()
+    norm = centred * rstd
+    g = dout if weight is None else dout * weight.to(wide)
+    dx = rstd * (g - g.mean(-1, keepdim=True) - norm * (g * norm).mean(-1, keepdim=True))
+    rows = tuple(range(x.dim() - 1))
+    return dx, (dout * norm).sum(rows) if rows else dout * norm, dout.sum(rows) if rows else dout
+
+
+def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    return present(backward_formula(dout, x, weight, rstd), output_mask)
+
+
+class LayerNormBackward(torch.autograd.Function):
+    """The gradients of layernorm as differentiable functions of dout, x and weight."""
+
+    @staticmethod
+    def forward(ctx, dout, x, weight, mean, rstd, output_mask):
+        """The kernel."""
+        ctx.save_for_backward(dout, x, weight, rstd)
+        ctx.output_mask = output_mask
+        ctx.set_materialize_grads(False)
+        return below_autograd(ops.layernorm_backward.default, dout, x, weight, mean, rstd, output_mask)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """By formula."""
+        dout, x, weight, rstd = ctx.saved_tensors
+        ddout, dx, dweight, _ = differentiate(
+            lambda *inputs: tuple(t.to(x.dtype) for t in backward_formula(*inputs)),
+            (dout, x, weight, rstd),
+            (*ctx.needs_input_grad[:3], False),
+            present(grads, ctx.output_mask),
+        )
+        return ddout, dx, dweight, None, None, None
+
+
+fake("layernorm", _fake)
+fake("layernorm_backward", _fake_backward)
+autograd("layernorm", LayerNorm, jvp=by_formula(formula))
+autograd("layernorm_backward", LayerNormBackward, jvp=by_formula(masked_backward_formula))
+vmap("layernorm", rows(0))
+vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
+autocast("layernorm", cuda="float32", cpu="promote")

@@ -1,0 +1,146 @@
+"""Multi-layer perceptron: out = gelu(x @ fc_weight^T + fc_bias) @ proj_weight^T + proj_bias, with tanh-GELU."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gptkernels.rules._jvp import by_formula
+from gptkernels.rules._register import (
+    autocast,
+    autograd,
+    below_autograd,
+    differentiate,
+    fake,
+    flops,
+    ops,
+    present,
+    vmap,
+)
+from gptkernels.rules._vmap import rows, rows_and_sums
+from gptkernels.rules.linear import fake_weight_gradient, linear_flops
+
+
+def _fake(x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu=True):
+    rows = x.shape[:-1]
+    pre_gelu = x.new_empty((*rows, fc_weight.shape[0]))
+    post_gelu = torch.empty_like(pre_gelu) if keep_post_gelu else x.new_empty(0)
+    return x.new_empty((*rows, proj_weight.shape[0])), pre_gelu, post_gelu
+
+
+def _fake_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
+    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = output_mask
+    return (
+        x.new_empty(x.shape if dx else (0,)),
+        fake_weight_gradient(fc_weight) if dfc_weight else x.new_empty(0),
+        x.new_empty(fc_weight.shape[:1] if dfc_bias else (0,)),
+        fake_weight_gradient(proj_weight) if dproj_weight else x.new_empty(0),
+        x.new_empty(proj_weight.shape[:1] if dproj_bias else (0,)),
+    )
+
+
+def formula(
+    x: Tensor,
+    fc_weight: Tensor,
+    fc_bias: Tensor | None,
+    proj_weight: Tensor,
+    proj_bias: Tensor | None,
+    keep_post_gelu: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, pre_gelu and post_gelu in torch ops."""
+    pre_gelu = F.linear(x, fc_weight, fc_bias)
+    post_gelu = F.gelu(pre_gelu, approximate="tanh")
+    out = F.linear(post_gelu, proj_weight, proj_bias)
+    return out, pre_gelu, post_gelu if keep_post_gelu else x.new_empty(0)
+
+
+class MLP(torch.autograd.Function):
+    """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), pre_gelu and post_gelu (..., F).
+
+    All three outputs are differentiable: the backward of the backward reaches fc_bias through pre_gelu.
+    """
+
+    @staticmethod
+    def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu):
+        """Save both sides of the GELU, or what is before it."""
+        tensors = x, fc_weight, fc_bias, proj_weight, proj_bias
+        out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, *tensors, keep_post_gelu)
+        if not keep_post_gelu:
+            ctx.mark_non_differentiable(post_gelu)
+        ctx.save_for_backward(*tensors, pre_gelu, post_gelu)
+        ctx.set_materialize_grads(False)
+        return out, pre_gelu, post_gelu
+
+    @staticmethod
+    def backward(ctx, dout, dpre_gelu, dpost_gelu):
+        """By kernels from dout; by formula where pre_gelu or post_gelu were used as well."""
+        *inputs, pre_gelu, post_gelu = ctx.saved_tensors
+        mask = ctx.needs_input_grad[:5]
+        if dout is None or dpre_gelu is not None or dpost_gelu is not None:
+            return *differentiate(formula, inputs, mask, (dout, dpre_gelu, dpost_gelu)), None
+        x, fc_weight, _, proj_weight, _ = inputs
+        gradients = ops.mlp_backward.default(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, mask)
+        return *present(gradients, mask), None
+
+
+def backward_formula(
+    dout: Tensor, x: Tensor, fc_weight: Tensor, proj_weight: Tensor, pre_gelu: Tensor, post_gelu: Tensor
+) -> tuple[Tensor, ...]:
+    """dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in torch ops."""
+    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # not kept
+        post_gelu = F.gelu(pre_gelu, approximate="tanh")
+    du = torch.ops.aten.gelu_backward(dout @ proj_weight, pre_gelu, approximate="tanh")
+    rows, dout_rows, du_rows, post_rows = (t.reshape(-1, t.shape[-1]) for t in (x, dout, du, post_gelu))
+    return du @ fc_weight, du_rows.T @ rows, du_rows.sum(0), dout_rows.T @ post_rows, dout_rows.sum(0)
+
+
+def masked_backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
+    """All of the backward's outputs; None for those that are not wanted."""
+    return present(backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu), output_mask)
+
+
+class MLPBackward(torch.autograd.Function):
+    """The gradients of mlp as differentiable functions of all its tensors."""
+
+    @staticmethod
+    def forward(ctx, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
+        """The kernels."""
+        ctx.save_for_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu)
+        ctx.output_mask = output_mask
+        ctx.set_materialize_grads(False)
+        return below_autograd(
+            ops.mlp_backward.default, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """By formula."""
+        needs = ctx.needs_input_grad[:6]
+        return *differentiate(backward_formula, ctx.saved_tensors, needs, present(grads, ctx.output_mask)), None
+
+
+def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> int:
+    """Two linear layers."""
+    hidden_shape = (*x_shape[:-1], fc_shape[0])
+    return linear_flops(x_shape, fc_shape) + linear_flops(hidden_shape, proj_shape)
+
+
+def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, post_shape, output_mask, **kwargs) -> int:
+    """Of each layer the products that are wanted."""
+    fc, proj = linear_flops(x_shape, fc_shape), linear_flops(pre_shape, proj_shape)
+    return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
+
+
+def _mapped(op, size, in_dims, args):
+    """post_gelu is kept: an output without elements would have no dimension that is mapped over."""
+    return rows(0)(op, size, in_dims[:5], args[:5])
+
+
+fake("mlp", _fake)
+fake("mlp_backward", _fake_backward)
+autograd("mlp", MLP, jvp=by_formula(formula))
+autograd("mlp_backward", MLPBackward, jvp=by_formula(masked_backward_formula))
+vmap("mlp", _mapped)
+vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
+autocast("mlp", cuda="lower", cpu="lower")
+flops("mlp", mlp_flops)
+flops("mlp_backward", mlp_backward_flops)

@@ -1,0 +1,226 @@
+"""The doors that other libraries keep open for an attention of somebody else's."""
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gptkernels import _library, functional
+from gptkernels.rules import ops
+
+NAME = "gptkernels"
+
+
+def register_attention(library: str) -> None:
+    """Offer this package's attention to a library, for code that is not changed.
+
+    Args:
+        library: "transformers": models made or loaded with ``attn_implementation="gptkernels"`` use it, any model of
+            theirs that has their attention interface. "torch": ``F.scaled_dot_product_attention`` uses it in place of
+            its flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` (which torch 2.10 lacks: there
+            for the rest of the process).
+
+    Raises:
+        ValueError: another name.
+        RuntimeError: the version of torch at hand has no such door.
+        ImportError: transformers is not installed.
+    """
+    if library == "transformers":
+        _register_with_transformers()
+    elif library == "torch":
+        _register_with_torch()
+    else:
+        raise ValueError(f"register_attention: the library must be 'transformers' or 'torch', got {library!r}")
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def _register_with_transformers() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, transformers_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+# Keywords of models that change the result and have no kernel here: soft capping of the scores, sinks, the keys that an
+# indexer has chosen, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
+_NOT_SERVED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
+
+
+def transformers_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention with the signature of transformers' ``sdpa_attention_forward``.
+
+    Args:
+        module: the attention layer; ``is_causal`` is read from it unless given.
+        query: (B, NH, Tq, HS).
+        key: (B, KH, Tk, HS), KH a divisor of NH.
+        value: of key's shape.
+        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None for no mask but causality.
+        dropout: the probability that an attention weight is dropped with.
+        scaling: of the scores; 1/sqrt(HS) when None.
+        is_causal: whether, without a mask, several queries see only what is before them.
+        kwargs: the model's other keywords. ``position_bias`` and a paged ``cache`` are given to transformers' function
+            if it takes them. ``sliding_window`` and ``cu_seq_lens_q`` are held by the mask.
+
+    Returns:
+        (B, Tq, NH, HS), and None for the probabilities.
+
+    Raises:
+        ValueError: a keyword that changes the result is not served.
+    """
+    name = "transformers_attention"
+    functional.refuse(name, **{option: kwargs.get(option) for option in _NOT_SERVED})
+    if handed := [option for option in ("position_bias", "cache") if kwargs.get(option) is not None]:
+        theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
+        taken = inspect.signature(theirs).parameters
+        functional.refuse(name, **{option: kwargs[option] for option in handed if option not in taken})
+        return theirs(  # type: ignore[no-any-return]
+            *(module, query, key, value, attention_mask, dropout, scaling, is_causal), **kwargs
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    queries = query.shape[2]
+    causal = attention_mask is None and queries > 1 and bool(is_causal)
+    if causal and key.shape[2] > queries:  # the prefill of an empty static cache: its later keys are not written yet
+        key, value = key[:, :, :queries], value[:, :, :queries]
+    if attention_mask is not None:
+        attention_mask = attention_mask[..., : key.shape[2]]
+    else:
+        window, packed = kwargs.get("sliding_window"), kwargs.get("cu_seq_lens_q")
+        if window is not None and key.shape[2] > window:
+            raise ValueError(f"{name}: sliding_window={window} of {key.shape[2]} keys takes a mask, got None")
+        if packed is not None and packed.numel() > 2:
+            raise ValueError(f"{name}: cu_seq_lens_q of several sequences takes a mask, got None")
+    out = functional.scaled_dot_product_attention(
+        *(query, key, value, attention_mask, dropout, causal), scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+def _register_with_torch() -> None:
+    attention = torch.nn.attention
+    if not hasattr(attention, "register_flash_attention_impl"):
+        raise RuntimeError(
+            f"register_attention: torch {torch.__version__} has no torch.nn.attention.register_flash_attention_impl: "
+            "a newer torch is needed, or call gptkernels.functional.scaled_dot_product_attention"
+        )
+    attention.register_flash_attention_impl(NAME, register_fn=_Kernels)
+    attention.activate_flash_attention_impl(NAME)
+
+
+class _Kernels:
+    """torch's flash attention operators by our kernels, as long as this lives."""
+
+    def __init__(self) -> None:
+        self.library: Any = torch.library.Library("aten", "IMPL")
+        self.library.impl("_scaled_dot_product_flash_attention_for_cpu", _cpu, "CPU", allow_override=True)
+        self.library.impl(
+            "_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU", allow_override=True
+        )
+        if _library.without_cuda_because:  # then torch's own stay
+            return
+        self.library.impl("_scaled_dot_product_flash_attention", _cuda, "CUDA", allow_override=True)
+        self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA", allow_override=True)
+
+    def remove(self) -> None:
+        """Give torch's own back."""
+        self.library._destroy()
+
+
+def _cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    return ops.scaled_dot_product_attention(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, 0.0, is_causal, scale
+    )
+
+
+def _cpu_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
+        grad_out, None, query, key, value, out, logsumexp, attn_mask, 0.0, is_causal, scale
+    )
+
+
+def _cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    seed = offset = None
+    if dropout_p:
+        seed, offset = torch.randint(2**63 - 1, (2,), device=query.device).unbind()
+    out, logsumexp = ops.scaled_dot_product_attention(
+        *(query, key, value, None, dropout_p, is_causal, scale, 0, None, None, seed, offset)
+    )
+    none = torch.zeros((), dtype=torch.int64, device=query.device) if seed is None else None
+    return (
+        *(out, logsumexp, None, None, query.shape[2], key.shape[2]),
+        seed if none is None else none,
+        offset if none is None else none.clone(),
+        query.new_empty(0),
+    )
+
+
+def _cuda_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    cum_seq_q: Tensor | None,
+    cum_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    dropout_p: float,
+    is_causal: bool,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = (philox_seed, philox_offset) if dropout_p else (None, None)
+    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
+        *(grad_out, None, query, key, value, out, logsumexp, None, dropout_p, is_causal, scale, 0, None, None, *numbers)
+    )

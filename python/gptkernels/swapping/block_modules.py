@@ -1,0 +1,111 @@
+"""The modules of a block that is as ``swap`` left it: found once, and compared at each call.
+
+For a small batch the host is what takes a step's time. Asking each of a block's modules by ``untouched`` takes longer
+than comparing all of them with what they were.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import _has_any_global_hook
+
+from gptkernels._unmodified import is_bare
+from gptkernels.swapping.checks import bare, untouched
+from gptkernels.swapping.classes import is_patched, kind_of, original_of
+
+KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
+
+
+class Parts:
+    """A block's modules. It holds no reference to the block itself."""
+
+    __slots__ = (
+        *("ln_1", "c_attn", "attn_proj", "ln_2", "c_fc", "act", "mlp_proj"),
+        *("attn", "attn_dropout", "resid_dropout", "mlp_dropout", "classes", "links"),
+    )
+    ln_1: Any
+    c_attn: Any
+    attn_proj: Any
+    ln_2: Any
+    c_fc: Any
+    act: Any
+    mlp_proj: Any
+    attn: Any
+    attn_dropout: Any
+    resid_dropout: Any
+    mlp_dropout: Any
+    classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...]
+    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # the children of each module, now and as found
+
+    def are_as_found(self) -> bool:
+        """Whether no module has another class, other children, hooks, or a forward of its own."""
+        for children, found in self.links:
+            if children != found:  # modules are equal where they are the same
+                return False
+        for module, kind, attributes in self.classes:
+            # `bare` takes longer, and allows hooks that only look on
+            if type(module) is not kind or not (is_bare(attributes) or bare(module)):
+                return False
+            if original_of(module) is not None and is_patched(kind):
+                return False
+        return True
+
+
+_known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
+
+
+def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
+    """The block's modules; None where one was replaced, hooked or wrapped.
+
+    Args:
+        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
+        kinds: the replacements that the block, its attention and its MLP are as the swap left them.
+    """
+    if kind_of(block) != kinds[0] or _has_any_global_hook():
+        return None
+    if torch.compiler.is_compiling():  # torch compares what it has traced
+        return _find(block, kinds)
+    parts = _known.get(block)
+    if parts is not None and parts.are_as_found():
+        return parts if is_bare(block.__dict__) or bare(block) else None
+    parts = _find(block, kinds)
+    if parts is None:
+        _known.pop(block, None)
+    else:
+        _known[block] = parts
+    return parts
+
+
+def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
+    attn, mlp = block.attn, block.mlp
+    if not all(untouched(one, kind) for one, kind in zip((block, attn, mlp), kinds, strict=True)):
+        return None
+    names = mlp._modules.keys() - {"c_fc", "c_proj", "dropout"}
+    if len(names) != 1:
+        return None
+    act = mlp._modules[next(iter(names))]
+    computing = block.ln_1, attn.c_attn, attn.c_proj, block.ln_2, mlp.c_fc, act, mlp.c_proj
+    if not all(untouched(one, kind) for one, kind in zip(computing, KINDS, strict=True)):
+        return None
+    dropouts = [
+        attn._modules.get("attn_dropout"), attn._modules.get("resid_dropout"), mlp._modules.get("dropout")
+    ]  # fmt: skip
+    if not all(one is None or (type(one) is torch.nn.Dropout and bare(one)) for one in dropouts):
+        return None
+    parts = Parts()
+    parts.attn = attn
+    parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.act, parts.mlp_proj = computing
+    parts.attn_dropout, parts.resid_dropout, parts.mlp_dropout = dropouts
+    if torch.compiler.is_compiling():
+        return parts
+    given = [one for one in (attn, mlp, *computing, *dropouts) if one is not None]
+    parts.classes = tuple((one, type(one), one.__dict__) for one in given)
+    parts.links = tuple((one._modules, dict(one._modules)) for one in (block, attn, mlp))
+    return parts
+
+
+def probability(dropout: Any) -> float:
+    """What one of the parts drops with now; 0 for None."""
+    return dropout.p if dropout is not None and dropout.training else 0.0

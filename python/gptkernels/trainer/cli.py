@@ -1,0 +1,356 @@
+"""The command line: `gptkernels train|prepare|generate|convert|check|info`."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, fields
+from json import dumps
+from typing import Any
+
+from gptkernels.testing.report import HEADER, Result, row
+from gptkernels.trainer.config import GROUPS, TrainConfig, flag
+from gptkernels.trainer.foreign_flags import explain_flag
+from gptkernels.trainer.output import SafeOutput, flush_streams, prepare_streams
+from gptkernels.trainer.progress import ByteProgress
+
+USAGE_ERROR = 2
+FAILURE = 1
+DISK_ERROR = 3
+INTERRUPTED = 130
+UNREAD = 141
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    0: done. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full or
+    failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N; 130 for Ctrl-C, 141 where
+    nobody reads the output. For 1 to 4 the output says why.
+    """
+    prepare_streams()
+    try:
+        return _run(arguments)
+    finally:
+        flush_streams()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    args = vars(_parse(sys.argv[1:] if arguments is None else arguments))
+    run: Callable[..., int] = args.pop("run")
+    command, traceback = args.pop("command"), args.pop("traceback")
+    try:
+        status = run(**args)
+        if run is not _train:  # what a run of training says is expendable
+            sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # as in `gptkernels generate ... | head`
+        return UNREAD
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+        sentence = _sentence(command, error)
+        if traceback or sentence is None:
+            raise
+        print(f"gptkernels {command}: error: {sentence}", file=SafeOutput(sys.stderr))
+        return _status(error)
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, FloatingPointError):
+        return FAILURE
+    return DISK_ERROR if isinstance(error, OSError) and error.errno in _DISK_ERRORS else USAGE_ERROR
+
+
+def _sentence(command: str, error: Exception) -> str | None:
+    """What the user is told of an error; None where it is a fault of this program."""
+    if _is_out_of_memory(error):
+        if command != "train":
+            return "out of memory"
+        return (
+            "out of memory. A smaller --batch-size with more --grad-accumulation, a shorter --sequence-length or a "
+            "smaller model takes less"
+        )
+    if isinstance(error, RuntimeError):
+        return None
+    return " ".join(str(error).splitlines())
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; exits with a sentence about those that are wrong."""
+    parser, commands = _parser()
+    command = next((argument for argument in arguments if argument in commands), None)
+    if command is not None:
+        own = commands[command]
+        rest = arguments[list(arguments).index(command) + 1 :]
+        if sentence := explain_flag(command, rest, own._option_string_actions.keys()):
+            own.error(sentence)
+    return parser.parse_args(arguments)
+
+
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands."""
+    parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
+    parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, add_arguments, run, summary in (
+        ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
+        ("prepare", _prepare_arguments, _prepare, "turn text into token files"),
+        ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
+        ("convert", _convert_arguments, _convert, "write a model in another form, bit for bit"),
+        ("check", _check_arguments, _check, "every op beside torch on this machine"),
+        ("info", _no_arguments, _info, "versions, libraries, devices"),
+    ):
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        add_arguments(command)
+        command.set_defaults(run=run)
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # there are too many to say twice
+    return parser, commands.choices
+
+
+def _no_arguments(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    types = typing.get_type_hints(TrainConfig)
+    groups = {name: parser.add_argument_group(title) for name, title in GROUPS.items()}
+    for option in fields(TrainConfig):
+        _add_option(groups[option.metadata["group"]], option, types[option.name])
+    groups["checkpoints"].add_argument(
+        "--resume",
+        nargs="?",
+        const=None,
+        default=argparse.SUPPRESS,
+        metavar="FOLDER",
+        help="continue the run in FOLDER from its checkpoint, bit for bit, with the options it had, but for "
+        "those given anew (without FOLDER: the run in --output, else the latest in runs/)",
+    )
+
+
+def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
+    """A flag for a field of TrainConfig; left out when not given, so that a resumed run keeps its own."""
+    metadata = option.metadata
+    names = [name for name in (metadata.get("short"), flag(option.name)) if name]
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
+    if kind is bool:
+        parser.add_argument(*names, action=argparse.BooleanOptionalAction, **keywords)
+        return
+    if option.default not in (None, MISSING):
+        keywords["help"] += f" (default: {option.default})"
+    scalar = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
+    keywords["metavar"] = metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[scalar])
+    if "choices" in metadata:
+        keywords["choices"] = metadata["choices"]
+        keywords["metavar"] = "NAME"
+        keywords["help"] = f"{', '.join(metadata['choices'])}: {keywords['help']}"
+    parser.add_argument(*names, type=scalar, **keywords)
+
+
+def _train(**options: Any) -> int:
+    from gptkernels.trainer.evaluate import evaluate, evaluate_run
+    from gptkernels.trainer.train import resume, train
+
+    folder: str | None = None
+    if resumes := "resume" in options:
+        folder = options.pop("resume")
+        if folder == "":
+            raise ValueError("--resume is empty: name the folder of a run, or nothing for the latest")
+        folder = folder or options.pop("output", None)
+    if options.get("eval_only"):
+        if resumes:
+            evaluate_run(folder, **options)
+        else:
+            evaluate(TrainConfig(**options))
+        return 0
+    result = resume(folder, **options) if resumes else train(TrainConfig(**options))
+    return 128 + result.signal if result.signal else 0
+
+
+def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="text files, and folders of them")
+    parser.add_argument(
+        "--output",
+        "-o",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX_train.bin, PREFIX_val.bin and the tokenizer, for 'gptkernels train -i PREFIX'",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="NAME",
+        help="bytes; char, the characters of the text; gpt2; bpe, byte pairs learnt from the text; or a tokenizer "
+        "file (default: bytes)",
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)")
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.05,
+        metavar="X",
+        help="share of the text for validation (default: 0.05)",
+    )
+
+
+def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
+    from gptkernels.data import prepare
+
+    progress = ByteProgress()
+    try:
+        written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction, progress=progress)
+    finally:
+        progress.close()
+    print(f"{written['train']}: {written['train_tokens']:,} tokens")
+    print(f"{written['val']}: {written['val_tokens']:,} tokens")
+    print(f"{written['tokenizer']}: a vocabulary of {written['vocab_size']:,}")
+    if tokenizer == "bytes" and written["eot"] is None:
+        print("the text has NUL bytes: no end-of-text token stands between the files")
+    return 0
+
+
+def _generate_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run's folder or checkpoint, or a model in any form that 'gptkernels convert' reads",
+    )
+    parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
+    parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens (default: 256)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="logits are divided by it; 0: always the likeliest token (default: 0.8)",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=40,
+        metavar="N",
+        help="draw from the N likeliest; 0: from all (default: 40)",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="of these, draw from the fewest that have this share of the probability (default: from all)",
+    )
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the draws (default: 1337)")
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the one beside the checkpoint)"
+    )
+    parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
+
+
+def _generate(
+    checkpoint: str,
+    prompt: str,
+    interactive: bool,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float | None,
+    seed: int,
+    tokenizer: str | None,
+    device: str,
+) -> int:
+    from gptkernels.trainer.generate import Sampling, Writer
+
+    writer = Writer(checkpoint, tokenizer, device, seed)
+    sampling = Sampling(max_new_tokens, temperature, top_k or None, top_p)
+    if prompt or not interactive:
+        writer.print(prompt, sampling)
+    if interactive:
+        writer.converse(sampling)
+    return 0
+
+
+def _convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="A",
+        help="a Hugging Face folder; nanoGPT's ckpt.pt; llm.c's .bin; a .safetensors or the folder of a run of "
+        "gptkernels",
+    )
+    parser.add_argument(
+        "target",
+        metavar="B",
+        help="NAME.bin for llm.c, NAME.pt for nanoGPT, NAME.safetensors for gptkernels, NAME for a Hugging Face folder",
+    )
+    parser.add_argument(
+        "--dtype",
+        metavar="NAME",
+        help="float32, bfloat16, float16 or float64: convert the parameters to it (default: as they are)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="keep N rows of the embedding; the others are padding"
+    )
+    parser.add_argument(
+        "--padded-vocab-size", type=int, metavar="N", help="rows of a .bin (default: a multiple of 128)"
+    )
+    parser.add_argument("--activation", metavar="NAME", help="gelu_tanh or gelu: take the model for one with this GELU")
+    parser.add_argument(
+        "--bias", action="store_true", help="give a model without biases biases of 0, which computes the same"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace B where there is one")
+
+
+def _convert(source: str, target: str, **options: Any) -> int:
+    from gptkernels.convert import convert
+
+    done = convert(source, target, **options)
+    sizes = ", ".join(f"{name} {value}" for name, value in done.config.items())
+    print(f"{source}: {done.source.value} form; {sizes}")
+    print(f"{target}: {done.target.value} form; {str(done.dtype).removeprefix('torch.')}")
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _check_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
+    parser.add_argument("--op", action="append", metavar="NAME", help="this op alone; may be given several times")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON in place of the table")
+
+
+def _check(device: str, op: list[str] | None, json: bool) -> int:
+    from gptkernels.testing import gradcheck_ops
+
+    if json:
+        report = gradcheck_ops(op, device=device)
+        print(dumps(report.as_dict(), indent=2))
+        return 0 if report.passed else FAILURE
+    shown = [HEADER]  # before the first line: a wrong argument has a sentence alone
+
+    def show(results: list[Result]) -> None:
+        print("\n".join([*shown, row(results)]), flush=True)
+        shown.clear()
+
+    report = gradcheck_ops(op, device=device, progress=show)
+    print(report.summary())
+    return 0 if report.passed else FAILURE
+
+
+def _info() -> int:
+    import gptkernels
+
+    for name, value in gptkernels.info().items():
+        print(f"{name}: {value}")
+    return 0

@@ -1,0 +1,414 @@
+"""The trainer's options: each is declared once, with its default, its flag and what it does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What `--model NAME` stands for: the size, and defaults that suit it."""
+
+    layers: int
+    heads: int
+    channels: int
+    positions: int | None  # None: as many as the sequences are long
+    batch_size: int
+    sequence_length: int
+    learning_rate: float
+    steps: int | None  # None: one epoch
+
+
+# The learning rates of the GPT-2 sizes are those that the GPT-3 paper gives for models of these sizes.
+PRESETS = {
+    "tiny": Preset(4, 4, 128, None, 16, 64, 3e-3, 700),
+    "gpt2": Preset(12, 12, 768, 1024, 4, 1024, 6e-4, None),
+    "gpt2-medium": Preset(24, 16, 1024, 1024, 4, 1024, 3e-4, None),
+    "gpt2-large": Preset(36, 20, 1280, 1024, 4, 1024, 2.5e-4, None),
+    "gpt2-xl": Preset(48, 25, 1600, 1024, 4, 1024, 2e-4, None),
+}
+DTYPES = ("float32", "bfloat16", "autocast")
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+SAMPLINGS = ("epochs", "random-offset")
+ACTIVATIONS = ("gelu_tanh", "gelu")
+RECOMPUTE = ("none", "gelu", "blocks")
+DEFAULT_FINAL_LR_FRACTION = 0.1
+FP8_ALIGNMENT = 16  # of gptkernels.rules.fp8, which imports torch
+MAX_SEED = 2**62 - 1
+MAX_SAMPLE_LENGTH = 2**20
+MAX_WATCHDOG = 60.0 * 24 * 365
+
+
+GROUPS = {
+    "data": "data and files",
+    "model": "model",
+    "batch": "batches and steps",
+    "optimizer": "learning rate and optimizer",
+    "evaluation": "evaluation and samples",
+    "checkpoints": "checkpoints",
+    "speed": "precision, speed and memory",
+}
+"""The titles of the flags' groups, in the order in which help has them."""
+
+# Pairs of options that exclude each other. In a resumed run, the one that is given replaces the other.
+_EXCLUSIVE = (
+    ("steps", "epochs"),
+    ("data", "train_files"),
+    ("grad_accumulation", "total_batch_tokens"),
+    ("final_lr_fraction", "min_learning_rate"),
+)
+
+
+def _option(default: Any, help: str, group: str, **metadata: Any) -> Any:
+    """A field that is also a command-line flag; `metadata` is read by `gptkernels.trainer.cli`.
+
+    Keys: `group`, one of `GROUPS`; `short`, the flag of the original program; `choices`; `metavar`; `at_least`,
+    `at_most`, `above` or `below`, the bounds of the value; `fixed`, whether a resumed run has to keep it.
+    """
+    return field(default=default, metadata={"help": help, "group": group, **metadata})
+
+
+@dataclass
+class TrainConfig:
+    """Options of `gptkernels train`, one field a flag (`batch_size` is `--batch-size`).
+
+    What is left out and has no default of its own becomes that of the preset `model`. Of `steps` and `epochs`
+    one is set.
+
+    Raises:
+        ValueError: a value out of its range; the message names the flag, the value and what it takes.
+    """
+
+    data: str | None = _option(
+        None,
+        "data prefix: PREFIX_train.bin and PREFIX_val.bin; or as --train-files (default: the sources of Python's "
+        "standard library, as bytes)",
+        "data",
+        short="-i",
+        metavar="PREFIX",
+    )
+    train_files: str | None = _option(
+        None,
+        "token files to train on, read as one, such as 'fineweb_train_*.bin'; instead of --data",
+        "data",
+        metavar="PATTERN",
+    )
+    val_files: str | None = _option(
+        None, "token files to validate on (default: PREFIX_val.bin of --data)", "data", metavar="PATTERN"
+    )
+    tokenizer: str | None = _option(
+        None,
+        "tokenizer of the data: bytes, gpt2 or a file (default: the one beside the data, or else "
+        "tokens are GPT-2's and samples are printed as numbers)",
+        "data",
+    )
+    sampling: str = _option(
+        "epochs",
+        "every window of the data once an epoch, shuffled, or windows that begin at random tokens",
+        "data",
+        choices=SAMPLINGS,
+        fixed=True,
+    )
+    output: str | None = _option(
+        None,
+        "folder of the run: checkpoint, logs, plot (default: runs/MODEL, or runs/MODEL-2, ... if taken)",
+        "data",
+        metavar="FOLDER",
+        fixed=True,
+    )
+    log_file: str | None = _option(
+        None,
+        "log of the losses, lines of 's:STEP trl:LOSS', 's:STEP tel:LOSS' and 's:STEP eval:ACCURACY' (default: "
+        "main.log in the run's folder)",
+        "data",
+        short="-o",
+        metavar="FILE",
+    )
+    tensorboard: bool = _option(False, "write TensorBoard's files too", "data")
+
+    model: str = _option(
+        "tiny", "size of the model, and defaults that suit it", "model", choices=(*PRESETS,), fixed=True
+    )
+    layers: int = _option(None, "layers L (default: the model's)", "model", at_least=1, fixed=True)
+    heads: int = _option(None, "attention heads NH (default: the model's)", "model", at_least=1, fixed=True)
+    channels: int = _option(
+        None, "channels C, a multiple of the heads (default: the model's)", "model", at_least=1, fixed=True
+    )
+    bias: bool = _option(True, "biases in linear layers and norms (default: with them)", "model", fixed=True)
+    activation: str = _option(
+        "gelu_tanh", "the GELU of the feed-forward layers, by tanh or exact", "model", choices=ACTIVATIONS, fixed=True
+    )
+    dropout: float = _option(
+        0.0, "probability with which activations are dropped in training", "model", at_least=0, below=1
+    )
+    init_from: str | None = _option(
+        None,
+        "begin with the weights of this run, checkpoint or model, of the same size, in any form that 'gptkernels "
+        "convert' reads",
+        "model",
+        metavar="FILE",
+        fixed=True,
+    )
+
+    batch_size: int = _option(
+        None, "batch size B, sequences (default: 16 for tiny, else 4)", "batch", short="-b", at_least=1
+    )
+    sequence_length: int = _option(
+        None,
+        "sequence length T, tokens (default: 64 for tiny, else 1024)",
+        "batch",
+        short="-t",
+        at_least=1,
+        fixed=True,
+    )
+    grad_accumulation: int | None = _option(
+        None, "batches whose gradients are averaged for one step (default: 1)", "batch", at_least=1
+    )
+    total_batch_tokens: int | None = _option(
+        None,
+        "tokens of a step, of all processes together, instead of --grad-accumulation: a multiple of B T processes",
+        "batch",
+        at_least=1,
+    )
+    steps: int | None = _option(None, "steps to train (default: 700 for tiny, else one epoch)", "batch", at_least=0)
+    epochs: float | None = _option(None, "passes over the training data, instead of --steps", "batch", above=0)
+    watchdog: float = _option(
+        30.0,
+        "end the run with exit status 4 when nothing (a forward or backward pass, a batch of validation, a token of a "
+        "sample, a checkpoint) is finished for so many minutes; 0: never",
+        "batch",
+        metavar="MINUTES",
+        at_least=0,
+        at_most=MAX_WATCHDOG,
+    )
+    seed: int = _option(
+        1337,
+        "seed of the weights, the order of the data and the samples",
+        "batch",
+        at_least=0,
+        at_most=MAX_SEED,
+        fixed=True,
+    )
+
+    learning_rate: float = _option(
+        None,
+        "peak learning rate (default: 3e-3 for tiny; 6e-4, 3e-4, 2.5e-4, 2e-4 for gpt2 ... gpt2-xl)",
+        "optimizer",
+        short="-l",
+        above=0,
+    )
+    schedule: str = _option(
+        "cosine",
+        "how the learning rate decays after its warm-up; wsd keeps the peak, and decays at the end",
+        "optimizer",
+        choices=SCHEDULES,
+    )
+    warmup_steps: int | None = _option(
+        None, "steps of linear warm-up (default: 5%% of the steps)", "optimizer", at_least=0
+    )
+    decay_steps: int | None = _option(
+        None,
+        "cosine and linear reach the minimum at step N (default: the last one); wsd decays in the last N steps "
+        "(default: a fifth of all)",
+        "optimizer",
+        at_least=1,
+    )
+    final_lr_fraction: float | None = _option(
+        None, "learning rate at the end of the decay, as a fraction of the peak (default: 0.1)", "optimizer", at_least=0
+    )
+    min_learning_rate: float | None = _option(
+        None, "learning rate at the end of the decay, instead of --final-lr-fraction", "optimizer", at_least=0
+    )
+    weight_decay: float = _option(0.1, "AdamW's weight decay, on matrices only", "optimizer", at_least=0, fixed=True)
+    beta1: float = _option(0.9, "AdamW's decay of the first moment", "optimizer", at_least=0, below=1, fixed=True)
+    beta2: float = _option(0.95, "AdamW's decay of the second moment", "optimizer", at_least=0, below=1, fixed=True)
+    grad_clip: float = _option(1.0, "clip the gradient to this norm; 0: never", "optimizer", at_least=0)
+    skip_update_lossz: float = _option(
+        0.0,
+        "make no update when the loss is so many standard deviations above the last 128 losses; 0: always update",
+        "optimizer",
+        at_least=0,
+    )
+    skip_update_gradz: float = _option(
+        0.0, "the same by the norm of the gradient; 0: always update", "optimizer", at_least=0
+    )
+
+    val_every: int = _option(
+        50, "validate every so many steps and at the end; 0: never", "evaluation", short="-v", at_least=0
+    )
+    val_max_batches: int = _option(20, "validate on at most so many batches", "evaluation", short="-m", at_least=0)
+    eval_file: str | None = _option(
+        None,
+        "multiple-choice questions as llm.c stores them, such as its hellaswag_val.bin, answered whenever the model is "
+        "validated but at step 0",
+        "evaluation",
+        metavar="FILE",
+    )
+    eval_only: bool = _option(
+        False, "validate the model of --init-from or --resume, answer --eval-file, write nothing", "evaluation"
+    )
+    sample_every: int = _option(
+        200, "print a sample every so many steps; 0: only at the end", "evaluation", short="-s", at_least=0
+    )
+    sample_length: int = _option(
+        256, "tokens of a sample; 0: no sample", "evaluation", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
+    )
+
+    checkpoint_every: int = _option(
+        200, "write the checkpoint every so many steps and at the end; 0: only at the end", "checkpoints", at_least=0
+    )
+    keep_last: int = _option(1, "keep the last N checkpoints, under names with their steps", "checkpoints", at_least=1)
+    keep_every: int = _option(
+        0, "keep the checkpoints of every N-th step for good; 0: of none", "checkpoints", at_least=0
+    )
+
+    dtype: str = _option(
+        "float32",
+        "of the model; autocast is float32 with bfloat16 matmuls",
+        "speed",
+        choices=DTYPES,
+        fixed=True,
+    )
+    master_weights: bool = _option(
+        True,
+        "float32 copies of bfloat16 parameters in the optimizer; without them parameters and moments are bfloat16, "
+        "rounded up or down at random (default: with them)",
+        "speed",
+        fixed=True,
+    )
+    device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one", "speed")
+    tf32: bool = _option(False, "let CUDA round float32 matmuls to TF32", "speed")
+    fp8: bool = _option(
+        False, "train with float8 products in the layers' matrices; evaluation has the precision of --dtype", "speed"
+    )
+    fp8_head: bool = _option(False, "train with float8 products in the gradients of the head", "speed")
+    fp8_logits: bool = _option(False, "with --fp8-head: compute the logits of training by a float8 product", "speed")
+    graph: bool = _option(
+        True, "replay the step as a CUDA graph, which has the same bits (default: on CUDA, where it can be)", "speed"
+    )
+    compile: bool = _option(False, "compile the model with torch.compile", "speed")
+    recompute: str = _option(
+        "none",
+        "what is computed again in the backward pass, to save memory: the GELUs, or all of each layer",
+        "speed",
+        choices=RECOMPUTE,
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            _check(flag(option.name), getattr(self, option.name), option.metadata)
+        for one, other in _EXCLUSIVE:
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{flag(one)} and {flag(other)} exclude each other")
+        preset = PRESETS[self.model]
+        for name in ("layers", "heads", "channels", "batch_size", "sequence_length", "learning_rate"):
+            if getattr(self, name) is None:
+                setattr(self, name, getattr(preset, name))
+        if self.steps is None and self.epochs is None:
+            self.steps, self.epochs = preset.steps, None if preset.steps else 1.0
+        if self.channels % self.heads:
+            raise ValueError(f"--channels is {self.channels}, must be a multiple of --heads, {self.heads}")
+        for name in ("fp8", "fp8_head"):
+            if getattr(self, name) and self.channels % FP8_ALIGNMENT:
+                raise ValueError(
+                    f"--channels is {self.channels}, must be a multiple of {FP8_ALIGNMENT} for {flag(name)}"
+                )
+        if self.fp8_logits and not self.fp8_head:
+            raise ValueError("--fp8-logits needs --fp8-head")
+        if self.fp8 and self.recompute == "gelu":
+            raise ValueError("--recompute gelu is without --fp8, which keeps 8 bits of what the GELU returns")
+        if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
+            raise ValueError(
+                f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"
+            )
+        if not self.master_weights and self.dtype != "bfloat16":
+            raise ValueError(f"--no-master-weights is for --dtype bfloat16, --dtype is {self.dtype}")
+        self.accumulation(1)
+        self._check_schedule()
+
+    def _check_schedule(self) -> None:
+        if self.schedule == "constant":
+            for name in ("decay_steps", "final_lr_fraction", "min_learning_rate"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{flag(name)} is for schedules that decay, --schedule is constant")
+        if self.min_learning_rate is not None and self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"--min-learning-rate is {self.min_learning_rate}, must be at most --learning-rate, "
+                f"{self.learning_rate}"
+            )
+
+    @property
+    def final_learning_rate(self) -> float:
+        """The learning rate at the end of the decay."""
+        if self.min_learning_rate is not None:
+            return self.min_learning_rate
+        fraction = DEFAULT_FINAL_LR_FRACTION if self.final_lr_fraction is None else self.final_lr_fraction
+        return fraction * self.learning_rate
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a batch, B T."""
+        return self.batch_size * self.sequence_length
+
+    def accumulation(self, processes: int) -> int:
+        """Batches whose gradients are averaged for a step of so many processes.
+
+        Raises:
+            ValueError: `total_batch_tokens` is not a multiple of what the processes read at a time.
+        """
+        if self.total_batch_tokens is None:
+            return self.grad_accumulation or 1
+        at_a_time = self.batch_tokens * processes
+        if self.total_batch_tokens % at_a_time:
+            count = f" times {processes} processes" if processes > 1 else ""
+            raise ValueError(
+                f"--total-batch-tokens is {self.total_batch_tokens}, must be a multiple of {at_a_time}: --batch-size "
+                f"{self.batch_size} times --sequence-length {self.sequence_length}{count}"
+            )
+        return self.total_batch_tokens // at_a_time
+
+    def updated(self, given: dict[str, Any]) -> TrainConfig:
+        """The options of a run that is resumed with the options `given`.
+
+        Raises:
+            ValueError: one of `given` cannot change in the middle of a run.
+        """
+        saved = asdict(self)
+        for option in fields(self):
+            name = option.name
+            if option.metadata.get("fixed") and name in given and given[name] != saved[name]:
+                raise ValueError(f"{flag(name)} was {saved[name]}, cannot become {given[name]} in a resumed run")
+        for pair in _EXCLUSIVE:
+            for name, other in (pair, pair[::-1]):
+                if name in given and other not in given:
+                    saved[other] = None
+        if given.get("schedule") == "constant":
+            saved |= dict.fromkeys(("decay_steps", "final_lr_fraction", "min_learning_rate"))
+        return TrainConfig(**(saved | given))
+
+
+def flag(name: str) -> str:
+    """The long flag of an option: `batch_size` -> `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _check(name: str, value: Any, metadata: Mapping[str, Any]) -> None:
+    if value is None:
+        return
+    if value == "":
+        raise ValueError(f"{name} is empty")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, must be finite")
+    if "at_least" in metadata and value < metadata["at_least"]:
+        raise ValueError(f"{name} is {value}, must be at least {metadata['at_least']}")
+    if "at_most" in metadata and value > metadata["at_most"]:
+        raise ValueError(f"{name} is {value}, must be at most {metadata['at_most']}")
+    if "below" in metadata and value >= metadata["below"]:
+        raise ValueError(f"{name} is {value}, must be less than {metadata['below']}")
+    if "above" in metadata and value <= metadata["above"]:
+        raise ValueError(f"{name} is {value}, must be more than {metadata['above']}")
+    if "choices" in metadata and value not in metadata["choices"]:
+        raise ValueError(f"{name} is {value!r}, must be one of {', '.join(metadata['choices'])}")

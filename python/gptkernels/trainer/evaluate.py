@@ -1,0 +1,82 @@
+"""Evaluating a model without training it: `gptkernels train --eval-only`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from gptkernels.checkpoint import TrainingState, load_training_state
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.evaluation import Score, answer, check_questions, mean_loss
+from gptkernels.trainer.model import BatchLoss, build_model
+from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.progress import show_progress
+from gptkernels.trainer.run_data import HeldOutData
+from gptkernels.trainer.runs import CHECKPOINT, find_run
+from gptkernels.trainer.saved import naming, saved_options
+
+
+class Evaluation(NamedTuple):
+    """What `evaluate` finds; None where there is nothing to find it on.
+
+    `val_loss` is in nats per token, `score` that of `eval_file`.
+    """
+
+    val_loss: float | None
+    score: Score | None
+
+
+def evaluate(config: TrainConfig) -> Evaluation:
+    """Evaluate the model of `init_from` on the validation data and the questions that the options name; print that.
+
+    Raises:
+        ValueError: there is no `init_from`, nothing to evaluate on, or as `train`.
+        OSError: a file cannot be read.
+    """
+    if config.init_from is None:
+        raise ValueError("--eval-only takes the model of --init-from or --resume")
+    return _evaluate(config, None)
+
+
+def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
+    """`evaluate` for the model of a run's checkpoint, on what the run was evaluated on. The run may be going on.
+
+    Args:
+        run: its folder; None is the latest in runs/.
+        given: options of TrainConfig to change, such as `val_max_batches`.
+
+    Raises:
+        ValueError: there is no such run, an option in `given` cannot change, or as `evaluate`.
+    """
+    checkpoint = find_run(run) / CHECKPOINT
+    saved = load_training_state(checkpoint)
+    config = saved_options(saved, checkpoint).updated({**given, "eval_only": True})
+    with naming(checkpoint):
+        return _evaluate(config, saved)
+
+
+def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
+    processes = Processes(config.device)
+    progress = show_progress(0, 0, processes.is_main)
+    try:
+        if config.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        model = build_model(config, 1, saved).to(processes.device).eval()
+        data = HeldOutData(config, processes, model.config.vocab_size)
+        if data.val is None and not data.questions:
+            raise ValueError(f"nothing to evaluate on: {data.why_no_val}, and no --eval-file")
+        check_questions(data.questions, model.config.block_size, config.eval_file)
+        batch_loss = BatchLoss(model, config)
+        val_loss = score = None
+        if data.val is not None:
+            val_loss = mean_loss(batch_loss, data.val, config.val_max_batches, processes)
+            progress.say(f"validation loss {val_loss:.4f} {data.unit}")
+        if data.questions:
+            with batch_loss.precision(processes.device):
+                score = answer(model, data.questions, config.batch_tokens, processes)
+            progress.say(str(score))
+        return Evaluation(val_loss, score)
+    finally:
+        progress.close()
+        processes.close()

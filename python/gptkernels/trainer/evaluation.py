@@ -1,0 +1,131 @@
+"""How good a model is: its loss on held-out data, and its answers to multiple-choice questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gptkernels import functional
+from gptkernels.data import DataLoader, Question
+from gptkernels.models import GPT2
+from gptkernels.trainer.processes import Processes
+
+
+class Score(NamedTuple):
+    """How many questions of how many were answered rightly."""
+
+    correct: int
+    questions: int
+
+    @property
+    def accuracy(self) -> float:
+        """Of 1."""
+        return self.correct / self.questions
+
+    def __str__(self) -> str:
+        return f"{self.correct:,} of {self.questions:,} questions answered rightly, accuracy {self.accuracy:.4f}"
+
+
+@torch.no_grad()
+def mean_loss(
+    loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
+) -> float:
+    """The mean loss (nats per token) of the first batches of `data`, in all processes.
+
+    Args:
+        loss: of a batch of tokens and targets, (B, T) each on the processes' device.
+        data: is reset before and left where it then stands.
+        max_batches: at most so many batches are read, and no more than the data has.
+        processes: those that share the data.
+    """
+    data.reset()
+    batches = min(data.batches_per_epoch, max_batches)
+    total = torch.zeros((), device=processes.device)
+    for _ in range(batches):
+        total += loss(*(part.to(processes.device, non_blocking=True) for part in data.next_batch()))
+    return processes.average(total / batches).item()
+
+
+def check_questions(questions: Sequence[Question], positions: int, path: str | None) -> None:
+    """ValueError for the first of the questions of the file `path` that is longer than the model's positions."""
+    for i, question in enumerate(questions):
+        if question.length > positions:
+            raise ValueError(f"{path}: question {i} has {question.length} tokens, the model {positions} positions")
+
+
+@torch.no_grad()
+def answer(
+    model: GPT2,
+    questions: Sequence[Question],
+    tokens_per_batch: int,
+    processes: Processes,
+    tick: Callable[[], object] = lambda: None,
+) -> Score:
+    """How many questions the model answers rightly: its answer is the ending with the lowest mean loss per token.
+
+    That is llm.c's accuracy, normalised by length. The processes share the questions.
+
+    Args:
+        model: in its evaluation mode; a question is no longer than its `block_size`.
+        questions: at least one.
+        tokens_per_batch: about how many tokens the model is given at a time.
+        processes: those that share the questions.
+        tick: called after every batch.
+    """
+    own = questions[processes.rank :: processes.world_size]
+    losses = []
+    for batch in _batches(own, tokens_per_batch):
+        losses.append(_ending_losses(model, batch, processes.device))
+        tick()
+    correct = _count_correct(own, torch.cat(losses).double().cpu().numpy()) if losses else 0
+    share = processes.average(torch.tensor(correct, dtype=torch.float64, device=processes.device))
+    return Score(round(share.item() * processes.world_size), len(questions))
+
+
+def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
+    """Neighbouring questions, as many as fit: a row for each ending, as long as the longest of them."""
+    batch: list[Question] = []
+    rows = length = 0
+    for question in questions:
+        rows, length = rows + len(question.endings), max(length, question.length)
+        if batch and rows * length > tokens_per_batch:
+            yield batch
+            batch, rows, length = [], len(question.endings), question.length
+        batch.append(question)
+    if batch:
+        yield batch
+
+
+def _ending_losses(model: GPT2, questions: list[Question], device: torch.device) -> Tensor:
+    """The loss of every token of every ending, in order."""
+    length = max(question.length for question in questions)
+    rows = [(question.context, ending) for question in questions for ending in question.endings]
+    tokens = np.zeros((len(rows), length), np.int64)
+    predicting = []  # where, in the flattened rows, a token of an ending is predicted
+    for i, (context, ending) in enumerate(rows):
+        tokens[i, : len(context)] = context
+        tokens[i, len(context) : len(context) + len(ending)] = ending
+        first = i * length + len(context) - 1
+        predicting.append(np.arange(first, first + len(ending)))
+    targets = np.concatenate([ending for _, ending in rows])
+    where, wanted = (torch.from_numpy(part).to(device) for part in (np.concatenate(predicting), targets))
+    hidden = model.transformer(torch.from_numpy(tokens).to(device))
+    logits = model.lm_head(hidden.flatten(0, 1)[where])[:, : model.config.vocab_size]
+    return functional.cross_entropy(logits, wanted, reduction="none")
+
+
+def _count_correct(questions: Sequence[Question], losses: NDArray[np.float64]) -> int:
+    """Of questions whose endings' losses follow each other."""
+    lengths = np.array([len(ending) for question in questions for ending in question.endings])
+    starts = np.concatenate([[0], lengths.cumsum()[:-1]])
+    means = np.add.reduceat(losses, starts) / lengths
+    correct = first = 0
+    for question in questions:
+        correct += int(means[first : first + len(question.endings)].argmin()) == question.label
+        first += len(question.endings)
+    return correct

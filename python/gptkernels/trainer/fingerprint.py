@@ -1,0 +1,39 @@
+"""A fingerprint of the training data, by which a resumed run knows that it goes on with the same."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from gptkernels.files.regular import open_regular
+
+BLOCK_BYTES = 1 << 18
+MAX_BLOCKS = 1 << 10
+"""Files of up to this many blocks, 256 MiB, are read whole."""
+
+
+def fingerprint(paths: Sequence[Path]) -> str:
+    """The files' size and the CRC-32 of their bytes; of more than 256 MiB, that of as much in evenly spaced blocks.
+
+    Of several files each has an equal share of the blocks, at least one. Their names do not count.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    if len(paths) == 1:
+        return _of_file(paths[0], MAX_BLOCKS)
+    each = "\n".join(_of_file(path, max(1, MAX_BLOCKS // len(paths))) for path in paths)
+    return f"{len(paths)} files, crc32 of their fingerprints {zlib.crc32(each.encode()):08x}"
+
+
+def _of_file(path: Path, max_blocks: int) -> str:
+    size = path.stat().st_size
+    blocks = -(-size // BLOCK_BYTES)
+    read = min(blocks, max_blocks)
+    checksum = 0
+    with open_regular(path) as file:
+        for i in range(read):
+            file.seek(i * blocks // read * BLOCK_BYTES)
+            checksum = zlib.crc32(file.read(BLOCK_BYTES), checksum)
+    return f"{size} bytes, crc32 {checksum:08x}"

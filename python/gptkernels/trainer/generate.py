@@ -1,0 +1,179 @@
+"""Text from a trained model: `gptkernels generate`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptkernels.checkpoint import find_non_finite
+from gptkernels.data import Tokenizer, find_tokenizer_file, load_tokenizer, stream_text
+from gptkernels.models import GPT2
+from gptkernels.models.decoding import TokenStream
+from gptkernels.trainer.model import model_file
+from gptkernels.trainer.processes import pick_device
+from gptkernels.trainer.progress import printable
+from gptkernels.trainer.retention import is_numbered
+from gptkernels.trainer.runs import TOKENIZER_PREFIX
+
+MIN_TEMPERATURE = 1e-6
+"""Logits of any model, divided by less, may leave float32."""
+MAX_SEED = 2**63 - 1
+_VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
+"""Of tokenizers without a file, known before GPT-2's vocabulary is downloaded."""
+
+
+class Sampling(NamedTuple):
+    """How tokens are drawn: at most `max_new_tokens`, of the `top_k` likeliest (None: of all).
+
+    Of these, of as few as together have the share `top_p` of the probability (None: of all).
+
+    Logits are divided by `temperature`; at 0 the likeliest token is taken.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = 40
+    top_p: float | None = None
+
+
+DEFAULT_SAMPLING = Sampling()
+
+
+class Writer:
+    """A model and its tokenizer, ready to continue texts.
+
+    Args:
+        checkpoint: the folder of a run, a training checkpoint, or a model in any form that `gptkernels.convert` reads.
+        tokenizer: a name or file for `load_tokenizer`; None is the one beside the checkpoint, or else the one
+            that the size of the vocabulary tells: bytes for 256, GPT-2's for 50257.
+        device: "auto" is CUDA where there is one.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a file is damaged, there is no tokenizer, or it is of another vocabulary, a weight is NaN or
+            infinite, or the seed is beyond int64.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(
+        self, checkpoint: str | Path, tokenizer: str | None = None, device: str = "auto", seed: int = 0
+    ) -> None:
+        if not -MAX_SEED <= seed <= MAX_SEED:
+            raise ValueError(f"--seed is {seed}, must be in -(2^63-1)..2^63-1")
+        path = model_file(checkpoint)
+        self.device = pick_device(device)
+        self.model = GPT2.from_checkpoint(path, self.device).eval()
+        if name := find_non_finite(self.model.state_dict()):
+            raise ValueError(f"{path}: {name} holds NaN or infinity: the model has diverged, and can write nothing")
+        self.tokenizer = _find_tokenizer(path, tokenizer, self.model.config.vocab_size)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+
+    def write(self, prompt: str = "", sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[str]:
+        """Yield the continuation of `prompt`, piece by piece, to the end-of-text token or `max_new_tokens`.
+
+        An empty prompt is the beginning of a document.
+
+        Raises:
+            ValueError: an option is out of its range, or the tokenizer has no tokens for the prompt.
+        """
+        _check(sampling)
+        tokens = self.tokenizer.encode(prompt) or [self.tokenizer.start]
+        stream = self.model.stream(
+            torch.tensor([tokens], device=self.device),
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            self._generator,
+            **({} if sampling.top_p is None else {"top_p": sampling.top_p}),
+        )
+        return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
+
+    def print(self, prompt: str, sampling: Sampling) -> None:
+        """Print the prompt and its continuation as it comes."""
+        continuation = self.write(prompt, sampling)
+        sys.stdout.write(printable(prompt))
+        for text in continuation:
+            sys.stdout.write(printable(text))
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+    def converse(self, sampling: Sampling) -> None:
+        """Continue every line that is typed, until end of file; Ctrl-C ends a continuation.
+
+        A line that the tokenizer has no tokens for is answered with a sentence. Bytes that are no UTF-8 are
+        kept as "surrogateescape" does.
+        """
+        with suppress(AttributeError):  # an object in place of stdin
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        _check(sampling)
+        while (prompt := _ask()) is not None:
+            try:
+                self.print(prompt, sampling)
+            except KeyboardInterrupt:
+                print()
+            except ValueError as error:
+                print(f"error: {error}", file=sys.stderr)
+
+
+def _check(sampling: Sampling) -> None:
+    if sampling.max_new_tokens < 0:
+        raise ValueError(f"--max-new-tokens is {sampling.max_new_tokens}, must be at least 0")
+    if not 0 <= sampling.temperature < float("inf"):
+        raise ValueError(f"--temperature is {sampling.temperature}, must be finite and at least 0")
+    if 0 < sampling.temperature < MIN_TEMPERATURE:
+        raise ValueError(f"--temperature is {sampling.temperature}, must be 0 or at least {MIN_TEMPERATURE}")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise ValueError(f"--top-k is {sampling.top_k}, must be at least 1")
+    if sampling.top_p is not None and not 0 < sampling.top_p <= 1:
+        raise ValueError(f"--top-p is {sampling.top_p}, must be above 0 and at most 1")
+
+
+def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
+    for token in _on_host(stream):
+        if token == eot:
+            return
+        yield token
+
+
+def _on_host(stream: Iterator[Tensor]) -> Iterator[int]:
+    if isinstance(stream, TokenStream):
+        return (token for (token,) in stream.on_host())
+    return (int(tokens) for tokens in stream)
+
+
+def _ask() -> str | None:
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _tokenizer_of_run(checkpoint: Path) -> Path | None:
+    """The tokenizer of the run that has kept a checkpoint under a name with its step."""
+    return find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX)) if is_numbered(checkpoint) else None
+
+
+def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
+    source: str | Path | None = name
+    if source is None:
+        source = find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint)
+    if source is None:
+        source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
+    if source is None:
+        raise ValueError(f"{checkpoint}: no tokenizer beside it for its vocabulary of {vocab_size}: name one")
+    _check_vocab_size(checkpoint, vocab_size, _VOCAB_SIZES.get(str(source), vocab_size))
+    tokenizer = load_tokenizer(source)
+    _check_vocab_size(checkpoint, vocab_size, tokenizer.vocab_size)
+    return tokenizer
+
+
+def _check_vocab_size(checkpoint: Path, model: int, tokenizer: int) -> None:
+    if tokenizer != model:
+        raise ValueError(f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}")

@@ -1,0 +1,126 @@
+"""The model that is trained, and its parameters as the optimizer takes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gptkernels.checkpoint import TrainingState
+from gptkernels.convert import load
+from gptkernels.convert.forms import find
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.trainer.config import PRESETS, TrainConfig
+
+LAYER_BYTES = 30_000
+"""What the Python objects of a layer take, however few channels it has."""
+BYTES_PER_PARAMETER = 16
+"""A parameter, its gradient and AdamW's two moments, in float32."""
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """Where a model lies that a user names, in any form that `gptkernels.convert` reads: a file, or a folder of theirs.
+
+    Raises:
+        ValueError: it is in no such form.
+        OSError: there is nothing, or it cannot be read.
+    """
+    return find(path)[1]
+
+
+def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
+    """The model of a resumed run, of `--init-from`, or a new one; on the CPU, in the dtype of the options.
+
+    Raises:
+        ValueError: the file of `--init-from` is damaged, its model has another size than the options say, or
+            the model is too small for the sequences or the vocabulary.
+    """
+    sizes: dict[str, Any] = {
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_embd": config.channels,
+        "bias": config.bias,
+        "activation": config.activation,
+    }
+    weights = None
+    if saved is not None:
+        sizes, weights = saved.config, saved.model
+    elif config.init_from is not None:
+        wanted = sizes
+        found, weights = load(config.init_from)
+        sizes = {"activation": "gelu_tanh", **found}
+        _check_same_size(config.init_from, sizes, wanted)
+    else:
+        positions = PRESETS[config.model].positions or config.sequence_length
+        sizes |= {"block_size": positions, "vocab_size": vocab_size}
+        _check_memory(sizes)
+    _check_fits(sizes, config.sequence_length, vocab_size)
+    options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
+    model = GPT2(GPT2Config(**sizes | options))
+    model.transformer.recompute_blocks = config.recompute == "blocks"
+    for block in model.transformer.h:
+        cast(Any, block).mlp.recompute_gelu = config.recompute == "gelu"
+    if weights is not None:
+        model.load_state_dict(weights)
+    return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+
+
+def _check_memory(sizes: dict[str, Any]) -> None:
+    """Refuse what this machine cannot hold, before a part of it is made."""
+    L, C = sizes["n_layer"], sizes["n_embd"]
+    parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
+    needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
+    memory = _memory_of_machine()
+    if needed > memory:
+        raise ValueError(
+            f"--layers {L} and --channels {C} are {parameters:,} parameters, which take {needed / 1e9:,.0f} GB "
+            f"in training; this machine has {memory / 1e9:,.0f} GB of memory"
+        )
+
+
+def _memory_of_machine() -> int:
+    """Bytes of memory, of the CPU or of all GPUs, whichever are more."""
+    cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+    return max(cpu, sum(gpus))
+
+
+def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    sizes = [" ".join(f"{name} {sizes[name]}" for name in wanted) for sizes in (found, wanted)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"--init-from {path} has {sizes[0]}, the options say {sizes[1]}: --model, --layers, --heads, "
+            "--channels, --bias and --activation must agree with it"
+        )
+
+
+def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) -> None:
+    if sequence_length > sizes["block_size"]:
+        raise ValueError(f"--sequence-length is {sequence_length}, the model has {sizes['block_size']} positions")
+    if vocab_size > sizes["vocab_size"]:
+        raise ValueError(f"the data has {vocab_size} different tokens, the model {sizes['vocab_size']}")
+
+
+class BatchLoss:
+    """The loss of a batch in the precision of the options, compiled if they say so.
+
+    Args:
+        model: on its device.
+        config: the options.
+    """
+
+    def __init__(self, model: GPT2, config: TrainConfig) -> None:
+        self._call = torch.compile(model) if config.compile else model
+        self._autocasts = config.dtype == "autocast"
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """(B, T) each -> nats per token, 0-dim float32."""
+        with self.precision(tokens.device):
+            return self._call(tokens, targets, return_logits=False)[1]
+
+    def precision(self, device: torch.device) -> torch.autocast:
+        """What the model is called in."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)

@@ -1,0 +1,161 @@
+"""What a command shows while it runs: a bar on a terminal, plain lines elsewhere, nothing in other processes.
+
+Output never ends a run: `SafeOutput` drops what cannot be written (a closed pipe, a full disk).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import IO, Protocol, cast
+
+from gptkernels.trainer.logs import TrainingStep
+from gptkernels.trainer.output import SafeOutput
+
+SECONDS_BETWEEN_LINES = 2.0
+
+
+def printable(text: str) -> str:
+    """The text with U+FFFD for control characters, which a terminal might obey."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
+
+
+class Progress(Protocol):
+    """Shows text and steps."""
+
+    def say(self, text: str) -> None:
+        """Print a text."""
+
+    def step(self, record: TrainingStep) -> None:
+        """Show that a step is done."""
+
+    def close(self) -> None:
+        """Take the bar away."""
+
+
+class Silence:
+    """Shows nothing."""
+
+    def say(self, text: str) -> None:
+        """Print nothing."""
+
+    def step(self, record: TrainingStep) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Lines:
+    """Plain lines: the first and last steps, and between them one every two seconds at most."""
+
+    def __init__(self, total_steps: int, output: SafeOutput) -> None:
+        self._total = total_steps
+        self._output = output
+        self._last = -SECONDS_BETWEEN_LINES
+
+    def say(self, text: str) -> None:
+        """Print a text."""
+        print(text, file=self._output, flush=True)
+
+    def step(self, record: TrainingStep) -> None:
+        """Print a line, unless the last one was a moment ago."""
+        now, done = time.monotonic(), record.step + 1
+        if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        print(
+            f"step {done:>{len(str(self._total))}}/{self._total}: loss {record.loss:.4f}{_score(record.loss_z)}, "
+            f"norm {record.gradient_norm:.3f}{_score(record.gradient_z)}, lr {record.learning_rate:.2e}, "
+            f"{record.milliseconds:.1f} ms, {record.tokens_per_second:,.0f} tokens/s{_use(record, ', ')}",
+            file=self._output,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Bar:
+    """A progress bar of `rich`, with loss, tokens/s, ms/step and the time left; texts scroll above it."""
+
+    def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("step {task.completed}/{task.total}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}", markup=False),
+            TimeRemainingColumn(),
+            console=Console(file=cast("IO[str]", output), emoji=False),
+            expand=True,
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=first_step, numbers="")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        """Print a text above the bar."""
+        self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+    def step(self, record: TrainingStep) -> None:
+        """Move the bar."""
+        rate = f"{record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
+        numbers = f"loss {record.loss:.3f}  {rate}{_use(record, '  ')}"
+        self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._progress.stop()
+
+
+def _score(z: float) -> str:
+    """A z-score as llm.c shows it; nothing while there is none."""
+    return "" if math.isnan(z) else f" ({z:+.2f}z)"
+
+
+def _use(record: TrainingStep, separator: str) -> str:
+    """The share of the device's arithmetic and the memory, as far as they are known."""
+    mfu = "" if record.mfu is None else f"{separator}{100 * record.mfu:.1f}% MFU"
+    return mfu + (f"{separator}{record.memory / 2**30:.2f} GiB" if record.memory else "")
+
+
+class ByteProgress:
+    """Shows how far a text is read, on stderr: on a terminal a line that is written over, elsewhere lines.
+
+    The first line comes after `SECONDS_BETWEEN_LINES`, so that a short text shows nothing.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._output = SafeOutput(sys.stderr)
+        self._overwrite = self._output.isatty()
+        self._shown = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` bytes are read, at the end and every few seconds."""
+        now = time.monotonic()
+        wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
+        if now - self._last < wait and not (done >= total and self._shown):
+            return
+        self._last = now
+        self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
+
+    def close(self) -> None:
+        """Begin a new line, if one is shown."""
+        if self._shown and self._overwrite:
+            self._write("", end="\r")
+
+    def _write(self, line: str, end: str) -> None:
+        blank = " " * (len(self._shown) - len(line))
+        print("\r" * self._overwrite + line + blank * self._overwrite, end=end, file=self._output, flush=True)
+        self._shown = line
+
+
+def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
+    """The Progress for this process and what its output goes to."""
+    if not is_main:
+        return Silence()
+    output = SafeOutput(sys.stdout)
+    return Bar(total_steps, first_step, output) if output.isatty() else Lines(total_steps, output)

@@ -1,0 +1,148 @@
+"""What a run reads: its training and validation tokens, and what they stand for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from gptkernels.data import (
+    DataLoader,
+    TokenFiles,
+    Tokenizer,
+    find_files,
+    find_tokenizer_file,
+    is_pattern,
+    load_tokenizer,
+    read_questions,
+)
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.progress import printable
+from gptkernels.trainer.runs import standard_library
+
+GPT2_VOCAB_SIZE = 50257
+
+
+class HeldOutData:
+    """What a model is evaluated on, as the options name it.
+
+    Args:
+        config: the options.
+        processes: those that share the data.
+        vocab_size: tokens are 0..vocab_size-1; None: as the tokenizer says.
+
+    Attributes:
+        tokenizer: None where the data has none: its tokens are then taken for GPT-2's.
+        vocab_size: tokens are 0..vocab_size-1.
+        val: the validation data of this process, or None.
+        why_no_val: in words.
+        questions: those of `eval_file`.
+
+    Raises:
+        ValueError: a file is damaged, or the tokenizer cannot be had.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, config: TrainConfig, processes: Processes, vocab_size: int | None = None) -> None:
+        self._config = config
+        self._processes = processes
+        self._files = files = _find_files(config, processes)
+        self.tokenizer = _find_tokenizer(config.tokenizer, files.prefix)
+        self.vocab_size = vocab_size or (self.tokenizer.vocab_size if self.tokenizer else GPT2_VOCAB_SIZE)
+        self.why_no_val = self._reason_not_to_validate(files.val)
+        self.val = None if self.why_no_val else self._loader(files.val, is_training=False)
+        self.questions = [] if config.eval_file is None else read_questions(config.eval_file, self.vocab_size)
+
+    @property
+    def unit(self) -> str:
+        """The unit of losses."""
+        return "nats per byte" if self.tokenizer and self.tokenizer.vocab_size == 256 else "nats per token"
+
+    @property
+    def first_token(self) -> int:
+        """The token that a text begins with: end-of-text, which stands before every document, where there is one."""
+        return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
+
+    def text(self, tokens: list[int]) -> str:
+        """The tokens for people to read: as text, or as numbers where there is no tokenizer."""
+        return printable(self.tokenizer.decode(tokens)) if self.tokenizer else " ".join(map(str, tokens))
+
+    def _loader(self, paths: list[Path], is_training: bool) -> DataLoader:
+        return DataLoader(
+            TokenFiles(paths),
+            self._config.batch_size,
+            self._config.sequence_length,
+            self.vocab_size,
+            seed=self._config.seed,
+            shuffle=is_training,
+            rank=self._processes.rank,
+            world_size=self._processes.world_size,
+            pin_memory=self._processes.device.type == "cuda",
+            random_offsets=is_training and self._config.sampling == "random-offset",
+        )
+
+    def _reason_not_to_validate(self, paths: list[Path]) -> str:
+        """Why there is nothing to validate on, or ""; ValueError when the data is damaged."""
+        if not self._config.val_max_batches or not (self._config.val_every or self._config.eval_only):
+            return "not asked for"
+        if not paths:
+            return "no --val-files"
+        if not paths[0].exists():
+            return f"{paths[0]} is missing"
+        if not paths[0].stat().st_size:
+            return f"{paths[0]} is empty"
+        data = TokenFiles(paths)
+        wanted = self._processes.world_size * self._config.batch_size * self._config.sequence_length + 1
+        return f"{data.path} holds {len(data):,} tokens, a batch takes {wanted:,}" if len(data) < wanted else ""
+
+
+class RunData(HeldOutData):
+    """The data of a run: what it is evaluated on, and what it is trained on.
+
+    Attributes:
+        train: the training data of this process.
+
+    Raises:
+        ValueError: as `HeldOutData`; or the training data is too small.
+        OSError: a file cannot be read.
+    """
+
+    def __init__(self, config: TrainConfig, processes: Processes) -> None:
+        super().__init__(config, processes)
+        self.train = self._loader(self._files.train, is_training=True)
+
+
+class _Files(NamedTuple):
+    prefix: str | None  # what the tokenizer's name begins with
+    train: list[Path]
+    val: list[Path]  # which need not exist
+
+
+def _find_files(config: TrainConfig, processes: Processes) -> _Files:
+    """The files that the options name; ValueError for a name or pattern that no file has."""
+    val = [] if config.val_files is None else find_files(config.val_files)
+    if pattern := _pattern(config):
+        return _Files(pattern.rpartition("_train")[0] or None, find_files(pattern), val)
+    if config.eval_only and config.data is None and (val or config.eval_file):
+        return _Files(None, [], val)
+    prefix = config.data or processes.from_main(standard_library() if processes.is_main else "")
+    return _Files(prefix, [Path(f"{prefix}_train.bin")], val or [Path(f"{prefix}_val.bin")])
+
+
+def _pattern(config: TrainConfig) -> str | None:
+    """The pattern of the files to train on, or None where `config` has a prefix."""
+    if config.train_files is not None or config.data is None:
+        return config.train_files
+    is_files = (is_pattern(config.data) or config.data.endswith(".bin")) and not os.path.exists(
+        f"{config.data}_train.bin"
+    )
+    return config.data if is_files else None
+
+
+def _find_tokenizer(name: str | None, prefix: str | None) -> Tokenizer | None:
+    """The tokenizer named, or that beside the data, or None where there is none."""
+    if name is not None:
+        return load_tokenizer(name)
+    path = None if prefix is None else find_tokenizer_file(prefix)
+    return None if path is None else load_tokenizer(path)

@@ -1,0 +1,113 @@
+"""Where runs lie: a folder each, with the checkpoint, the logs and the plot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
+from gptkernels.files.writing import check_replaceable, remove_unfinished
+from gptkernels.trainer.lock import LOCK_FILE, lock_folder
+from gptkernels.trainer.retention import NUMBERED, kept_steps, numbered
+
+RUNS = Path("runs")
+CHECKPOINT = "checkpoint.safetensors"
+TOKENIZER_PREFIX = "checkpoint"
+LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
+FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
+"""What a run writes into its folder, besides the checkpoints that are kept under names with their steps."""
+STANDARD_LIBRARY = RUNS / "data" / "standard_library"
+
+
+def new_run(folder: str | None, model: str) -> Path:
+    """Make the folder of a new run: the one named, or the first that is free of runs/MODEL, runs/MODEL-2, ...
+
+    Raises:
+        ValueError: the one named holds a checkpoint, or a file of this name that no run has written.
+    """
+    if folder is not None:
+        path = Path(folder)
+        _check_own(path)
+        if (path / CHECKPOINT).exists():
+            raise ValueError(
+                f"--output {folder} holds a run: --resume {folder} continues it, another folder starts anew"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+    RUNS.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        path = RUNS / (model if number == 1 else f"{model}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _check_own(folder: Path) -> None:
+    """A folder that was never locked holds no run: what has the name of a run's file there is somebody else's."""
+    if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
+        return
+    for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
+        if os.path.lexists(folder / name):
+            raise ValueError(f"--output {folder} holds a {name} that is not of a run: name another folder")
+
+
+@contextmanager
+def open_run(folder: Path, is_main: bool) -> Iterator[None]:
+    """Within, the main process has the run's folder for itself; what killed runs left unfinished is removed.
+
+    Raises:
+        ValueError: another process writes there, or one of the files of a run is a link, a device or a folder.
+    """
+    if not is_main:
+        yield
+        return
+    with lock_folder(folder):
+        for name in FILES:
+            check_replaceable(folder / name)
+        remove_unfinished(folder, (*FILES, NUMBERED))
+        yield
+
+
+def log_of_run(log_file: str | None, folder: Path) -> str | None:
+    """The log that a checkpoint names, where it lies in the run's own folder; else None, which is the default one."""
+    if log_file is None:
+        return None
+    real, parent = (os.path.realpath(path) for path in (log_file, folder))
+    return log_file if os.path.dirname(real) == parent and not is_other_file(log_file, folder) else None
+
+
+def is_other_file(log_file: str, folder: Path) -> bool:
+    """Whether a log of this name would be the checkpoint, or another of the files of the run in `folder`."""
+    others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
+    others += [numbered(folder, step) for step in kept_steps(folder)]
+    return os.path.realpath(log_file) in map(os.path.realpath, others)
+
+
+def find_run(folder: str | None) -> Path:
+    """The folder of a run to resume: the one named, or the one in runs/ whose checkpoint is the newest.
+
+    Raises:
+        ValueError: it holds no checkpoint, or there is none.
+    """
+    if folder is None:
+        checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
+        if not checkpoints:
+            raise ValueError(f"--resume: no run with a checkpoint in {RUNS}/")
+        return checkpoints[-1].parent
+    if not (Path(folder) / CHECKPOINT).exists():
+        raise ValueError(f"--resume: {folder} holds no {CHECKPOINT}")
+    return Path(folder)
+
+
+def standard_library() -> str:
+    """The data prefix of the standard library's sources, which are written there if they are not yet."""
+    try:
+        tokenizer_for_prefix(STANDARD_LIBRARY)  # the last file that is written
+    except ValueError:
+        prepare_standard_library(STANDARD_LIBRARY)
+    return str(STANDARD_LIBRARY)

@@ -1,0 +1,46 @@
+"""Ctrl-C and SIGTERM: stop after the step, not within it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from gptkernels.trainer.output import write_error
+
+ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
+
+
+class StopRequest:
+    """`signal` is the number of the signal that asked to stop, or 0."""
+
+    signal = 0
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Within, the first SIGINT or SIGTERM is noted in the StopRequest; a second one acts as it would have.
+
+    The first one is acknowledged at once, on standard error.
+
+    Outside the main thread, where Python handles no signals, nothing is noted.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def note(number: int, _frame: object) -> None:
+        request.signal = number
+        signal.signal(number, previous[number])
+        write_error(ACKNOWLEDGEMENT)
+
+    previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in previous:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

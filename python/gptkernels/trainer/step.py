@@ -1,0 +1,94 @@
+"""A step of training: the gradients of its batches, the exchange with other processes, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from gptkernels.graphs import graphed_step
+from gptkernels.optim import AdamW
+from gptkernels.rules import ops
+from gptkernels.trainer.outliers import OutlierDetector, Skipping
+from gptkernels.trainer.processes import Processes
+
+
+class Step:
+    """Makes updates without waiting for the device; on CUDA, what can be is replayed as a CUDA graph.
+
+    Args:
+        loss: of a batch of tokens and targets, (B, T) each on the processes' device.
+        optimizer: computes the norm of the gradients.
+        processes: those that average their gradients.
+        max_scores: skip the update when the z-score of the loss, or that of the gradient's norm, is above these; 0 is
+            never.
+        capture: False runs every step eagerly.
+
+    Attributes:
+        outliers: where updates may be skipped, on the device, and taken along by every step; else on the host, for the
+            caller.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        optimizer: AdamW,
+        processes: Processes,
+        max_scores: tuple[float, float],
+        capture: bool,
+    ) -> None:
+        self._loss = loss
+        self._optimizer = optimizer
+        self._processes = processes
+        self._skipping = Skipping(*max_scores, processes.device) if any(max_scores) else None
+        self.outliers = OutlierDetector(processes.device if self._skipping else "cpu")
+        if self._skipping:
+            # A captured graph keeps the addresses of these three tensors, so every step writes into them in place.
+            self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
+            optimizer.found_inf = torch.zeros((), device=processes.device)
+        interrupts = self._skipping is not None or processes.world_size > 1
+        before_update = self._before_update if interrupts else None
+        self._step = graphed_step(self._noted_loss, optimizer, before_update=before_update, capture=capture)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are replayed as a CUDA graph by now."""
+        return self._step.captures > 0 and self._step.eager_because is None
+
+    def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Update the parameters with the mean gradient of the batches, or skip that.
+
+        Returns:
+            This process's loss and the norm of the averaged gradients, (2,) on the device. Where updates may be skipped
+            their z-scores follow, and 1 if this one was skipped, 0 if not: (5,).
+        """
+        self._batches = len(batches)
+        if self._skipping:
+            self._total.zero_()
+        result = self._step(*batches)
+        assert result.grad_norm is not None
+        numbers = [result.loss, result.grad_norm]
+        if self._skipping:
+            assert self._optimizer.found_inf is not None
+            numbers += [*self._scores, self._optimizer.found_inf]
+        return torch.stack(numbers)
+
+    def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss; where it may decide about the update, added up over the batches of the step."""
+        loss = self._loss(tokens, targets)
+        if self._skipping:
+            self._total += loss.detach()
+        return loss
+
+    @torch.no_grad()
+    def _before_update(self) -> None:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._processes.average_gradients(parameters)
+        if self._skipping is None:
+            return
+        assert self._optimizer.found_inf is not None
+        loss = self._processes.average(self._total / self._batches)
+        scores = self.outliers.scores(torch.stack([loss, ops.global_norm([p.grad for p in parameters])]))
+        self._scores.copy_(scores)
+        self._optimizer.found_inf.copy_(self._skipping.found(scores))

@@ -1,0 +1,519 @@
+"""Training GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gptkernels.checkpoint import (
+    TrainingState,
+    find_non_finite,
+    load_training_state,
+    restore_rng_state,
+    save_training_state,
+)
+from gptkernels.models.nanogpt import parameter_groups
+from gptkernels.optim import AdamW
+from gptkernels.trainer.clock import Mark
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
+from gptkernels.trainer.fingerprint import fingerprint
+from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
+from gptkernels.trainer.model import BatchLoss, build_model
+from gptkernels.trainer.outliers import describe
+from gptkernels.trainer.output import flush_streams, write_error
+from gptkernels.trainer.pending import PendingStep
+from gptkernels.trainer.plot import plot_losses
+from gptkernels.trainer.processes import Processes, process_rank
+from gptkernels.trainer.progress import show_progress
+from gptkernels.trainer.retention import retain
+from gptkernels.trainer.run_data import RunData
+from gptkernels.trainer.runs import (
+    CHECKPOINT,
+    CSV,
+    LOG,
+    PLOT,
+    TOKENIZER_PREFIX,
+    find_run,
+    is_other_file,
+    log_of_run,
+    new_run,
+    open_run,
+)
+from gptkernels.trainer.saved import check_optimizer, naming, saved_options
+from gptkernels.trainer.schedule import Schedule
+from gptkernels.trainer.signals import stop_on_signals
+from gptkernels.trainer.step import Step
+from gptkernels.trainer.utilization import peak_flops, peak_memory
+from gptkernels.trainer.watchdog import Watchdog
+
+SAMPLE_TEMPERATURE = 0.8
+SAMPLE_TOP_K = 40
+MEMORY_EVERY = 16
+"""Steps. Asking torch for the memory takes the host 0.1 ms."""
+
+
+class TrainResult(NamedTuple):
+    """How a run ended. Losses are in nats per token, None where there is none.
+
+    `train_loss` is that of the last step, before its update; `val_loss` that of the model as saved, as is `accuracy`,
+    the share of `eval_file`'s questions that it answers rightly.
+    `signal` is the number of the signal that stopped the run, 0 when it went to its end.
+    """
+
+    step: int
+    train_loss: float | None
+    val_loss: float | None
+    sample: str | None
+    output: Path
+    signal: int
+    accuracy: float | None = None
+
+
+def train(config: TrainConfig) -> TrainResult:
+    """Train a new model.
+
+    Where nothing is finished for `config.watchdog` minutes, the process ends with status 4.
+
+    Raises:
+        ValueError: an option, or the data, cannot be used; the message is a sentence for the user.
+        OSError: a file cannot be read or written. The last checkpoint is kept.
+        FloatingPointError: the loss or a weight is no longer finite. The last checkpoint is kept.
+    """
+    trainer = Trainer(config)
+    with open_run(trainer.output, trainer.processes.is_main):
+        return trainer.run()
+
+
+def resume(run: str | None = None, **given: Any) -> TrainResult:
+    """Continue a run from its checkpoint, bit for bit as if it had not stopped.
+
+    Args:
+        run: its folder; None is the latest in runs/.
+        given: options of TrainConfig to change, such as `steps`.
+
+    Raises:
+        ValueError: there is no such run, an option in `given` cannot change, or as `train`.
+    """
+    folder = find_run(run)
+    checkpoint = folder / CHECKPOINT
+    with open_run(folder, is_main=process_rank() == 0):
+        saved = load_training_state(checkpoint)
+        options = saved_options(saved, checkpoint)
+        begun_in = options.log_file or folder / LOG
+        options.log_file = log_of_run(options.log_file, folder)
+        config = options.updated(given)
+        keep_log = config.log_file is not None and os.path.realpath(config.log_file) != os.path.realpath(begun_in)
+        with naming(checkpoint):
+            trainer = Trainer(config, folder, saved, keep_log=keep_log)
+        return trainer.run()
+
+
+class Trainer:
+    """A run: the model, its data, the optimizer, and where they stand.
+
+    Everything is checked when it is made; `run()` trains. It can be run once.
+
+    Args:
+        config: the options.
+        output: the folder of the run that is resumed; None makes that of a new one.
+        saved: the state that is resumed, which `saved_options` has checked.
+        keep_log: the log holds the lines of other runs.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        output: Path | None = None,
+        saved: TrainingState | None = None,
+        *,
+        keep_log: bool = False,
+    ) -> None:
+        self.config = config
+        self.processes = processes = Processes(config.device)
+        if config.tf32:
+            torch.backends.cuda.matmul.allow_tf32 = True
+        torch.manual_seed(config.seed)
+        self.data = data = RunData(config, processes)
+        self._fingerprint = fingerprint(data.train.data.paths)
+        self.model = build_model(config, data.vocab_size, saved).to(processes.device)
+        self._batch_loss = BatchLoss(self.model, config)
+        check_questions(data.questions, self.model.config.block_size, config.eval_file)
+        self.optimizer = AdamW(
+            parameter_groups(self.model, config.weight_decay),
+            lr=config.learning_rate,
+            betas=(config.beta1, config.beta2),
+            master_weights=config.master_weights,
+            max_grad_norm=config.grad_clip or math.inf,
+            rounding_seed=None if config.master_weights else config.seed,
+        )
+        self.accumulation = config.accumulation(processes.world_size)
+        limits = (config.skip_update_lossz, config.skip_update_gradz)
+        self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
+        self.total_steps = self._count_steps()
+        self._schedule = self._make_schedule()
+        self._watchdog = Watchdog(config.watchdog, self._report_stall)
+        self.step = 0  # updates made
+        self._finished_step: int | None = None
+        self._saved_step: int | None = None
+        self._runs_ahead = processes.device.type != "cpu"
+        self._pending: PendingStep | None = None
+        self._train_loss: float | None = None
+        self._stop = False
+        if saved is not None and output is not None:
+            self._restore(saved, output / CHECKPOINT)
+        self._keep_log = keep_log or (saved is None and config.log_file is not None)
+        if config.log_file is not None and processes.is_main:
+            check_log(Path(config.log_file))
+        self.output = output or Path(
+            processes.from_main(str(new_run(config.output, config.model)) if processes.is_main else "")
+        )
+        self._log_path = self.output / LOG if config.log_file is None else Path(config.log_file)
+        if is_other_file(str(self._log_path), self.output):
+            raise ValueError(f"--log-file {self._log_path} is another file of this run")
+
+    def _count_steps(self) -> int:
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        windows_per_step = self.processes.world_size * self.config.batch_size * self.accumulation
+        steps = self.config.epochs * self.data.train.num_windows / windows_per_step
+        if not math.isfinite(steps):
+            raise ValueError(f"--epochs is {self.config.epochs}, which is too many")
+        return math.ceil(steps)
+
+    def _restore(self, saved: TrainingState, path: Path) -> None:
+        step, data = saved.trainer["step"], self.data.train.data.path
+        check_optimizer(saved.optimizer, self.optimizer, step, path)
+        if saved.trainer["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"{data} has changed: it was {saved.trainer['fingerprint']}, is {self._fingerprint}. A run is resumed "
+                "with the training data it had"
+            )
+        self.data.train.load_state_dict(saved.trainer["data"])
+        groups = self.optimizer.state_dict()["param_groups"]  # as the options say
+        self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+        if step:  # a run without steps to make saves the learning rate of its last step again
+            self._set_learning_rate(step - 1)
+        if "outliers" in saved.trainer:
+            self._step.outliers.load_state_dict(saved.trainer["outliers"])
+        self.step = self._saved_step = step
+        restore_rng_state(saved.rng)
+
+    # Training.
+
+    def run(self) -> TrainResult:
+        """Train to the end, or until Ctrl-C or SIGTERM; in both cases write the checkpoint and the plot."""
+        self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
+        self._log: TrainingLog | None = None
+        try:
+            self._peak_flops = peak_flops(self.processes.device)
+            self._memory = 0
+            if self.processes.is_main:
+                self._open_files()
+                if self._saved_step is not None:  # the run may have been killed between the two
+                    self._retain()
+            with self._watchdog, stop_on_signals() as self._request:
+                self._introduce()
+                self._train()
+                return self._stop_early() if self._stop else self._finish_run()
+        finally:
+            self._progress.close()
+            if self._log:
+                self._log.close()
+            self.processes.close()
+
+    def _train(self) -> None:
+        config = self.config
+        self._restart_clock()
+        while self.step < self.total_steps and not self._stop:
+            if _is_due(self.step, config.val_every):
+                self._validate()
+                if self.step:
+                    self._answer()
+            if self.step and _is_due(self.step, config.sample_every):
+                self._sample()
+            # On a GPU the numbers of a step are read once the next one is launched: the GPU does not wait for the host.
+            previous, self._pending = self._pending, self._launch_step()
+            self._finish(previous)
+            if not self._runs_ahead:
+                self._finish_pending()
+            if self.step < self.total_steps and _is_due(self.step, config.checkpoint_every):
+                self._save()
+        self._finish_pending()
+
+    def _launch_step(self) -> PendingStep:
+        """Make the next update, without waiting for the device."""
+        rate = self._set_learning_rate(self.step)
+        with self._watchdog.watch("reading the training data"):
+            batches = [self.data.train.next_batch() for _ in range(self.accumulation)]
+        how = "replaying its CUDA graph" if self._step.is_captured else "in its forward pass, backward pass or update"
+        with self._watchdog.watch(how):
+            numbers = self._step(batches)
+            stop = numbers.new_full((1,), self._request.signal)
+            numbers = self.processes.average(torch.cat([numbers, stop]))
+            self.step += 1
+            return PendingStep(self.step - 1, rate, numbers)
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = self._schedule.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _make_schedule(self) -> Schedule:
+        config, steps = self.config, self.total_steps
+        warmup = steps // 20 if config.warmup_steps is None else config.warmup_steps
+        final = config.final_learning_rate
+        return Schedule(config.schedule, config.learning_rate, final, warmup, steps, config.decay_steps)
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self._watchdog.tick()
+        loss = self._batch_loss(tokens, targets)
+        self._watchdog.tick()
+        return loss
+
+    def _finish_pending(self) -> None:
+        pending, self._pending = self._pending, None
+        self._finish(pending)
+
+    def _finish(self, pending: PendingStep | None) -> None:
+        """Wait for a step's numbers, then log and show them."""
+        if pending is None:
+            return
+        with self._watchdog.watch(f"waiting for {self.processes.device}, which does not answer"):
+            loss, norm, *more, stop = pending.read()
+        self._finished_step = pending.step
+        if not math.isfinite(loss + norm):
+            raise self._diverged(f"the loss is {loss} and the gradient's norm {norm} at step {pending.step}")
+        self._stop = self._stop or stop > 0
+        self._train_loss = loss
+        scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
+        record = self._record(pending, loss, norm, scores)
+        if more and more[2]:
+            self._progress.say(f"step {pending.step}: no update, {describe(*scores)}")
+        self._progress.step(record)
+        if self._log:
+            self._log.training(record)
+
+    def _record(self, pending: PendingStep, loss: float, norm: float, scores: list[float]) -> TrainingStep:
+        seconds = pending.end.seconds_since(self._clock)
+        self._clock: Mark = pending.end
+        rate = self._tokens_per_step() / seconds
+        if not self._memory or pending.step % MEMORY_EVERY == 0:
+            self._memory = peak_memory(self.processes.device)
+        return TrainingStep(
+            step=pending.step,
+            loss=loss,
+            learning_rate=pending.learning_rate,
+            gradient_norm=norm,
+            milliseconds=1e3 * seconds,
+            tokens_per_second=rate,
+            loss_z=scores[0],
+            gradient_z=scores[1],
+            mfu=self._utilization(rate),
+            memory=self._memory,
+        )
+
+    def _utilization(self, tokens_per_second: float) -> float | None:
+        """The share of the device's arithmetic that the model's takes; None where the device's is not known."""
+        if self._peak_flops is None:
+            return None
+        flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
+        return flops / (self._peak_flops * self.processes.world_size)
+
+    def _restart_clock(self) -> None:
+        self._clock = Mark(self.processes.device)
+
+    def _diverged(self, what: str) -> FloatingPointError:
+        return FloatingPointError(
+            f"{what}: training has diverged; a lower --learning-rate may help. {self._kept_checkpoint()}"
+        )
+
+    def _kept_checkpoint(self) -> str:
+        if self._saved_step is None:
+            return "There is no checkpoint yet"
+        return f"The checkpoint of step {self._saved_step} is kept"
+
+    def _report_stall(self, what: str) -> None:
+        """Say where the run hangs, with the stacks of all threads, and close the logs."""
+        config, processes = self.config, self.processes
+        finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
+        who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
+        goes_on = "" if self._saved_step is None else f"; gptkernels train --resume {self.output} goes on from it"
+        write_error(
+            f"\ngptkernels train: error: nothing was finished for {config.watchdog:g} minutes at step {self.step} of "
+            f"{self.total_steps}, {what} ({who}B={config.batch_size}, T={config.sequence_length}, on "
+            f"{processes.device}{finished}). {self._kept_checkpoint()}{goes_on}. Where a machine needs longer, raise "
+            "--watchdog\n"
+        )
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__)
+        if self._log:
+            self._log.close()
+        self._progress.close()
+        flush_streams()
+
+    def _tokens_per_step(self) -> int:
+        return self.processes.world_size * self.accumulation * self.config.batch_tokens
+
+    # Between steps.
+
+    def _validate(self) -> float | None:
+        """The loss on the validation data, in nats per token, logged and shown; None without such data."""
+        if self.data.val is None:
+            return None
+        self._finish_pending()
+        self.model.eval()
+        with self._watchdog.watch("validating"):
+            loss = mean_loss(self._loss, self.data.val, self.config.val_max_batches, self.processes)
+        self.model.train()
+        if not math.isfinite(loss):
+            raise self._diverged(f"the validation loss is {loss} after {self.step} steps")
+        self._progress.say(f"step {self.step}: validation loss {loss:.4f} {self.data.unit}")
+        if self._log:
+            self._log.validation(self.step, loss)
+        self._restart_clock()
+        return loss
+
+    def _answer(self) -> float | None:
+        """The share of the questions that are answered rightly, logged and shown; None without questions."""
+        if not self.data.questions:
+            return None
+        self._finish_pending()
+        self.model.eval()
+        with self._watchdog.watch("answering questions"), self._batch_loss.precision(self.processes.device):
+            tick = self._watchdog.tick
+            score = answer(self.model, self.data.questions, self.config.batch_tokens, self.processes, tick)
+        self.model.train()
+        self._progress.say(f"step {self.step}: {score}")
+        if self._log:
+            self._log.evaluation(self.step, score.accuracy)
+        self._restart_clock()
+        return score.accuracy
+
+    @torch.no_grad()
+    def _sample(self) -> str | None:
+        """Text that the model writes from nothing, the same for the same seed and step, shown."""
+        if not self.config.sample_length or not self.processes.is_main:
+            return None
+        self._finish_pending()
+        device = self.processes.device
+        generator = torch.Generator(device).manual_seed(self.config.seed + self.step)
+        start = torch.tensor([[self.data.first_token]], device=device)
+        self.model.eval()
+        length = self.config.sample_length
+        tokens = []
+        try:
+            with self._watchdog.watch("sampling"), self._batch_loss.precision(device):
+                stream = self.model.stream(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
+                for (token,) in stream.on_host():
+                    tokens.append(token)
+                    self._watchdog.tick()
+        except FloatingPointError as error:
+            raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
+        self.model.train()
+        text = self.data.text(tokens)
+        self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")
+        self._restart_clock()
+        return text
+
+    def _save(self) -> None:
+        """Write the checkpoint, whole or not at all, if all that it would hold is finite."""
+        self._finish_pending()
+        with self._watchdog.watch("saving the checkpoint"):
+            state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
+            if find_non_finite(dict(enumerate([*self.model.parameters(), *state]))) is not None:
+                raise self._diverged(f"a weight or a moment is not finite after {self.step} steps")
+            if self.processes.is_main:
+                save_training_state(
+                    self.output / CHECKPOINT,
+                    config=self.model.config,
+                    model=self.model,
+                    optimizer=self.optimizer.state_dict(),
+                    trainer={
+                        "step": self.step,
+                        "data": self.data.train.state_dict(),
+                        "fingerprint": self._fingerprint,
+                        "options": asdict(self.config),
+                        "outliers": self._step.outliers.state_dict(),
+                    },
+                )
+                self._retain()
+        self._saved_step = self.step
+        self._restart_clock()
+
+    def _retain(self) -> None:
+        retain(self.output / CHECKPOINT, self.step, self.config.keep_last, self.config.keep_every)
+
+    # Beginning and end.
+
+    def _open_files(self) -> None:
+        self._log = TrainingLog(
+            self._log_path,
+            self.output / CSV,
+            self.step,
+            self.output / "tensorboard" if self.config.tensorboard else None,
+            keep_log=self._keep_log,
+        )
+        if self.data.tokenizer:
+            self.data.tokenizer.save(self.output / TOKENIZER_PREFIX)
+
+    def _introduce(self) -> None:
+        config, size = self.config, self.model.config
+        processes = f" x {self.processes.world_size} processes" if self.processes.world_size > 1 else ""
+        validation = f"{len(self.data.val.data):,}" if self.data.val else f"none, {self.data.why_no_val}"
+        self._progress.say(
+            f"model: {size.n_layer} layers, {size.n_head} heads, {size.n_embd} channels, "
+            f"{self.model.num_parameters():,} parameters, "
+            f"{config.dtype} on {self._describe_device()}{processes}\n"
+            f"data: {self.data.train.data.path}, {len(self.data.train.data):,} tokens; "
+            f"validation: {validation}\n"
+            f"run: steps {self.step} to {self.total_steps} of {self._tokens_per_step():,} tokens, "
+            f"in {self.output}, log in {self._log_path}"
+        )
+
+    def _describe_device(self) -> str:
+        device, threads = self.processes.device, torch.get_num_threads()
+        return f"{device} ({threads} thread{'s' * (threads > 1)})" if device.type == "cpu" else str(device)
+
+    def _finish_run(self) -> TrainResult:
+        self._save()
+        val_loss = self._validate()
+        accuracy = self._answer()
+        sample = self._sample()
+        self._plot()
+        self._progress.say(f"checkpoint: {self.output / CHECKPOINT}")
+        return TrainResult(self.step, self._train_loss, val_loss, sample, self.output, 0, accuracy)
+
+    def _stop_early(self) -> TrainResult:
+        self._save()
+        self._plot()
+        self._progress.say(
+            f"stopped at step {self.step} of {self.total_steps}; to go on: gptkernels train --resume {self.output}"
+        )
+        number = self._request.signal or signal.SIGTERM  # another process may have had the signal
+        return TrainResult(self.step, self._train_loss, None, None, self.output, number)
+
+    def _plot(self) -> None:
+        if not self._log:
+            return
+        try:
+            plot_losses(self.output / CSV, self.output / PLOT, self.data.unit)
+        except ImportError:
+            self._progress.say("no loss plot: it takes matplotlib (pip install matplotlib)")
+        else:
+            self._progress.say(f"loss plot: {self.output / PLOT}")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,39 @@
+"""The campaign of training steps: a short one finds nothing, and a gradient without its last row is found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fuzz import steps
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT = ["--steps", "20", "--seed", "3", "--backend", "aot_eager"]  # Inductor takes a minute for each family
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
+def test_a_short_campaign(kind, device):
+    """In a process of its own, which a hang ends."""
+    if kind != device.type:
+        pytest.skip(f"--device {kind}")
+    command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "fuzz.steps: 20 steps, 0 failures (seed 3" in done.stdout
+
+
+def test_a_gradient_without_its_last_row_is_found(monkeypatch, capsys):
+    def make(sizes):
+        ours, torchs = steps.make_nanogpt(sizes)
+        weight = ours.transformer.h[1].attn.c_attn.weight
+        weight.register_hook(lambda gradient: torch.cat([gradient[:-1], 0 * gradient[-1:]]))
+        return ours, torchs
+
+    monkeypatch.setattr(steps, "FAMILIES", {"nanoGPT": steps.FAMILIES["nanoGPT"]._replace(make=make)})
+    monkeypatch.setattr(steps, "WAYS", ("eager",))
+    assert steps.main(["--steps", "2", "--seed", "3"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("error") == printed.count("gradient of transformer.h.1.attn.c_attn.weight: error") == 2
+    assert "python -m fuzz.steps --seed 3 --index 1 --device cpu --backend inductor" in printed

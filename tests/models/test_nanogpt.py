@@ -1,0 +1,117 @@
+"""What nanoGPT's users call on GPT2, beside nanoGPT's own model."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import published
+from conversions import CONFIG, make_model, nanogpt_groups
+from gptkernels.models import GPT2
+from gptkernels.optim import AdamW
+from gptkernels.trainer import utilization
+
+
+def beside(device="cpu", **changes):
+    """Our model and nanoGPT's, with the same weights; float64."""
+    ours = make_model(dtype=torch.float64, activation="gelu", **changes).to(device)
+    names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
+    theirs = published.GPT(published.Config(**{name: getattr(ours.config, name) for name in names}))
+    state = ours.state_dict()
+    rows = {name: state[name][: ours.config.vocab_size] for name in ("transformer.wte.weight", "lm_head.weight")}
+    theirs.load_state_dict(state | rows)
+    return ours, theirs.to(device, torch.float64)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_configure_optimizers_is_nanogpts(bias, device):
+    """The same groups, and the same parameters after five steps; in both argument styles."""
+    ours, theirs = beside(device, bias=bias)
+    optimizer = ours.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.8, 0.9), device_type="cpu")
+    assert type(optimizer) is AdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    expected = torch.optim.AdamW(nanogpt_groups(theirs), lr=1e-2, betas=(0.8, 0.9))
+    shapes = [[[len(p.shape) for p in group["params"]] for group in o.param_groups] for o in (optimizer, expected)]
+    assert shapes[0] == shapes[1]
+    for group in (*optimizer.param_groups, *expected.param_groups):
+        group["eps"] = 1e-3  # the gradient of the keys' bias is rounding noise, which Adam would make large
+    for tokens in torch.randint(50, (5, 2, 8), device=device):
+        for model, steps in ((ours, optimizer), (theirs, expected)):
+            steps.zero_grad()
+            model(tokens, tokens.roll(1))[1].backward()
+            steps.step()
+    for (name, p), q in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(q[: len(p)], p, rtol=1e-9, atol=1e-9, msg=name)
+    assert ours.configure_optimizers(0.1, 1e-2, (0.8, 0.9)).defaults["betas"] == (0.8, 0.9)
+
+
+def test_a_frozen_parameter_is_left_out():
+    model = make_model()
+    model.transformer.wpe.weight.requires_grad_(False)
+    groups = model.configure_optimizers(0.1, 1e-2, (0.8, 0.9), "cpu").param_groups
+    assert all(p is not model.transformer.wpe.weight for group in groups for p in group["params"])
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_targets_of_minus_one(return_logits, dtype, device):
+    ours, theirs = beside(device)
+    tokens = torch.randint(50, (2, 8), device=device)
+    targets = tokens.roll(1).masked_fill(torch.rand(2, 8, device=device) < 0.4, -1)
+    _, loss = ours(tokens, targets.to(dtype), return_logits=return_logits, ignore_index=-1)
+    _, expected = theirs(tokens, targets)
+    torch.testing.assert_close(loss, expected)
+    found = torch.autograd.grad(loss, list(ours.parameters()))
+    for gradient, other in zip(found, torch.autograd.grad(expected, list(theirs.parameters())), strict=True):
+        torch.testing.assert_close(gradient[: len(other)], other)
+    logits = ours(tokens)[0]
+    as_before = ours(tokens, targets.masked_fill(targets == -1, -100), return_logits=return_logits)[1]
+    torch.testing.assert_close(as_before, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1))
+
+
+def test_crop_block_size(device):
+    ours, theirs = beside(device)
+    ours.crop_block_size(5)
+    tokens = torch.randint(50, (2, 5), device=device)
+    torch.testing.assert_close(ours(tokens)[0], theirs(tokens, tokens)[0])
+    assert (ours.config.block_size, ours.transformer.wpe.num_embeddings) == (5, 5)
+    assert ours.transformer.wpe.weight.untyped_storage().nbytes() == 5 * 16 * 8
+    with pytest.raises(ValueError, match="6 tokens are more than block_size 5"):
+        ours(torch.randint(50, (2, 6), device=device))
+    for size in (0, 6):
+        with pytest.raises(ValueError, match=f"block_size must be from 1 to 5, got {size}"):
+            ours.crop_block_size(size)
+    copy = GPT2(ours.config)
+    copy.load_state_dict(ours.state_dict())
+    assert ours.generate(tokens[:, :1], 8).shape == (2, 9)  # beyond the window
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_get_num_params(bias):
+    ours, theirs = beside(bias=bias)
+    count = sum(p.numel() for p in theirs.parameters())
+    assert ours.get_num_params(non_embedding=False) == count
+    assert ours.get_num_params() == count - 8 * 16
+
+
+def test_estimate_mfu(monkeypatch):
+    """nanoGPT's formula; the peak is the device's or an argument, never that of another device."""
+    model = make_model()
+    L, H, Q, T = 2, 2, 8, 8
+    flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T
+    assert math.isclose(model.estimate_mfu(40, 0.25, peak_flops=1e12), flops * 40 / 0.25 / 1e12)
+    with pytest.raises(ValueError, match="the peak of a cpu is not known: give peak_flops"):
+        model.estimate_mfu(40, 0.25)
+    with pytest.raises(ValueError, match="dt must be above 0, got 0"):
+        model.estimate_mfu(40, 0, peak_flops=1e12)
+    monkeypatch.setattr(utilization, "peak_flops", lambda device: 989.4e12)
+    assert math.isclose(model.estimate_mfu(40, 0.25), flops * 40 / 0.25 / 989.4e12)
+
+
+def test_the_same_config_trains_and_is_kept():
+    """The exact GELU in every method that makes another model."""
+    model = make_model(activation="gelu", dropout=0.1)
+    model.crop_block_size(4)
+    assert model.config == dataclasses.replace(CONFIG, block_size=4, activation="gelu", dropout=0.1)

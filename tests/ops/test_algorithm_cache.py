@@ -1,0 +1,81 @@
+"""cuBLASLt's algorithms, timed once and kept in a file: csrc/cuda/gemm/algorithm_cache.h."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A product that is worth timing, three times over: bias in the epilogue, plain, and accumulated in float32.
+PROGRAM = """
+import hashlib, torch, gptkernels
+ops = torch.ops.gptkernels
+torch.manual_seed(0)
+x = torch.randn(4096, 768, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+weight = torch.randn(3072, 768, device="cuda").mul(0.02).bfloat16().requires_grad_()
+bias = torch.randn(3072, device="cuda", dtype=torch.bfloat16)
+digest = hashlib.sha256()
+def add(*tensors):
+    for t in tensors:
+        digest.update(t.detach().float().cpu().numpy().tobytes())
+for _ in range(2):
+    out = ops.linear(x, weight, bias)
+    exact = x.detach().float() @ weight.detach().float().T + bias.float()
+    assert (out.float() - exact).abs().max() <= 2**-8 * exact.abs().max()
+    add(out, *torch.autograd.grad(out, (x, weight), torch.ones_like(out)))
+    targets = torch.arange(4096, device="cuda") % 3072
+    loss = ops.linear_cross_entropy(x, weight, targets, -1, -100, "mean", 1024)
+    dx, dweight = torch.autograd.grad(loss, (x, weight))
+    exact = torch.nn.functional.cross_entropy(x.float() @ weight.float().T, targets)
+    assert abs(loss - exact) <= 1e-2 * exact
+    expected = torch.autograd.grad(exact, weight)[0].float()
+    assert (dweight.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+    add(loss, dx, dweight)
+print(digest.hexdigest())
+"""
+
+
+def run(folder):
+    env = {**os.environ, "GPTKERNELS_MATMUL_CHOICES": str(folder)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(autouse=True)
+def _on_cuda(device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+
+
+def test_are_kept_and_give_the_same_bits(tmp_path):
+    first = run(tmp_path / "new" / "folder")
+    (file,) = (tmp_path / "new" / "folder").iterdir()
+    lines = file.read_text().splitlines()
+    assert len(lines) >= 1 + 4  # x @ W^T + b, both gradients, and a product that accumulates
+    assert run(tmp_path / "new" / "folder") == first
+    assert file.read_text().splitlines() == lines
+
+
+def test_a_damaged_file_is_no_harm(tmp_path):
+    run(tmp_path)
+    (file,) = tmp_path.iterdir()
+    first, *lines = file.read_text().splitlines()
+    damaged = [" ".join([*line.split()[:21], *["7"] * 8]) for line in lines]  # no such algorithms
+    file.write_text("\n".join([first, "x", lines[0][:30], *damaged]))
+    run(tmp_path)
+    assert not set(damaged) & set(file.read_text().splitlines())
+    file.write_bytes(b"\xff\x00" * 1000)
+    run(tmp_path)
+    assert file.read_text().startswith(first)
+
+
+def test_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("off") == run("off")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    run(tmp_path / "file" / "folder")

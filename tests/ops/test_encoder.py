@@ -1,0 +1,674 @@
+import itertools
+import random
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gptkernels  # noqa: F401
+from helpers import (
+    all_dtypes,
+    all_rows,
+    all_views,
+    all_widths,
+    as_view,
+    assert_as_exact_with_gradients,
+    assert_same_bits,
+    double,
+    gradients,
+    raises,
+    randn,
+    registered_dtypes,
+    tolerance,
+)
+
+ops = torch.ops.gptkernels
+
+all_index_dtypes = pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=["int32", "int64"])
+
+
+def torchs(tokens, wte, wpe):
+    return F.embedding(tokens, wte) + wpe[: tokens.shape[-1]]
+
+
+def inputs(batch, length, width, dtype, device, vocabulary=13, positions=None, index=torch.int64):
+    positions = length + 2 if positions is None else positions
+    return (
+        torch.randint(vocabulary, (batch, length), dtype=index).to(device),
+        randn(vocabulary, width, dtype=dtype, device=device),
+        randn(positions, width, dtype=dtype, device=device),
+    )
+
+
+def check(tokens, wte, wpe, dout):
+    """Forward and both gradients against float64 and beside torch, with positions and without."""
+    functions = (partial(f, tokens) for f in (ops.encoder, torchs, torchs))
+    dwte, _ = assert_as_exact_with_gradients(*functions, (wte, wpe), dout, ("dwte", "dwpe"))
+    torch.testing.assert_close(ops.embedding(tokens, wte), F.embedding(tokens, wte), rtol=0, atol=0, equal_nan=True)
+    (dweight,) = gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)
+    torch.testing.assert_close(dweight, dwte, rtol=0, atol=0, equal_nan=True)
+
+
+@all_dtypes
+@all_widths
+@all_rows
+def test_matches_float64(rows, width, dtype, device):
+    check(*inputs(rows, 3, width, dtype, device), randn(rows, 3, width, dtype=dtype, device=device))
+
+
+@all_index_dtypes
+@pytest.mark.parametrize("shape", [(64, 1), (1, 1000), (40, 100), (3000, 2)], ids=str)
+@all_dtypes
+def test_many_tokens(shape, index, dtype, device):
+    check(*inputs(*shape, 24, dtype, device, index=index), randn(*shape, 24, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("common", [0, 7, 999])
+@all_dtypes
+def test_one_token_almost_everywhere(common, dtype, device):
+    tokens, wte, wpe = inputs(30, 50, 40, dtype, device, vocabulary=1000)
+    tokens = torch.where(torch.rand(30, 50).to(device) < 0.9, common, tokens)
+    check(tokens, wte, wpe, randn(30, 50, 40, dtype=dtype, device=device))
+    check(torch.full_like(tokens, common), wte, wpe, randn(30, 50, 40, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 129, 300])
+def test_where_the_runs_of_a_token_begin_and_end(count, device):
+    """The CUDA backward cuts the ordered tokens in units of 32 and 64: every way that runs can lie across them."""
+    dout = torch.randint(-8, 8, (1, 400, 8)).float().to(device)  # sums of small integers are exact
+    for before in (0, 1, 31, 32, 40, 66):
+        tokens = torch.cat([torch.full((before,), 2), torch.full((count,), 5), torch.arange(6, 406)])[:400]
+        tokens = tokens[torch.randperm(400)].to(device)
+        dweight = ops.embedding_backward(dout[0], tokens, 500)
+        assert torch.equal(dweight, torch.zeros(500, 8, device=device).index_add_(0, tokens, dout[0]))
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 300, 70000, 1000000])
+@pytest.mark.parametrize("shape", [(1, 9000), (9000, 1), (140, 70)], ids=str)
+def test_long_sums(shape, vocabulary, device):
+    """Sums that CUDA adds up in pieces, groups of pieces and groups of groups, beside short ones."""
+    dout = torch.randint(-8, 8, (*shape, 8)).float().to(device)
+    common = torch.randint(vocabulary, shape)
+    for share in (0.0, 0.5, 0.9, 1.0):
+        tokens = torch.where(torch.rand(shape) < share, vocabulary - 1, common).to(device)
+        dwte, dwpe = ops.encoder_backward(dout, tokens, vocabulary, shape[1] + 3)
+        rows = dout.view(-1, 8)
+        assert torch.equal(dwte, torch.zeros(vocabulary, 8, device=device).index_add_(0, tokens.flatten(), rows))
+        assert torch.equal(dwpe[: shape[1]], dout.sum(0))
+        assert not dwpe[shape[1] :].any()
+        check_added(dout, tokens, vocabulary)
+
+
+def exact_sums(tokens, dout, vocabulary):
+    """dweight where dout holds small integers: every sum is exact in float32, and rounded to the dtype once."""
+    sums = torch.zeros(vocabulary, dout.shape[-1], dtype=torch.float64, device=dout.device)
+    return sums.index_add_(0, tokens, dout.double()).to(dout.dtype)
+
+
+def check_counts(counts, order, width, dtype, device):
+    """Token i occurs counts[i] times, in runs or shuffled: both ops, bit for bit."""
+    tokens = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    if order == "shuffled":
+        tokens = tokens[torch.randperm(len(tokens))]
+    tokens = tokens.to(device)
+    dout = torch.randint(-8, 8, (len(tokens), width)).to(dtype).to(device)
+    expected = exact_sums(tokens, dout, len(counts))
+    assert torch.equal(ops.embedding_backward(dout, tokens, len(counts)), expected)
+    dwte, dwpe = ops.encoder_backward(dout[None], tokens[None], len(counts), len(tokens))
+    assert torch.equal(dwte, expected)
+    assert torch.equal(dwpe, dout)
+    check_added(dout[None], tokens[None], len(counts))
+
+
+def check_added(dout, tokens, vocabulary):
+    """The same added to what is there: rounded once, and rows without tokens stay as they are."""
+    there = torch.randint(-8, 8, (vocabulary, dout.shape[-1]), device=dout.device).to(dout.dtype)
+    sums = torch.zeros(there.shape, dtype=torch.float64, device=dout.device)
+    sums.index_add_(0, tokens.flatten(), dout.flatten(0, 1).double())
+    expected = (sums + there).to(dout.dtype)
+    unused = torch.bincount(tokens.flatten(), minlength=vocabulary) == 0
+    there[unused] = expected[unused] = float("nan")
+    dwpe = ops.encoder_backward_(dout, tokens, there, tokens.shape[1] + 2)
+    torch.testing.assert_close(there, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(dwpe, ops.encoder_backward(dout, tokens, vocabulary, tokens.shape[1] + 2)[1])
+
+
+all_orders = pytest.mark.parametrize("order", ["runs", "shuffled"])
+
+# On CUDA the partial sums of a long run are added in groups of 64 windows of 64 entries. At these counts the last group
+# ends, or has its only part, in the window in which the next token's run begins.
+AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1, 0, 1, 4, 63, 64, 65)]
+
+
+def test_two_long_runs_meet_in_one_window(device):
+    tokens = torch.tensor([0] * 4100 + [2] * 200, device=device)
+    dweight = ops.embedding_backward(torch.ones(4300, 8, device=device), tokens, 4)
+    assert dweight.tolist() == [[4100.0] * 8, [0.0] * 8, [200.0] * 8, [0.0] * 8]
+
+
+@all_orders
+@pytest.mark.parametrize("dominant", [2, 3, 5, 8])
+@all_dtypes
+def test_dominant_tokens(dtype, dominant, order, device):
+    for i, width in enumerate((8, 5, 136)):  # whole packs, single elements, several slabs
+        counts = [AROUND_A_GROUP[(7 * i + 11 * k + dominant) % len(AROUND_A_GROUP)] for k in range(dominant)]
+        check_counts([*counts, 0, 1, 3], order, width, dtype, device)
+
+
+@pytest.mark.parametrize("count", AROUND_A_GROUP)
+def test_a_group_of_windows_ends_beside_the_next_run(count, device):
+    for following in (65, 200, 4096 + 64):
+        # Of 4 tokens 0 and 2 are neighbours in the order of the first sort's bins, then 1 and 3.
+        check_counts([count, following, following, count], "runs", 8, torch.float32, device)
+
+
+@all_orders
+def test_more_than_2_20_of_a_token(order, device):
+    check_counts([2**20 + 1, 70, 2**20 + 4000, 2**12 + 4], order, 4, torch.float32, device)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    counts=st.lists(
+        st.one_of(st.integers(0, 200), st.integers(4000, 4200), st.sampled_from(AROUND_A_GROUP)), min_size=1, max_size=8
+    ),
+    order=st.sampled_from(["runs", "shuffled"]),
+    width=st.sampled_from([1, 4, 8, 40]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_any_run_lengths(device, counts, order, width, dtype):
+    torch.manual_seed(sum(counts))
+    check_counts(counts, order, width, dtype, device)
+
+
+@pytest.mark.parametrize("width", [64, 65, 768])
+@pytest.mark.parametrize("count", [8, 33, 48, 64, 65, 96, 128])
+@pytest.mark.parametrize("where", ["first", "anywhere"])
+def test_as_exact_as_torch_where_one_token_is_frequent(where, count, width, device):
+    """A token at 64 of 128 positions, and at other counts: not a running sum of as many terms."""
+    for seed in range(5):
+        torch.manual_seed(seed)
+        place = torch.arange(128) if where == "first" else torch.randperm(128)
+        tokens = torch.where(place < count, 7, place)[None].to(device)
+        wte = randn(128, width, dtype=torch.float32, device=device)
+        dout = randn(1, 128, width, dtype=torch.float32, device=device)
+        functions = (partial(f, tokens) for f in (ops.embedding, F.embedding, F.embedding))
+        assert_as_exact_with_gradients(*functions, (wte,), dout, ("dweight",))
+
+
+@pytest.mark.parametrize("width", [64, 65])
+@pytest.mark.parametrize("batch", [64, 128, 129, 4000])
+def test_as_exact_as_torch_over_a_batch(batch, width, device):
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check(
+            *inputs(batch, 3, width, torch.float32, device, vocabulary=5),
+            randn(batch, 3, width, dtype=torch.float32, device=device),
+        )
+
+
+# ---- the arrival protocol of the CUDA backward -----------------------------------------------------------------------
+
+
+def cuda_constant(name):
+    """A constant of the encoder's CUDA kernels, as their source says it."""
+    folder = Path(__file__).parents[2] / "csrc" / "cuda"
+    source = (folder / "embedding/order.cuh").read_text() + (folder / "embedding/sums.cuh").read_text()
+    value = re.search(rf"constexpr int {name} = ([^;]+);", source)[1]
+    return int(value) if value.isdigit() else 2 * cuda_constant(re.fullmatch(r"2 \* (\w+)", value)[1])
+
+
+def rows_of_partials(counts, batch, length, window, batch_piece):
+    """For each sum that several warps make, the row of the partials of each of its parts.
+
+    The same indices as in csrc/cuda: the places of the items as encoder_backward_bins_kernel (embedding/order.cuh) lays
+    them out, long_runs as it fills them, and row_at as sum_window and sum_over_batch (embedding/sums.cuh) have it.
+    """
+    long_runs = {}
+    place = 0
+    for token, count in enumerate(counts):
+        begin = place + 1  # behind the head
+        last = begin + count - 1
+        if count > window:
+            for at in range(begin, last + 1):
+                if at == begin or at % window == 0:
+                    index = 2 * (at // window) + (at == begin)
+                    assert index not in long_runs, "two runs in one place"
+                    long_runs[index] = (begin, last, token)
+        place = last + 1
+    windows = -(-place // window)
+    sums = {}
+    for index, (first, last, token) in long_runs.items():
+        first_window = first // window
+        parts = last // window - first_window + 1
+        rows = [2 * (first_window + part) + (part == 0) for part in range(parts)]
+        part = index // 2 - first_window
+        assert rows[part] == index
+        assert sums.setdefault(("token", token), rows) == rows
+    assert {token for _, token in sums} == {token for token, count in enumerate(counts) if count > window}
+    pieces = -(-batch // batch_piece)
+    if pieces > 1:
+        for t in range(length):
+            sums["position", t] = [2 * windows + part * length + t for part in range(pieces)]
+    return sums
+
+
+class Arrivals:
+    """add_parts of csrc/cuda/embedding/sums.cuh, for all parts of all sums, one action of one warp at a time.
+
+    An action is what a warp does up to and including its next count, or its last: nothing that it does before can be
+    seen earlier than by that count. A partial sum is the set of the parts that are in it.
+    """
+
+    def __init__(self, sums, group, counter_of=lambda row: row):
+        self.sums, self.group, self.counter_of = sums, group, counter_of
+        self.partials, self.counters, self.owners, self.results = {}, {}, {}, {}
+        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # done by each
+
+    def copy(self):
+        other = Arrivals({}, self.group, self.counter_of)
+        other.sums, other.owners = self.sums, self.owners  # who counts where is the same in every order
+        for name in ("partials", "counters", "results", "actions"):
+            setattr(other, name, dict(getattr(self, name)))
+        return other
+
+    def state(self):
+        return tuple(frozenset(d.items()) for d in (self.partials, self.counters, self.results, self.actions))
+
+    def last_to_arrive(self, row, count, what):
+        counter = self.counter_of(row)
+        assert self.owners.setdefault(counter, what) == what, f"{what} shares a counter with {self.owners[counter]}"
+        before = self.counters.get(counter, 0)
+        assert before < count, "more arrivals than parts"
+        self.counters[counter] = before + 1
+        return before == count - 1
+
+    def act(self, warp):
+        """The warp's next action; a warp that has no other is taken off ``actions``."""
+        name, part = warp
+        rows, group = self.sums[name], self.group
+        parts, first = len(rows), part // group * group
+        count = min(group, parts - first)
+        done = self.actions.pop(warp)
+        if done == 0:
+            self.partials[rows[part]] = frozenset([(name, part)])
+            if self.last_to_arrive(rows[first], count, (name, "group", first)):
+                self.actions[warp] = 1
+            return
+        added = [self.partials[rows[i]] for i in (range(first, first + count), range(0, parts, group))[done - 1]]
+        total = frozenset().union(*added)
+        assert len(total) == sum(map(len, added)), "a part is added twice"
+        if done == 1 and parts > group:
+            self.partials[rows[first]] = total
+            if self.last_to_arrive(rows[1], -(-parts // group), (name, "groups")):
+                self.actions[warp] = 2
+            return
+        assert name not in self.results, "a sum is written twice"
+        self.results[name] = total
+
+    def check_results(self):
+        assert self.results == {name: {(name, part) for part in range(len(rows))} for name, rows in self.sums.items()}
+
+    def explore(self):
+        """Every order in which the warps can act; the number of states."""
+        seen, waiting = set(), [self]
+        while waiting:
+            arrivals = waiting.pop()
+            if not arrivals.actions:
+                arrivals.check_results()
+            for warp in arrivals.actions:
+                following = arrivals.copy()
+                following.act(warp)
+                if (state := following.state()) not in seen:
+                    seen.add(state)
+                    waiting.append(following)
+        return len(seen)
+
+    def run(self, generator):
+        """One order, drawn at random."""
+        while self.actions:
+            warps = list(self.actions)
+            generator.shuffle(warps)
+            for warp in warps:
+                self.act(warp)
+        self.check_results()
+
+
+def test_arrivals_in_every_order():
+    """Small windows and groups: every order of arrival of every layout of two runs and some of three."""
+    layouts = [(counts, 2) for counts in itertools.product(range(8), repeat=2)]
+    layouts += [(counts, 3) for counts in [(3, 0, 3), (5, 3, 3), (3, 5, 4), (8, 6), (6, 8)]]
+    states = 0
+    for counts, group in layouts:
+        sums = rows_of_partials(counts, batch=1, length=0, window=2, batch_piece=2)
+        states += Arrivals(sums, group).explore()
+    for batch in range(11):
+        sums = rows_of_partials((3,), batch=batch, length=1, window=2, batch_piece=2)
+        states += Arrivals(sums, 2).explore()
+    assert states > 10000
+
+
+def test_arrivals_with_the_constants_of_the_kernel():
+    window, group, batch_piece = (cuda_constant(name) for name in ("kWindow", "kGroup", "kBatchPiece"))
+    generator = random.Random(0)
+    layouts = [[4100, 200], *([count, 200, 65, count] for count in AROUND_A_GROUP)]
+    layouts += [[generator.choice([*AROUND_A_GROUP, 0, 1, 64, 65, 200]) for _ in range(8)] for _ in range(50)]
+    for counts in layouts:
+        for batch in (1, batch_piece * group + 1):
+            sums = rows_of_partials(counts, batch, 2, window, batch_piece)
+            assert sums
+            Arrivals(sums, group).run(generator)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    counts=st.lists(st.integers(0, 100), min_size=1, max_size=8),
+    window=st.integers(2, 8),
+    group=st.integers(2, 5),
+    batch=st.integers(0, 60),
+    length=st.integers(1, 3),
+    generator=st.randoms(use_true_random=False),
+)
+def test_arrivals_of_any_layout(counts, window, group, batch, length, generator):
+    Arrivals(rows_of_partials(counts, batch, length, window, 4), group).run(generator)
+
+
+def test_arrivals_would_find_a_shared_counter():
+    """Counters by window alone: the first group of the second run counts where a group of the first run does."""
+    sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
+    with pytest.raises(AssertionError, match="shares a counter"):
+        Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))
+
+
+@all_views
+@all_dtypes
+def test_views(view, dtype, device):
+    tokens, wte, wpe = inputs(6, 4, 40, dtype, device)
+    dout = as_view(randn(6, 4, 40, dtype=dtype, device=device), view)
+    check(as_view(tokens, view), as_view(wte, view), as_view(wpe, view), dout)
+
+
+def test_embedding_takes_tokens_of_any_shape(device):
+    weight = randn(13, 8, dtype=torch.float32, device=device, requires_grad=True)
+    for shape in [(), (5,), (0,), (2, 3), (2, 0, 3), (1, 2, 1, 3)]:
+        tokens = torch.randint(13, shape).to(device)
+        out = ops.embedding(tokens, weight)
+        assert torch.equal(out, F.embedding(tokens, weight))
+        (dweight,) = torch.autograd.grad(out.sum(), weight)
+        assert torch.equal(dweight[:, 0], torch.bincount(tokens.flatten(), minlength=13).float())
+
+
+def test_untouched_rows_are_zero(device):
+    tokens = torch.tensor([[1, 3, 3]], device=device)
+    dout = torch.ones(1, 3, 5, device=device)
+    for _ in range(3):
+        junk = torch.full((100, 5), float("nan"), device=device)
+        del junk  # what the allocator hands out next
+        dwte, dwpe = ops.encoder_backward(dout, tokens, 6, 20)
+        assert dwte[:, 0].tolist() == [0, 1, 0, 2, 0, 0]
+        assert dwpe[:, 0].tolist() == [1] * 3 + [0] * 17
+
+
+@all_dtypes
+def test_extremes(dtype, device):
+    info = torch.finfo(dtype)
+    values = torch.tensor([0.0, -0.0, info.max, -info.max, info.smallest_normal / 4, torch.inf, -torch.inf, torch.nan])
+    wte = values.to(dtype).to(device).repeat(3, 1)
+    wpe = wte.roll(1, dims=1)[:2].contiguous()
+    tokens = torch.tensor([[0, 2], [1, 1]], device=device)
+    check(tokens, wte, wpe, ops.encoder(tokens, wte, wpe))
+
+
+@all_dtypes
+def test_deterministic(dtype, device):
+    tokens, wte, wpe = inputs(64, 100, 40, dtype, device, vocabulary=50)
+    dout = randn(64, 100, 40, dtype=dtype, device=device)
+    assert_same_bits(lambda: ops.encoder(tokens, wte, wpe))
+    assert_same_bits(lambda: ops.encoder_backward(dout, tokens, 50, 120))
+    assert_same_bits(lambda: ops.embedding_backward(dout, tokens, 50))
+
+
+@all_dtypes
+def test_adding_to_a_gradient(dtype, device):
+    """In any layout; none of no tokens; deterministic; and it has no derivative."""
+    dout, there = randn(3, 5, 7, dtype=dtype, device=device), randn(20, 7, dtype=dtype, device=device)
+    tokens = torch.randint(15, (3, 5), device=device)
+    dwte, dwpe = ops.encoder_backward(dout, tokens, 20, 6)
+    for own in (there.clone(), as_view(there, "transposed"), as_view(there, "sliced"), as_view(there, "misaligned")):
+        assert torch.equal(ops.encoder_backward_(dout, tokens, own, 6), dwpe)
+        torch.testing.assert_close(own, there + dwte, **tolerance(dtype))
+        assert torch.equal(own[15:], there[15:])
+    own = there.clone()
+    assert ops.encoder_backward_(dout[:, :0], tokens[:, :0], own, 6).eq(0).all()
+    assert torch.equal(own, there)
+
+    def added():
+        own = there.clone()
+        return ops.encoder_backward_(dout, tokens, own, 6), own
+
+    assert_same_bits(added)
+    with pytest.raises(RuntimeError, match="has no derivative"):
+        ops.encoder_backward_(dout.clone().requires_grad_(), tokens, own, 6)
+    with raises("encoder_backward_", r"dwte must have shape \(20, 7\)"):
+        ops.encoder_backward_(dout, tokens, randn(20, 6, dtype=dtype, device=device), 6)
+
+
+def test_gradcheck(device):
+    tokens, wte, wpe = inputs(3, 4, 5, torch.float64, device)
+    wte.requires_grad_()
+    wpe.requires_grad_()
+    assert torch.autograd.gradcheck(lambda *weights: ops.encoder(tokens, *weights), (wte, wpe))
+    assert torch.autograd.gradgradcheck(lambda *weights: ops.encoder(tokens, *weights), (wte, wpe))
+    assert torch.autograd.gradcheck(lambda weight: ops.embedding(tokens, weight), (wte,))
+    assert torch.autograd.gradgradcheck(lambda weight: ops.embedding(tokens, weight), (wte,))
+
+
+@all_index_dtypes
+@registered_dtypes
+def test_opcheck(dtype, index, device):
+    tokens, wte, wpe = inputs(2, 3, 7, dtype, device, index=index)
+    wte.requires_grad_()
+    wpe.requires_grad_()
+    dout = randn(2, 3, 7, dtype=dtype, device=device, requires_grad=True)
+    torch.library.opcheck(ops.encoder, (tokens, wte, wpe))
+    torch.library.opcheck(ops.encoder, (tokens, wte, wpe), {"vocab_size": 13})
+    torch.library.opcheck(ops.encoder_backward, (dout, tokens, 13, 5))
+    torch.library.opcheck(ops.encoder_backward_, (dout.detach(), tokens, wte.detach().clone(), 5))
+    torch.library.opcheck(ops.embedding, (tokens, wte))
+    torch.library.opcheck(ops.embedding, (tokens, wte), {"vocab_size": 13})
+    torch.library.opcheck(ops.embedding_backward, (dout, tokens, 13))
+
+
+def test_padding_of_the_vocabulary(device):
+    """vocab_size changes nothing for tokens below it: the gradient has a row of zeros for each row of padding."""
+    tokens, wte, wpe = inputs(3, 4, 8, torch.float32, device, vocabulary=10)
+    wte = torch.cat([wte, torch.ones(6, 8, device=device)])
+    dout = randn(3, 4, 8, dtype=torch.float32, device=device)
+    functions = (
+        (
+            lambda *weights: ops.encoder(tokens, *weights, 10),
+            lambda *weights: ops.encoder(tokens, *weights),
+            (wte, wpe),
+        ),
+        (lambda weight: ops.embedding(tokens, weight, 10), lambda weight: ops.embedding(tokens, weight), (wte,)),
+    )
+    for padded, whole, weights in functions:
+        assert torch.equal(padded(*weights), whole(*weights))
+        for a, b in zip(gradients(padded, weights, dout), gradients(whole, weights, dout), strict=True):
+            assert torch.equal(a, b)
+        assert not gradients(padded, weights, dout)[0][10:].any()
+        compiled = torch.compile(padded, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*weights), padded(*weights))
+
+
+def test_compile(device):
+    tokens, wte, wpe = inputs(4, 6, 33, torch.float32, device)
+    dout = randn(4, 6, 33, dtype=torch.float32, device=device)
+    for function, weights in [(ops.encoder, (wte, wpe)), (ops.embedding, (wte,))]:
+        eager = lambda *weights, function=function: function(tokens, *weights)  # noqa: E731
+        compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*weights), eager(*weights))
+        for a, b in zip(gradients(compiled, weights, dout), gradients(eager, weights, dout), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_autocast_leaves_embeddings_alone(device):
+    args = inputs(4, 6, 33, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torchs(*args).dtype == ops.encoder(*args).dtype == torch.float32
+        assert ops.embedding(*args[:2]).dtype == F.embedding(*args[:2]).dtype == torch.float32
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.integers(0, 40),
+    length=st.integers(1, 40),
+    width=st.integers(1, 300),
+    vocabulary=st.integers(1, 200),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_any_shape(device, batch, length, width, vocabulary, dtype):
+    torch.manual_seed(batch + length + width + vocabulary)  # a failing example must fail again
+    tokens, wte, wpe = inputs(batch, length, width, dtype, device, vocabulary)
+    dout = randn(batch, length, width, dtype=dtype, device=device)
+    assert torch.equal(ops.encoder(tokens, wte, wpe), torchs(tokens, wte, wpe))
+    doubles = gradients(lambda *weights: torchs(tokens, *weights), (double(wte), double(wpe)), double(dout))
+    ours = gradients(lambda *weights: ops.encoder(tokens, *weights), (wte, wpe), dout)
+    for a, b in zip(ours, doubles, strict=True):
+        torch.testing.assert_close(a, b.to(dtype), **tolerance(dtype))
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_input(device):
+    tokens, wte, wpe = inputs(2, 3, 8, torch.float32, device)
+    dout = ops.encoder(tokens, wte, wpe)
+    with raises("encoder", "tokens must be int64 or int32", "float32"):
+        ops.encoder(tokens.float(), wte, wpe)
+    with raises("encoder", "tokens must have 2 dimensions", r"\(3\)"):
+        ops.encoder(tokens[0], wte, wpe)
+    with raises("encoder", "wte must be float64", "int64"):
+        ops.encoder(tokens, wte.long(), wpe)
+    with raises("encoder", "wte must have 2 dimensions", r"\(8\)"):
+        ops.encoder(tokens, wte[0], wpe)
+    with raises("encoder", r"wpe must have shape \(5, 8\)", r"\(5, 7\)"):
+        ops.encoder(tokens, wte, wpe[:, :7])
+    with raises("encoder", "wpe must have the dtype of wte", "float32", "float64"):
+        ops.encoder(tokens, wte, wpe.double())
+    with raises("encoder", "tokens of length 3", "there are 2"):
+        ops.encoder(tokens, wte, wpe[:2])
+    with raises("encoder_backward", r"dout must have shape \(2, 3, 8\)", r"\(2, 2, 8\)"):
+        ops.encoder_backward(dout[:, :2], tokens, 13, 5)
+    with raises("encoder_backward", "tokens of length 3", "there are 2"):
+        ops.encoder_backward(dout, tokens, 13, 2)
+    with raises("encoder_backward", "vocab_size must not be negative", "-1"):
+        ops.encoder_backward(dout, tokens, -1, 5)
+    for bad in (-2, 0, 14):
+        with raises(
+            "encoder", r"vocab_size must be from 1 to 13 \(the rows of wte\), or -1 for all of them", f"got {bad}"
+        ):
+            ops.encoder(tokens, wte, wpe, bad)
+        with raises("embedding", r"vocab_size must be from 1 to 13 \(the rows of weight\)", f"got {bad}"):
+            ops.embedding(tokens, wte, bad)
+    with raises("embedding", "weight must have 2 dimensions"):
+        ops.embedding(tokens, wte[0])
+    with raises("embedding_backward", r"dout must have shape \(2, 3, 8\)"):
+        ops.embedding_backward(dout[:1], tokens, 13)
+    if device.type == "cuda":
+        with raises("encoder_backward", "vocab_size must be at most 16777216 on this device", "16777217"):
+            ops.encoder_backward(dout, tokens, 2**24 + 1, 5)
+
+
+@all_index_dtypes
+def test_tokens_outside_the_vocabulary(index, device):
+    if device.type != "cpu":
+        pytest.skip("on CUDA a device-side assertion, which ends the process's context: see the next test")
+    tokens, wte, wpe = inputs(64, 50, 8, torch.float32, device, index=index)
+    dout = ops.encoder(tokens, wte, wpe)
+    for value in (-1, 13, torch.iinfo(index).max, torch.iinfo(index).min):
+        bad = tokens.clone()
+        bad[2, 17] = value
+        bad[40, 3] = -7  # a later one, for another thread to find
+        with raises("encoder: ", rf"token {value} at position \(2, 17\)", "vocabulary of 13"):
+            ops.encoder(bad, wte, wpe)
+        with raises("encoder_backward: ", rf"token {value} at position \(2, 17\)", "vocabulary of 13"):
+            ops.encoder_backward(dout, bad, 13, 52)
+        with raises("embedding: ", f"token {value} at position 117 ", "vocabulary of 13"):
+            ops.embedding(bad, wte)
+        with raises("embedding_backward: ", f"token {value} at position 117 ", "vocabulary of 13"):
+            ops.embedding_backward(dout, bad, 13)
+    with raises("vocabulary of 0"):
+        ops.embedding(tokens, wte[:0])
+    tokens = tokens % 11
+    tokens[2, 17] = 11  # a row of padding, where the vocabulary is 11 of 13
+    with raises("encoder: ", r"token 11 at position \(2, 17\)", "vocabulary of 11"):
+        ops.encoder(tokens, wte, wpe, 11)
+    with raises("embedding: ", "token 11 at position 117 ", "vocabulary of 11"):
+        ops.embedding(tokens, wte, 11)
+    assert torch.equal(ops.encoder(tokens, wte, wpe, 12), ops.encoder(tokens, wte, wpe))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("encoder", "tokens, weight, weight"),
+        ("encoder", "tokens, padded, weight, 50257"),
+        ("embedding", "tokens, weight"),
+        ("embedding", "tokens, padded, 50257"),
+        ("encoder_backward", "dout, tokens, 50257, 20"),
+        ("embedding_backward", "dout, tokens, 50257"),
+    ],
+)
+def test_device_side_assertion(name, arguments, device):
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    script = f"""
+import torch, gptkernels
+ops = torch.ops.gptkernels
+tokens = torch.zeros(2, 20, dtype=torch.int64)
+tokens[0, 17] = 50300
+tokens, weight, dout = tokens.cuda(), torch.zeros(50257, 8).cuda(), torch.zeros(2, 20, 8).cuda()
+padded = torch.zeros(50304, 8).cuda()
+try:
+    ops.{name}({arguments})
+    torch.cuda.synchronize()
+except Exception as error:
+    print(error)
+    raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+    said = done.stdout + done.stderr
+    assert "device-side assert" in said
+    assert name in said
+
+
+def test_tensors_on_different_devices(device):
+    if device.type == "cpu":
+        pytest.skip("one device only")
+    tokens, wte, wpe = inputs(2, 3, 8, torch.float32, device)
+    with raises("encoder", "tokens is on cpu", "wte is on cuda"):
+        ops.encoder(tokens.cpu(), wte, wpe)
+    with raises("encoder", "wpe is on cpu", "wte is on cuda"):
+        ops.encoder(tokens, wte, wpe.cpu())
+
+
+@pytest.mark.large
+def test_more_than_2_31_elements(device):
+    batch, length, width = 2**31 // (1024 * 768) + 2, 1024, 768
+    tokens, wte, wpe = inputs(batch, length, width, torch.bfloat16, device, vocabulary=50257)
+    out = ops.encoder(tokens, wte, wpe)
+    for part in (slice(0, 1), slice(batch - 1, batch)):
+        assert torch.equal(out[part], torchs(tokens[part], wte, wpe))
+    dwte, dwpe = ops.encoder_backward(out, tokens, 50257, length + 2)
+    torch.testing.assert_close(dwpe[:length].float(), out.float().sum(0), rtol=1e-2, atol=1.0)
+    for token in (tokens[0, 0], tokens[-1, -1]):
+        torch.testing.assert_close(dwte[token].float(), out[tokens == token].float().sum(0), rtol=1e-2, atol=1.0)

@@ -1,0 +1,507 @@
+"""linear_cross_entropy with float8 products: the loss bit for bit, the gradients against float64."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from test_fp8 import (
+    E4M3,
+    E5M2,
+    SMALL,
+    TINY,
+    UNIT,
+    assert_files_keep_parameters,
+    assert_replays_are_eager_steps,
+    assert_within,
+    batches,
+    product_error,
+    quantised,
+    rounded,
+    small_model,
+    train,
+)
+
+from gptkernels import functional
+from gptkernels.models import GPT2Config
+from helpers import assert_same_bits, raises, warmed_up_and_captured
+
+ops = torch.ops.gptkernels
+IGNORED = -1
+DLOGIT = 2.0**15  # what the gradients of logits are multiplied by
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+both_reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
+
+
+def problem(rows, inner, width, vocab_size, dtype, device):
+    """x (N, C), weight (Vp, C) and targets (N), some ignored, of which all logits are exact in 16 bits."""
+    x = torch.randint(-1, 2, (rows, inner)).to(dtype) * (torch.rand(rows, inner) < 8 / inner)
+    weight = torch.randint(-8, 9, (width, inner)).to(dtype) / 8
+    targets = torch.randint(vocab_size, (rows,))
+    targets[2::5] = IGNORED
+    return x.to(device), weight.to(device), targets.to(device)
+
+
+def gradients(function, x, weight, targets, dloss=1.0, **options):
+    """The loss, and dloss times its gradients."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
+    loss = function(*leaves, targets, **options)
+    return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, dloss))
+
+
+def dlogits_of(x, weight, targets, vocab_size):
+    """In float64, without the reduction's factor."""
+    logits = (x.double() @ weight.double().T)[:, :vocab_size]
+    kept = targets != IGNORED
+    found = logits.softmax(-1) - F.one_hot(targets.where(kept, 0), vocab_size)
+    return F.pad(found * kept[:, None], (0, len(weight) - vocab_size))
+
+
+def round_dlogits(dlogits):
+    """The numbers that e5m2 has for them, and how far another rounding of nearly the same float32 value may be away."""
+
+    def read(d):
+        return rounded(d.cpu() * DLOGIT, E5M2).view(E5M2).double().to(d.device) / DLOGIT
+
+    most = 2.0**-18
+    return read(dlogits), (read(dlogits * (1 + most)) - read(dlogits * (1 - most))).abs()
+
+
+def sums_errors(a, b, device):
+    """The largest errors of the sums in a @ b^T.
+
+    A tensor core cuts each term off 13 bits below the largest that it adds at once. Where one term of a row is -1 and
+    all others are small, as here, what is lost of them has nothing to do with their own sizes.
+    """
+    if device.type == "cpu":
+        return a.shape[1] * 2.0**-24 * a.abs() @ b.abs().T
+    return a.shape[1] * 2.0**-13 * a.abs().amax(1)[:, None] * b.abs().amax(1)
+
+
+SHAPES = [  # N, C, Vp, V, chunk_size
+    (1, 16, 16, 16, None),
+    (5, 32, 64, 50, None),
+    (48, 32, 64, 64, 16),
+    (70, 48, 112, 100, 17),
+    (300, 64, 1040, 1000, 128),
+    (257, 768, 512, 500, 64),
+    (33, 32, 4112, 4100, None),
+]
+
+
+@every_dtype
+@both_reductions
+@pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
+def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
+    """The loss is linear_cross_entropy's, and the gradients are products of the rounded operands."""
+    x, weight, targets = problem(rows, inner, width, vocab_size, dtype, device)
+    options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
+    loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
+    plain, plain_dx, plain_dweight = gradients(functional.linear_cross_entropy, x, weight, targets, **options)
+    if chunk_size is None or chunk_size % 16 == 0:
+        assert torch.equal(loss, plain)
+    else:  # another number of rows may have another algorithm
+        torch.testing.assert_close(loss, plain, rtol=1e-6, atol=0)
+
+    factor = 1.0 if reduction == "sum" else 1.0 / (targets != IGNORED).sum().item()
+    dlogits = dlogits_of(x, weight, targets, vocab_size)
+    d, d_error = round_dlogits(dlogits)
+    for found, a, (b, _), plain_found in (
+        (dx, (d, d_error), quantised(weight.T.contiguous(), E4M3), plain_dx),
+        (dweight, (d.T, d_error.T), quantised(x.T.contiguous(), E4M3), plain_dweight),
+    ):
+        exact = factor * a[0] @ b.T
+        allowed = factor * product_error(a, (b, torch.zeros_like(b))) + factor * sums_errors(a[0], b, device)
+        allowed = allowed + torch.finfo(dtype).eps * (exact.abs() + allowed) + 2.0**-24
+        error = (found.double() - exact).abs()
+        assert found.dtype == dtype
+        assert (error <= allowed).all()
+        assert error.norm() <= (2.0**-10 + torch.finfo(dtype).eps) * exact.norm() + 2.0**-24
+        assert (found - plain_found).abs().max() <= 0.2 * plain_found.abs().max()
+
+
+@every_dtype
+@both_reductions
+@pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
+def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
+    """Loss and gradients are those of the rounded operands; without gradients the loss is linear_cross_entropy's."""
+    x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
+    weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
+    options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
+    function = functional.fp8_linear_cross_entropy
+    found = gradients(function, x, weight, targets, fp8_logits=True, **options)
+    near = [quantised(t, E4M3)[0].to(dtype) for t in (x, weight)]
+    assert not torch.equal(near[1], weight)
+    for ours, theirs in zip(found, gradients(function, *near, targets, **options), strict=True):
+        assert torch.equal(ours, theirs)
+    plain = functional.linear_cross_entropy(x, weight, targets, **options)
+    assert torch.equal(function(x, weight, targets, fp8_logits=True, **options), plain)
+
+
+@every_dtype
+def test_error_of_the_gradients(dtype, device):
+    """Beside the gradients without float8, within the errors that rounding each operand can make."""
+    x, weight, targets = problem(400, 256, 1024, 1000, dtype, device)
+    x, weight = (t + t * 0.4 * torch.rand_like(t) for t in (x, weight))  # logits are then no longer exact
+    _, dx, dweight = gradients(
+        functional.fp8_linear_cross_entropy, x, weight, targets, reduction="sum", vocab_size=1000, ignore_index=IGNORED
+    )
+    dlogits = dlogits_of(x, weight, targets, 1000)
+    logits_error = torch.finfo(dtype).eps * (x.double() @ weight.double().T).abs().max()
+    d_error = (UNIT[E5M2] + 2 * logits_error) * dlogits.abs() + TINY[E5M2] / DLOGIT
+    for found, d, error, other in (
+        (dx, dlogits, d_error, weight),
+        (dweight, dlogits.T, d_error.T, x),
+    ):
+        exact, plain = d @ other.double(), other.double().T
+        _, other_error = quantised(other, E4M3)
+        allowed = product_error((d, error), (plain, other_error.T))
+        assert_within(found, exact, allowed, d.shape[1], dtype, d.abs() @ plain.abs().T, device, False)
+        # On the whole the errors are those of independent roundings, each uniform.
+        units = UNIT[E4M3] ** 2 + UNIT[E5M2] ** 2
+        typical = (units / 3 * (d.square() @ plain.T.square())).mean().sqrt()
+        assert (found.double() - exact).square().mean().sqrt() < typical
+
+
+@every_dtype
+def test_rounded_dlogits_are_e5m2(dtype, device):
+    """Of x = weight = the identity, times 4: dweight is the dlogits themselves, of which nothing is rounded again."""
+    eye = 4 * torch.eye(32, dtype=dtype, device=device)
+    targets = torch.arange(32, device=device).flip(0)
+    targets[7] = IGNORED
+    options = {"reduction": "sum", "ignore_index": IGNORED}
+    _, dx, dweight = gradients(functional.fp8_linear_cross_entropy, eye, eye, targets, **options)
+    d, _ = round_dlogits(dlogits_of(eye, eye, targets, 32))
+    assert torch.equal(dx.double(), 4 * d)
+    assert torch.equal(dweight.double(), 4 * d.T)
+
+
+@both_reductions
+@every_dtype
+def test_ignored_rows_and_padded_columns(dtype, reduction, device):
+    x, weight, targets = problem(40, 32, 64, 50, dtype, device)
+    options = {"vocab_size": 50, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": 16}
+    _, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
+    assert not dx[targets == IGNORED].any()
+    assert dx[targets != IGNORED].any(1).all()
+    assert not dweight[50:].any()
+    none = torch.full_like(targets, IGNORED)
+    loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, none, **options)
+    assert loss.isnan() if reduction == "mean" else loss == 0
+    assert not dx.any()
+    assert not dweight.any()
+
+
+@both_reductions
+@every_dtype
+def test_no_rows(dtype, reduction, device):
+    x, weight, targets = problem(0, 32, 64, 50, dtype, device)
+    loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, reduction=reduction)
+    assert loss.isnan() if reduction == "mean" else loss == 0
+    assert dx.shape == x.shape
+    assert dweight.shape == weight.shape
+    assert not dweight.any()
+
+
+@every_dtype
+def test_shapes_views_and_dtypes_of_targets(dtype, device):
+    """Leading dimensions, a weight and an x that are not contiguous, int32 targets."""
+    x, weight, targets = problem(60, 32, 64, 50, dtype, device)
+    expected = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, ignore_index=IGNORED)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    views = leaves[0].view(3, 20, 32).transpose(0, 1), leaves[1].T.contiguous().T
+    loss = functional.fp8_linear_cross_entropy(
+        *views, targets.view(3, 20).T.int(), ignore_index=IGNORED, chunk_size=1000
+    )
+    for found, wanted in zip((loss, *torch.autograd.grad(loss, leaves)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-4)
+
+
+@every_dtype
+def test_nan(dtype, device):
+    """A diverged row shows, and does not count in the scales."""
+    x, weight, targets = problem(40, 32, 64, 50, dtype, device)
+    targets[3] = 7
+    options = {"vocab_size": 50, "ignore_index": IGNORED, "chunk_size": 16}
+    _, plain_dx, _ = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
+    for bad in (math.nan, math.inf):
+        x[3, 5] = bad
+        loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
+        assert loss.isnan()
+        assert dx[3].isnan().all()
+        others = torch.arange(40, device=device) != 3
+        assert torch.equal(dx[others], plain_dx[others])
+        assert dweight[:50].isnan().all()
+
+
+@every_dtype
+def test_deterministic(dtype, device):
+    x, weight, targets = problem(300, 64, 1040, 1000, dtype, device)
+    assert_same_bits(
+        lambda: gradients(functional.fp8_linear_cross_entropy, x, weight, targets.clamp(0), chunk_size=128),
+        vary_threads=False,
+    )
+
+
+@pytest.mark.parametrize("dloss", [1.0, -0.5])
+@every_dtype
+def test_the_gradients_are_the_same_whether_they_may_be_scaled_in_place(dloss, dtype, device):
+    x, weight, targets = problem(20, 32, 64, 64, dtype, device)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    loss = functional.fp8_linear_cross_entropy(x, weight, targets, ignore_index=IGNORED)
+    seed = torch.full_like(loss, dloss)
+    kept = torch.autograd.grad(loss, (x, weight), seed, retain_graph=True)
+    before = [t.clone() for t in kept]
+    last = torch.autograd.grad(loss, (x, weight), seed)
+    one = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, ignore_index=IGNORED)[1:]
+    for a, b, c, d in zip(kept, before, last, one, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert torch.equal(a, d * dloss)
+
+
+def test_float16_gradients_do_not_underflow(device):
+    """Gradients that float16 holds only after the multiplication by dloss are rounded after it, once."""
+    x, weight, targets = (
+        t.half() if t.is_floating_point() else t for t in problem(2000, 32, 1008, 1000, torch.float32, device)
+    )
+    options = {"vocab_size": 1000, "ignore_index": IGNORED}
+    small = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
+    large = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options, dloss=2.0**16)
+    for unscaled, found in zip(small[1:], large[1:], strict=True):
+        scaled = found.float() / 2.0**16
+        torch.testing.assert_close(scaled, unscaled.float(), rtol=0, atol=2.0**-24)  # float16's smallest denormal
+        assert (scaled != unscaled).any()
+
+
+@every_dtype
+def test_only_the_gradients_that_are_wanted(dtype, device):
+    x, weight, targets = problem(40, 32, 64, 50, dtype, device)
+    options = 50, IGNORED, "mean", 16, False
+    every = ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, [True, True])
+    for mask in ([True, False], [False, True], [False, False]):
+        loss, *found = ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, mask)
+        assert torch.equal(loss, every[0])
+        for gradient, expected, wanted in zip(found, every[1:], mask, strict=True):
+            assert torch.equal(gradient, expected) if wanted else gradient.numel() == 0
+    for wanted in (0, 1):
+        leaves = [t.clone().requires_grad_(i == wanted) for i, t in enumerate((x, weight))]
+        loss = functional.fp8_linear_cross_entropy(*leaves, targets, vocab_size=50, ignore_index=IGNORED, chunk_size=16)
+        loss.backward()
+        assert torch.equal(leaves[wanted].grad, every[1 + wanted].to(dtype))
+        assert leaves[1 - wanted].grad is None
+
+
+@both_reductions
+@every_dtype
+def test_without_gradients(dtype, reduction, device):
+    x, weight, targets = problem(40, 32, 64, 50, dtype, device)
+    options = {"vocab_size": 50, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": 16}
+    expected = functional.linear_cross_entropy(x, weight, targets, **options)
+    assert torch.equal(functional.fp8_linear_cross_entropy(x, weight, targets, **options), expected)
+    x.requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(functional.fp8_linear_cross_entropy(x, weight, targets, **options), expected)
+    assert torch.equal(functional.fp8_linear_cross_entropy(x, weight, targets, **options), expected)
+
+
+def test_no_second_and_no_forward_derivative(device):
+    x, weight, targets = problem(5, 32, 48, 48, torch.float32, device)
+    targets = targets.clamp(0)
+    x.requires_grad_()
+    loss = functional.fp8_linear_cross_entropy(x, weight, targets)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: functional.fp8_linear_cross_entropy(x, weight, targets), (x.detach(),), (x.detach(),))
+    with pytest.raises(RuntimeError, match="fp8_linear_cross_entropy_with_gradients has no derivative"):
+        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, False, [True, True])
+
+
+def test_autocast(device):
+    x, weight, targets = problem(40, 32, 64, 50, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, ignore_index=IGNORED)
+    expected = gradients(
+        functional.fp8_linear_cross_entropy, x.bfloat16(), weight.bfloat16(), targets, ignore_index=IGNORED
+    )
+    assert all(t.dtype == torch.float32 for t in found)
+    assert all(torch.equal(a, b.float()) for a, b in zip(found, expected, strict=True))
+
+
+@every_dtype
+@both_reductions
+def test_opcheck(reduction, dtype, device):
+    x, weight, targets = problem(6, 32, 48, 40, dtype, device)
+    options = 40, IGNORED, reduction, 16
+    for mask in ([True, True], [False, True], [True, False]):
+        for logits in (False, True):
+            given = (x, weight, targets, *options, logits, mask)
+            torch.library.opcheck(ops.fp8_linear_cross_entropy_with_gradients, given)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    for logits in (False, True):
+        torch.library.opcheck(ops.fp8_linear_cross_entropy, (x, weight, targets, *options, logits))
+    torch.library.opcheck(ops.fp8_linear_cross_entropy, (x, weight, targets.clamp(0)))
+
+
+def test_compiles_once_for_all_numbers_of_rows(device):
+    def function(x, weight, targets):
+        return functional.fp8_linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, chunk_size=16)
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, backend=counter, dynamic=True)
+    for rows in (5, 3, 17, 64):
+        x, weight, targets = problem(rows, 32, 64, 64, torch.bfloat16, device)
+        for a, b in zip(*(gradients(f, x, weight, targets) for f in (compiled, function)), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+
+
+def test_bad_input(device):
+    x, weight, targets = problem(5, 32, 48, 48, torch.float32, device)
+    call = functional.fp8_linear_cross_entropy
+    for error, change, message in [
+        (ValueError, {"reduction": "none"}, "fp8_linear_cross_entropy: reduction must be 'mean' or 'sum', got 'none'"),
+        (ValueError, {"chunk_size": 0}, "fp8_linear_cross_entropy: chunk_size must be at least 1, got 0"),
+        (ValueError, {"targets": targets[:3]}, r"fp8_linear_cross_entropy: targets must have shape \(5,\)"),
+        (ValueError, {"weight": weight[:, :16]}, r"fp8_linear_cross_entropy: weight must have shape \(Vp, C\)"),
+        (RuntimeError, {"weight": weight[:40]}, "the first dimension of weight must be a multiple of 16 .*got 40"),
+        (
+            RuntimeError,
+            {"x": x[:, :24], "weight": weight[:, :24]},
+            "the last dimension of x must be a multiple of 16 .*got 24",
+        ),
+        (RuntimeError, {"vocab_size": 49}, "vocab_size must be from 1 to 48"),
+        (RuntimeError, {"weight": weight.bfloat16()}, "weight must have the dtype of x"),
+        (
+            RuntimeError,
+            {"x": x.double(), "weight": weight.double()},
+            "x must be float32, bfloat16 or float16, got float64",
+        ),
+    ]:
+        with pytest.raises(error, match=message):
+            call(**({"x": x, "weight": weight, "targets": targets} | change))
+    with raises("fp8_linear_cross_entropy_with_gradients: reduction must be 'mean' or 'sum', got 'none'"):
+        ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "none", -1, False, [True, True])
+    for sizes, message in (
+        ({"n_embd": 24}, "n_embd must be a multiple of 16 for fp8_head, got 24"),
+        ({"padded_vocab_size": 72}, "padded_vocab_size must be a multiple of 16 for fp8_head, got 72"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            GPT2Config(**SMALL | sizes, fp8_head=True)
+    with pytest.raises(ValueError, match="fp8_logits needs fp8_head"):
+        GPT2Config(**SMALL, fp8_logits=True)
+
+
+def test_targets_outside_the_vocabulary(device):
+    if device.type != "cpu":
+        pytest.skip("on CUDA a device-side assertion ends the process: tests/ops/test_fused_classifier.py")
+    x, weight, targets = problem(40, 32, 64, 50, torch.float32, device)
+    targets = targets.clamp(0)
+    targets[20] = 50
+    with raises("fp8_linear_cross_entropy_with_gradients: target 50 at row 20 is outside the vocabulary of 50"):
+        gradients(functional.fp8_linear_cross_entropy, x, weight, targets, vocab_size=50, chunk_size=16)
+
+
+def test_captured_in_a_graph(device):
+    if device.type == "cpu":
+        pytest.skip("graphs are CUDA's")
+    x, weight, targets = problem(40, 32, 64, 50, torch.bfloat16, device)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+
+    def step():
+        loss = functional.fp8_linear_cross_entropy(x, weight, targets, ignore_index=IGNORED, chunk_size=16)
+        return loss, *torch.autograd.grad(loss, (x, weight))
+
+    graph, captured = warmed_up_and_captured(step)
+    other = problem(40, 32, 64, 50, torch.bfloat16, device)
+    with torch.no_grad():
+        for ours, new in zip((x, weight, targets), other, strict=True):
+            ours.copy_(new)
+    targets[:9] = IGNORED
+    graph.replay()
+    for a, b in zip(captured, step(), strict=True):
+        assert torch.equal(a, b)
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@every_dtype
+def test_model(fp8, dtype, device):
+    """In training the loss is the same, and the gradients nearly."""
+    models = [small_model(device, dtype, fp8=fp8, fp8_head=head) for head in (False, True)]
+    (tokens, targets), (others, _) = batches(2, device)
+    targets = targets.clone()
+    targets[0, :5] = IGNORED
+    for model in models:
+        model(others, targets, return_logits=False, ignore_index=IGNORED)[1].backward()  # histories are then not empty
+        model.zero_grad()
+    losses = [m(tokens, targets, return_logits=False, ignore_index=IGNORED)[1] for m in models]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
+        a, b = a.grad.double(), b.grad.double()
+        assert not torch.equal(a, b), name
+        if not fp8 or name == "transformer.wte.weight":  # float8 layers round what they are given once more
+            assert (a - b).norm() < 0.1 * a.norm(), name
+
+
+@every_dtype
+def test_model_otherwise(dtype, device):
+    """In evaluation, without gradients, and where logits are returned, all is as without."""
+    plain, ours = (small_model(device, dtype, fp8_head=head) for head in (False, True))
+    tokens, targets = next(batches(1, device))
+    with torch.no_grad():
+        losses = [m(tokens, targets, return_logits=False)[1] for m in (plain, ours)]
+    assert torch.equal(*losses)
+    for training, return_logits in ((True, True), (False, True), (False, False)):
+        for model in (plain, ours):
+            model.train(training).zero_grad()
+            model(tokens, targets, return_logits=return_logits)[1].backward()
+        for (name, a), (_, b) in zip(*(m.named_parameters() for m in (plain, ours)), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+
+
+def test_tied_weights(device):
+    """The embedding's gradient is added to the head's, as where each is computed by itself."""
+    tied, apart = (small_model(device, fp8_head=True) for _ in range(2))
+    apart.transformer.wte.register_forward_hook(lambda *_: None)  # a hooked module is called by itself
+    tokens, targets = next(batches(1, device))
+    for model in (tied, apart):
+        model(tokens, targets, return_logits=False)[1].backward()
+    torch.testing.assert_close(tied.lm_head.weight.grad, apart.lm_head.weight.grad)
+
+
+def test_a_small_model_learns_as_in_bfloat16(device):
+    options = {}, {"fp8": True, "fp8_head": True}, {"fp8": True, "fp8_head": True, "fp8_logits": True}
+    losses = [train(small_model(device, torch.bfloat16, **some), 100, device) for some in options]
+    plain, *others = (sum(of[-10:]) / 10 for of in losses)
+    assert plain < 0.6 * losses[0][0]
+    for eight in others:
+        assert abs(eight - plain) < 0.01 * plain
+
+
+def test_model_with_float8_logits(device):
+    """The loss of training is near, not the same; in evaluation it is."""
+    models = [small_model(device, fp8_head=True, fp8_logits=logits) for logits in (False, True)]
+    batch = next(batches(1, device))
+    plain, eight = (m(*batch, return_logits=False)[1] for m in models)
+    assert plain != eight
+    torch.testing.assert_close(plain, eight, rtol=0.01, atol=0)
+    assert torch.equal(*(m.eval()(*batch, return_logits=False)[1] for m in models))
+
+
+def test_files(device, tmp_path):
+    """Files keep the parameters alone, and a state dict is that of a model without."""
+    model, plain = (small_model(device, fp8_head=head) for head in (True, False))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert_files_keep_parameters(model, tmp_path)
+
+
+def test_step_in_a_cuda_graph(device):
+    assert_replays_are_eager_steps(device, fp8=True, fp8_head=True)

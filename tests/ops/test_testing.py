@@ -1,0 +1,155 @@
+"""``gptkernels.testing.gradcheck_ops`` and ``gptkernels check``: nothing wrong passes, nothing is left out."""
+
+import json
+
+import pytest
+import torch
+
+import gptkernels
+from gptkernels.testing import assert_as_exact_as_torch, gradcheck_ops, op_names
+from gptkernels.testing.cases import CASES, ODD, SMALL, Call, Case, Draw
+from gptkernels.testing.checks import check_case
+from gptkernels.testing.report import CHECKS
+from gptkernels.trainer.cli import main
+
+ops = torch.ops.gptkernels
+
+
+def case_dtypes(case):
+    return {str(dtype).removeprefix("torch.") for dtype in case.dtypes}
+
+
+def test_every_op_passes(device):
+    """As the command runs it."""
+    state = torch.random.get_rng_state()
+    report = gradcheck_ops(device=device)
+    assert report.passed, str(report)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert {(result.case, result.check) for result in report.results} == {
+        (case.name, check)
+        for case in CASES
+        for check in CHECKS
+        if (check in case_dtypes(case) or not hasattr(torch, check))
+        and ("grad" not in check or (case.differentiable and case.float64_results))
+    }
+    for result in report.results:
+        assert result.error is None or 0 <= result.error <= 1
+    text = str(report)
+    assert f"{len(report.results)} checks on {device}" in text
+    assert text.endswith("all passed")
+    for name in op_names():
+        assert f"\n{name}" in text
+
+
+def test_every_op_has_a_case(device):
+    """The op itself, and with it every op of its derivative."""
+    drawn = [case.draw(Draw(SMALL, torch.float32, device, 0)) for case in CASES]
+    checked = {op.name().removesuffix(".default") for one in drawn for op, _, _ in one.calls}
+    assert checked == {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gptkernels::")}
+
+
+def test_a_progress_and_a_choice(device):
+    shown = []
+    report = gradcheck_ops("gelu", device=device, progress=shown.append)
+    assert [results[0].case for results in shown] == ["gelu, tanh", "gelu, none"]
+    assert report.passed
+    assert report.results == [result for results in shown for result in results]
+
+
+# Each breaks gelu in one way: what is found wrong.
+def slightly_off(x):
+    return ops.gelu(x) * (1 + 3e-2)
+
+
+def nan_in_one_place(x):
+    return torch.cat([ops.gelu(x).flatten()[:-1], x.new_tensor([float("nan")])]).view(x.shape)
+
+
+class WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return ops.gelu(x)
+
+    @staticmethod
+    def backward(ctx, dout):
+        (x,) = ctx.saved_tensors
+        return ops.gelu_backward(dout, x) * 1.01
+
+
+def other_bits(x):
+    return ops.gelu(x) + torch.randn_like(x) * torch.finfo(x.dtype).smallest_normal * 1e30
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failing", "message"),
+    [
+        (slightly_off, {"float64", "float32", "bfloat16", "float16"}, "result 0: "),
+        (nan_in_one_place, {"float64", "float32", "bfloat16", "float16", "gradcheck"}, "1 wrong, ours is nan"),
+        (WrongGradient.apply, {"float64", "float32", "gradcheck"}, "result 1"),
+        (other_bits, {"float32"}, "the same call gave other bits"),
+    ],
+)
+def test_what_is_wrong_is_found(wrong, failing, message, device, monkeypatch):
+    monkeypatch.setattr("gptkernels.testing.checks.TRIALS", (1, 3))
+    case = next(case for case in CASES if case.name == "gelu, tanh")
+
+    def draw(draw):
+        call = case.draw(draw)
+        return Call(wrong, call.torchs, call.exact, call.args, [])
+
+    results = list(check_case(Case("broken", "gelu", draw), device))
+    failed = {result.check for result in results if not result.passed}
+    assert failing <= failed
+    assert any(message in result.message for result in results)
+
+
+def test_a_failure_is_said_and_is_the_exit_status(monkeypatch, capsys):
+    wrong = Case("gelu, tanh", "gelu", lambda draw: (_ for _ in ()).throw(RuntimeError("broken on purpose")))
+    monkeypatch.setattr("gptkernels.testing.cases.CASES", [wrong])
+    assert main(["check", "--device", "cpu"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out
+    assert "gelu, tanh, bfloat16: RuntimeError: broken on purpose" in out
+    assert "7 checks on cpu in 0 s: 7 FAILED" in out
+
+
+def test_the_command(device, capsys):
+    assert main(["check", "--device", str(device), "--op", "softmax", "--op", "global_norm"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].split() == ["op", *CHECKS]
+    assert "12 checks" in out
+    assert main(["check", "--device", str(device), "--op", "softmax", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert [result["check"] for result in found["results"]] == list(CHECKS)
+
+
+def test_wrong_arguments_get_a_sentence(capsys):
+    assert main(["check", "--op", "abacus"]) == 2
+    assert "there is no op 'abacus'; there are encoder, " in capsys.readouterr().err
+    assert main(["check", "--device", "abacus"]) == 2
+    assert "device is 'abacus'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there is no op 'abacus'"):
+        gradcheck_ops(["gelu", "abacus"])
+
+
+def test_where_no_cuda_kernels_are_loaded(monkeypatch):
+    monkeypatch.setattr("gptkernels._library.without_cuda_because", "there is a reason")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ValueError, match="no CUDA kernels are loaded: there is a reason"):
+        gradcheck_ops(device="cuda")
+
+
+def test_the_rule_is_public():
+    exact = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert_as_exact_as_torch(exact.float(), exact.float(), exact)
+    with pytest.raises(AssertionError, match=r"out: 1 wrong, ours is 1.5 at \(0,\)"):
+        gptkernels.testing.assert_as_exact_as_torch(torch.tensor([1.5, 2.0]), exact.float(), exact)
+
+
+def test_an_odd_size_is_odd():
+    for case in CASES:
+        args = case.draw(Draw(ODD, torch.bfloat16, torch.device("cpu"), 0)).args
+        dim = 0 if case.name.startswith("fp8") else -1  # features of float8 layers are multiples of 16
+        assert any(t.shape[dim] % 8 for t in args), case.name

@@ -1,0 +1,209 @@
+"""Autocast's casts: as many as torch makes, to torch's dtypes."""
+
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gptkernels import functional, nn
+from gptkernels.rules import _autocast, residual_layernorm
+
+ops = torch.ops.gptkernels
+
+
+class CountCasts(TorchDispatchMode):
+    """Counts conversions of tensors of some shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.casts = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.casts += 1
+        return func(*args, **(kwargs or {}))
+
+
+def casts_of(weight, function, device, **options):
+    with CountCasts(weight.shape) as counted, torch.autocast(device.type, torch.bfloat16, **options):
+        function()
+    return counted.casts
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_weight_is_cast_once_in_a_context(mode, device):
+    weight = torch.randn(7, 5, device=device, requires_grad=True)
+    bias = torch.randn(7, device=device, requires_grad=True)
+    x = torch.randn(3, 5, device=device)
+
+    def use(linear, times=3):
+        with mode():
+            for _ in range(times):
+                linear(x, weight, bias)
+
+    for t in (weight, bias):
+        assert casts_of(t, lambda: use(functional.linear), device) == 1
+        assert casts_of(t, lambda: use(F.linear), device) == 1
+    assert casts_of(weight, lambda: use(functional.linear), device, cache_enabled=False) == 3
+
+    def nested():
+        for _ in range(2):
+            with torch.autocast(device.type, torch.bfloat16):
+                use(functional.linear, 2)
+
+    assert casts_of(weight, nested, device) == 1  # until the outermost context ends
+
+
+def test_casts_live_as_long_as_torchs(device):
+    weight = torch.randn(7, 5, device=device, requires_grad=True)
+    x = torch.randn(3, 5, device=device)
+    gc.disable()
+    try:
+        with torch.autocast(device.type, torch.bfloat16):
+            functional.linear(x, weight)
+            assert len(_autocast._casts()) == 1
+            torch.clear_autocast_cache()
+            assert _autocast._casts() is None
+            functional.linear(x, weight)
+            assert len(_autocast._casts()) == 1
+        assert _autocast._casts() is None
+    finally:
+        gc.enable()
+
+
+def test_cached_cast_is_of_the_present_values(device):
+    """And it records: no gradient is lost to a cast made under no_grad, as it is in torch."""
+    weight = torch.randn(7, 5, device=device, requires_grad=True)
+    x = torch.randn(3, 5, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        with torch.no_grad():
+            first = functional.linear(x, weight)
+            weight.mul_(2)
+            torch.testing.assert_close(functional.linear(x, weight), 2 * first)
+        functional.linear(x, weight).sum().backward()
+        functional.linear(x, weight).sum().backward()
+    torch.testing.assert_close(weight.grad, 2 * x.bfloat16().float().sum(0).expand(7, 5), rtol=1e-2, atol=1e-2)
+
+
+def test_gradients_are_those_without_a_cache(device):
+    torch.manual_seed(0)
+    mlp, x = nn.MLP(8).to(device), torch.randn(3, 8, device=device)
+    found = []
+    for cache in (True, False):
+        with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
+            loss = (mlp(mlp(x)) + mlp(x)).float().square().sum()
+        found.append(torch.autograd.grad(loss, list(mlp.parameters())))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_only_parameters_are_kept(device):
+    """Not activations, views, float64, or what needs no gradient."""
+    x = torch.randn(3, 5, device=device)
+    weight = torch.randn(7, 5, device=device, requires_grad=True)
+    for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):
+        with torch.autocast(device.type, torch.bfloat16):
+            functional.linear(x.to(torch.float64) if w.dtype == torch.float64 else x, w)
+            assert _autocast._casts() is None
+
+
+def test_float64_stays(device):
+    x, weight, bias = (torch.randn(s, dtype=torch.float64, device=device) for s in [(3, 4, 12), (4, 12), (4,)])
+    square = torch.randn(2, 4, 4, dtype=torch.float64, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        for out in (
+            functional.linear(x, weight, bias),
+            functional.layer_norm(x, (12,)),
+            functional.residual_layer_norm(x, x, (12,))[0],
+            functional.softmax(x, -1),
+            functional.causal_softmax(square),
+            functional.causal_attention(x, 2),
+            functional.mlp(x, weight, bias, weight.T, None),
+            functional.gelu(x),
+        ):
+            assert out.dtype == torch.float64
+
+
+def test_threads_have_their_own_contexts(device):
+    """Another thread's context, ended meanwhile, leaves this one right."""
+    weight, x = torch.randn(7, 5, device=device, requires_grad=True), torch.randn(3, 5, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        first = functional.linear(x, weight)
+
+        def other():
+            with torch.autocast(device.type, torch.float16 if device.type == "cuda" else torch.bfloat16):
+                functional.linear(x, weight)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert torch.equal(functional.linear(x, weight), first)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_residual_layernorm_is_torchs_steps(x_dtype, residual_dtype, device):
+    """CUDA's rule, also where there is only a CPU: the sum in its operands' dtype, the norm in float32."""
+    x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
+    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
+
+    def cast(t, dtype):
+        return t if t is None else t.to(dtype)
+
+    if device.type == "cuda":
+        with torch.autocast("cuda", torch.bfloat16):
+            out, total = functional.residual_layer_norm(x, residual, (8,), weight, bias)
+    else:
+        out, total, _, _ = residual_layernorm.as_torchs_steps(ops.residual_layernorm, cast, x, residual, weight, bias)
+    expected_total = x + residual
+    assert total.dtype == expected_total.dtype
+    assert torch.equal(total, expected_total)
+    expected = F.layer_norm(expected_total.float(), (8,), weight, bias)
+    assert out.dtype == expected.dtype
+    torch.testing.assert_close(out, expected)
+
+
+def test_tensors_may_be_saved_otherwise(device):
+    """As activation checkpointing does: the hooks see what the op saves, and nothing of how its casts are kept."""
+    weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
+    x = torch.randn(5, 4, device=device)
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast(device.type):
+        out = functional.linear(x, weight)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    assert set(saved) <= {x.shape, weight.shape}
+    with torch.autocast(device.type):
+        expected = functional.linear(x, weight)
+    grads = [torch.autograd.grad(result.float().square().sum(), weight)[0] for result in (out, expected)]
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
+def test_residual_layernorm_with_dropout_is_torchs_steps(x_dtype, residual_dtype, device):
+    """Dropout in x's dtype, the sum in its operands', the norm in float32."""
+    x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
+    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
+    dropout = 0.5, torch.tensor(3, device=device), torch.tensor(4, device=device)
+
+    def cast(t, dtype):
+        return t if t is None else t.to(dtype)
+
+    args = x, residual, weight, bias, 1e-5, None, *dropout
+    if device.type == "cuda":
+        with torch.autocast("cuda", torch.bfloat16):
+            out, total, _, _ = ops.residual_layernorm(*args)
+    else:
+        out, total, _, _ = residual_layernorm.as_torchs_steps(ops.residual_layernorm, cast, *args)
+    expected_total = 2 * x * ops.dropout_mask(24, *dropout).view(3, 8) + residual
+    assert total.dtype == expected_total.dtype
+    assert torch.equal(total, expected_total)
+    torch.testing.assert_close(out, F.layer_norm(expected_total.float(), (8,), weight, bias))

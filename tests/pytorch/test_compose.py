@@ -1,0 +1,681 @@
+"""This package beside the parts of torch that a training program is made of: docs/compose.md names the tests."""
+
+import collections
+import copy
+import functools
+import io
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.func import functional_call
+from torch.nn.utils import parametrizations
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import benchmark
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+from gptkernels import functional, nn
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.optim import AdamW, clip_grad_norm_
+from helpers import randn
+from reference_gpt2 import ReferenceGPT2
+
+ops = torch.ops.gptkernels
+CONFIG = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16)
+V, T, C = 60, 16, 32
+
+
+def model_of(device, dtype=torch.float32, seed=3, **changes):
+    torch.manual_seed(seed)
+    return GPT2(GPT2Config(**{**vars(CONFIG), "padded_vocab_size": None, **changes}), device=device, dtype=dtype)
+
+
+def batch(device, B=3, length=T, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(V, (B, length + 1), generator=generator).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_and_gradients(model, *args, **kwargs):
+    """The model's own parameters' order."""
+    loss = model(*args, **kwargs)[1]
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def assert_all_close(a, b, **tolerance):
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x, y, **tolerance)
+
+
+def assert_all_equal(a, b):
+    assert_all_close(a, b, rtol=0, atol=0)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of our ops that reach the kernels, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "gptkernels":
+            self.count[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+# ---- torch.compile ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_one_graph_serves_every_batch_and_length(return_logits, device):
+    """Forward and backward in one graph each; another batch or length compiles nothing."""
+    model = model_of(device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
+    frames = []
+    for B, length in [(3, 12), (5, 11), (9, 8), (4, 13)]:
+        args = batch(device, B, length)
+        loss = compiled(*args, return_logits=return_logits)[1]
+        found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        assert_all_close(found, loss_and_gradients(model, *args, return_logits=return_logits))
+        frames.append(counter.frame_count)
+    assert frames == frames[:1] * 4
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_inductor_with_a_dynamic_batch(device):
+    """As ``torch._dynamo.mark_dynamic`` has it: one compilation in all."""
+    model = model_of(device, n_layer=1)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for B in (2, 5, 3):
+        args = batch(device, B)
+        for t in args:
+            torch._dynamo.mark_dynamic(t, 0)
+        loss = compiled(*args)[1]
+        found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        assert_all_close(found, loss_and_gradients(model, *args))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_reduce_overhead(device):
+    """On CUDA Inductor's own CUDA graphs: steps of training, with our optimizer, as in eager mode."""
+    found = []
+    for compiles in (False, True):
+        model = model_of(device, n_layer=1)
+        call = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiles else model
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for i in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            loss = call(*batch(device, seed=i))[1]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        found.append(losses)
+    assert_all_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+def autocast_cases(device):
+    """Ours and torch's, with float32 arguments."""
+
+    def make(*shape):
+        return randn(*shape, dtype=torch.float32, device=device)
+
+    x, weight, bias, square = make(6, 8), make(8), make(8), make(8, 8)
+    heads = make(2, 2, 6, 8)
+    targets = torch.arange(6, device=device)
+    yield "layer_norm", lambda f: f.layer_norm(x, (8,), weight, bias)
+    yield "gelu", lambda f: f.gelu(x)
+    yield "softmax", lambda f: f.softmax(x, -1)
+    yield "linear", lambda f: f.linear(x, square, bias)
+    yield "embedding", lambda f: f.embedding(targets, square)
+    yield "cross_entropy", lambda f: f.cross_entropy(x, targets)
+    yield "cross_entropy of products", lambda f: f.cross_entropy(f.linear(x, square), targets)
+    yield "scaled_dot_product_attention", lambda f: f.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    yield "dropout", lambda f: f.dropout(x, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_gives_torchs_dtypes(dtype, device):
+    for name, call in autocast_cases(device):
+        with torch.autocast(device.type, dtype):
+            ours, torchs = call(functional), call(F)
+        assert ours.dtype == torchs.dtype, name
+        torch.testing.assert_close(ours.float(), torchs.float(), rtol=2e-2, atol=2e-2, msg=name)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_float16_with_a_grad_scaler(max_grad_norm, device):
+    """Steps beside the reference model with torch's optimizer; the one whose gradients overflow is skipped."""
+    overflows = 5
+
+    def train(model, optimizer, clips):
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4)
+        losses, scales = [], []
+        for i in range(15):
+            tokens, targets = batch(device, seed=i % 3)
+            with torch.autocast(device.type, torch.float16):
+                loss = model(tokens, targets)[1]
+            scaler.scale(loss * (1e30 if i == overflows else 1.0)).backward()
+            if clips:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            scales.append(scaler.get_scale())
+        return losses, scales
+
+    ours = model_of(device)
+    reference = ReferenceGPT2(ours.config).to(device)
+    reference.load_state_dict(ours.state_dict())
+    losses, scales = train(ours, AdamW(ours.parameters(), lr=3e-3, max_grad_norm=max_grad_norm), False)
+    theirs = train(reference, torch.optim.AdamW(reference.parameters(), lr=3e-3), max_grad_norm is not None)
+    assert scales == theirs[1]
+    assert scales[overflows] == scales[overflows - 1] / 2
+    assert losses == pytest.approx(theirs[0], rel=5e-3)
+    assert losses[-1] < losses[0] - 0.3
+
+
+# ---- activation checkpointing ----------------------------------------------------------------------------------------
+
+
+def keep_attention():
+    return create_selective_checkpoint_contexts([ops.attention.default])
+
+
+def keep_products():
+    def policy(context, op, *args, **kwargs):
+        kept = op in (ops.linear.default, ops.mlp.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "kept"),
+    [(None, set()), (keep_attention, {"attention"}), (keep_products, {"linear", "mlp"})],
+    ids=["all", "attention is kept", "products are kept"],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
+    """The same gradients to the bit; the ops that are kept run once, the others twice."""
+    block, x = model_of(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
+    options = {} if contexts is None else {"context_fn": contexts}
+
+    def recomputed(x):
+        return checkpoint(block, x, use_reentrant=False, **options)
+
+    found, counts = [], []
+    for call in (block, recomputed):
+        leaf = x.clone().requires_grad_()
+        with Calls() as calls, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            out = call(leaf)
+            gradients = torch.autograd.grad(out, [leaf, *block.parameters()], torch.ones_like(out))
+        found.append([out.detach(), *gradients])
+        counts.append(calls.count)
+    assert_all_equal(*found)
+    plain, recomputing = counts
+    for op in ("linear", "attention", "layernorm", "residual_layernorm", "mlp"):
+        assert recomputing[op] == plain[op] * (1 if op in kept else 2), op
+    for op in ("attention_backward", "mlp_backward"):
+        assert recomputing[op] == plain[op] == 1
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_selective_checkpointing_compiled(device):
+    """The partitioner obeys the policy: attention is not in the backward graph, what is recomputed is."""
+    graphs = []
+
+    def remember(graph, _):
+        graphs.append(collections.Counter(getattr(node.target, "_opname", "") for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    block = model_of(device).transformer.h[0]
+    x = randn(2, T, C, dtype=torch.float32, device=device, requires_grad=True)
+
+    def recomputed(x):
+        return checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+
+    backend = aot_autograd(fw_compiler=remember, partition_fn=min_cut_rematerialization_partition)
+    compiled = torch.compile(recomputed, fullgraph=True, backend=backend)
+    inputs = [x, *block.parameters()]
+    found = torch.autograd.grad(compiled(x).sum(), inputs)
+    assert_all_close(found, torch.autograd.grad(block(x).sum(), inputs))
+    forward, backward = graphs
+    assert forward["attention"] == 1
+    assert backward["attention"] == 0
+    assert forward["layernorm"] == backward["layernorm"] == 1
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_hooks(device):
+    """Step and state-dict hooks are called as torch's; what a hook does to the gradients counts."""
+    seen, found = [], []
+
+    def halve(optimizer, args, kwargs):
+        seen.append("pre")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    for cls in (AdamW, torch.optim.AdamW):
+        model = model_of(device, dtype=torch.float64)
+        optimizer = cls(model.parameters(), lr=1e-2)
+        optimizer.register_step_pre_hook(halve)
+        optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+        optimizer.register_state_dict_pre_hook(lambda *_: seen.append("state"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+        for i in range(3):
+            model(*batch(device, seed=i))[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+        found.append([p.detach() for p in model.parameters()])
+    assert seen == [*["pre", "post"] * 3, "state", "loaded"] * 2
+    assert_all_close(*found)
+
+
+def test_step_in_the_backward(device):
+    """One optimizer a parameter, stepped by a hook as soon as the gradient is there, as torch's tutorial has it."""
+    found = []
+    for cls in (AdamW, torch.optim.AdamW):
+        model = model_of(device, dtype=torch.float64)
+        optimizers = {p: cls([p], lr=1e-2) for p in model.parameters()}
+
+        def step(p, optimizers=optimizers):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+        for i in range(3):
+            model(*batch(device, seed=i))[1].backward()
+            assert all(p.grad is None for p in model.parameters())
+        found.append([p.detach() for p in model.parameters()])
+    assert_all_close(*found)
+
+
+@pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
+def test_averaged_model(how, device):
+    """An exponential moving average of weights trained by our optimizer is that of torch's; ties stay."""
+    found = []
+    options = {"use_buffers": True} if how != "multi" else {}
+    for cls in (AdamW, torch.optim.AdamW):
+        model = model_of(device, dtype=torch.float64)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), **options)
+        optimizer = cls(model.parameters(), lr=1e-2)
+        for i in range(4):
+            model(*batch(device, seed=i))[1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        assert average.module.lm_head.weight is average.module.transformer.wte.weight
+        with torch.no_grad():
+            loss = average(*batch(device))[1]
+        found.append([loss, *(p.detach() for p in average.parameters())])
+    assert_all_close(*found)
+
+
+# ---- torch.func ------------------------------------------------------------------------------------------------------
+
+
+def test_gradient_penalty_and_functional_call(device):
+    """The gradient of a gradient's norm through a whole model, by autograd and by torch.func; against the reference."""
+    ours = model_of(device, dtype=torch.float64, n_layer=1)
+    reference = ReferenceGPT2(ours.config).to(device, torch.float64)
+    reference.load_state_dict(ours.state_dict())
+    args, found = batch(device), []
+    for model in (ours, reference):
+        parameters = list(model.parameters())
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+            first = torch.autograd.grad(model(*args)[1], parameters, create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
+    assert_all_close(*found)
+
+    def penalty(parameters):
+        gradients = torch.func.grad(lambda p: functional_call(ours, p, args)[1])(parameters)
+        return sum(g.square().sum() for g in gradients.values())
+
+    by_func = torch.func.grad(penalty)({name: p.detach() for name, p in ours.named_parameters()})
+    assert_all_close(list(by_func.values()), found[0])
+
+
+# ---- tools -----------------------------------------------------------------------------------------------------------
+
+
+def test_profiler_shows_our_ops_with_shapes(device):
+    model, args = model_of(device), batch(device)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        model(*args, return_logits=False)[1].backward()
+    shapes = collections.defaultdict(set)
+    for event in profile.events():
+        if event.name.startswith("gptkernels::"):
+            shapes[event.name.removeprefix("gptkernels::")].add(tuple(map(tuple, event.input_shapes[:3])))
+    padded = model.config.padded_vocab_size
+    assert ((3, T), (padded, C), (T, C)) in shapes["encoder"]
+    assert ((3, T, C), (C,), (C,)) in shapes["layernorm"]
+    assert ((3, T, C), (3 * C, C), (3 * C,)) in shapes["linear"]
+    assert ((3, T, 3 * C), (), ()) in shapes["attention"]
+    assert ((3, T, C), (4 * C, C), (4 * C,)) in shapes["mlp"]
+    assert ((3, T, C), (3, T, 3 * C), (3, T, C)) in shapes["attention_backward"]
+    assert ((3, T, C), (padded, C), (3, T)) in shapes["linear_cross_entropy_with_gradients"]
+    if device.type == "cuda":
+        kernels = {event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA}
+        assert any("layernorm_forward" in name for name in kernels)
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_flop_counter(return_logits, device):
+    """As torch counts its own ops, of a model and of each module."""
+    model, (tokens, targets) = model_of(device), batch(device)
+    with FlopCounterMode(display=False) as counted:
+        model(tokens, targets, return_logits=return_logits)[1].backward()
+    rows, padded = tokens.numel(), model.config.padded_vocab_size
+    products = 2 * rows * (12 * C * C * 2 + C * padded)
+    attention = 2 * (2 * 2 * 3 * T * T * C)  # torch counts no discount for the causal mask
+    assert counted.get_total_flops() == 3 * products + 7 * attention // 2
+    by_module = counted.get_flop_counts()
+    assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
+    # Outside of modules, whose hooks the counter installs, the fused ops count as much.
+    x = randn(5, 8, dtype=torch.float32, device=device)
+    fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
+    with FlopCounterMode(display=False) as counted:
+        functional.mlp(x, fc, None, proj, None)
+    assert counted.get_flop_counts()["Global"] == {ops.mlp: 2 * 2 * 5 * 8 * 32}
+
+
+def test_every_op_that_multiplies_matrices_has_a_flop_formula():
+    from torch.utils.flop_counter import flop_registry
+
+    names = {name.removeprefix("gptkernels::") for name in torch._C._dispatch_get_all_op_names() if "gptkern" in name}
+    multiply = {
+        n
+        for n in names - {"attention_dropout_mask", "fp8_quantize", "fp8_layernorm"}
+        if n.startswith(("linear", "mlp", "attention", "scaled", "fp8", "layer_backward")) or n == "layer"
+    }
+    assert len(multiply) == 25
+    for name in multiply:
+        assert getattr(ops, name) in flop_registry, name
+
+
+def test_benchmark_timer(device):
+    x = randn(64, 96, dtype=torch.float32, device=device)
+    timer = benchmark.Timer("f(x)", globals={"f": functional.gelu, "x": x}, num_threads=1, label="gelu")
+    measured = timer.timeit(5)
+    assert measured.median > 0
+    assert "gelu" in str(measured)
+    assert benchmark.Compare([measured, timer.blocked_autorange(min_run_time=0.01)]) is not None
+
+
+def test_memory_snapshot(device, tmp_path):
+    """Of our ops' results; a launcher allocates nothing, so all memory is torch's allocator's."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    x = randn(1024, 768, dtype=torch.float32, device=device)
+    torch.cuda.memory._record_memory_history(max_entries=10_000)
+    try:
+        out = functional.gelu(x)
+        snapshot = torch.cuda.memory._snapshot()
+        torch.cuda.memory._dump_snapshot(str(tmp_path / "snapshot.pickle"))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    allocations = [e for trace in snapshot["device_traces"] for e in trace if e["action"] == "alloc"]
+    ours = [e for e in allocations if e["addr"] == out.data_ptr()]
+    assert ours
+    assert ours[-1]["size"] == out.nbytes
+    assert any("test_memory_snapshot" in frame["name"] for frame in ours[-1]["frames"])
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0
+
+
+# ---- threads, streams, devices, processes ----------------------------------------------------------------------------
+
+
+def train_a_little(device, seed, steps=3):
+    model = model_of(device, n_layer=1)
+    generator = torch.Generator().manual_seed(seed)  # torch's own is shared by threads
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator) * 0.05 + (p.dim() == 1))
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+    for i in range(steps):
+        with torch.autocast(device.type, torch.bfloat16, enabled=i % 2 == 1):
+            loss = model(*batch(device, seed=seed + i), return_logits=i % 2 == 0)[1]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def in_threads(functions):
+    """What each returns, all running at once."""
+    found = [None] * len(functions)
+    barrier = threading.Barrier(len(functions))
+
+    def run(i):
+        barrier.wait()
+        found[i] = functions[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_threads(device):
+    """Several threads that train at the same time find what each would find alone, to the bit."""
+    alone = [train_a_little(device, seed) for seed in range(4)]
+    for _ in range(3):
+        together = in_threads([functools.partial(train_a_little, device, seed) for seed in range(4)])
+        for a, b in zip(together, alone, strict=True):
+            assert_all_equal(a, b)
+
+
+def test_streams(device):
+    """Work on a side stream stays there: it waits for that stream's past and for nothing else."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+    expected = train_a_little(device, 1)
+    side, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(other):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        busy = torch.cuda.Event()
+        busy.record()
+    with torch.cuda.stream(side):
+        found = train_a_little(device, 1)
+        done = torch.cuda.Event()
+        done.record()
+    done.synchronize()
+    assert not busy.query()  # nothing above waited for the other stream, or for the device
+    assert_all_equal(found, expected)
+    # What was made late on one stream is read on another that waits for it.
+    x = torch.zeros(4096, 768, device=device)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(2.0)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.testing.assert_close(functional.gelu(x), F.gelu(torch.full_like(x, 2.0)))
+
+
+def test_several_devices(device):
+    """An op runs on its tensors' device, whichever is the current one."""
+    if torch.cuda.device_count() < 2 or device.type != "cuda":
+        pytest.skip("needs two CUDA devices")
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    with torch.cuda.device(first):
+        assert_all_equal([t.cpu() for t in train_a_little(second, 1)], [t.cpu() for t in train_a_little(first, 1)])
+    found = in_threads([functools.partial(train_a_little, d, 2) for d in (first, second)])
+    assert_all_equal(*([t.cpu() for t in one] for one in found))
+    with pytest.raises(RuntimeError, match="weight is on cuda:1"):
+        functional.layer_norm(torch.ones(2, 8, device=first), (8,), torch.ones(8, device=second))
+
+
+def test_inference_mode(device):
+    """In and out of it; tensors made in it are refused by autograd as torch's are; the optimizer steps on."""
+    model, (tokens, targets) = model_of(device), batch(device)
+    with torch.inference_mode():
+        logits, _ = model(tokens, targets)
+        generated = model.generate(tokens[:, :4], 5, temperature=0)
+    assert logits.is_inference()
+    expected = model(tokens, targets)
+    torch.testing.assert_close(logits, expected[0].detach(), rtol=0, atol=0)
+    assert torch.equal(generated, model.generate(tokens[:, :4], 5, temperature=0))
+    expected[1].backward()
+    optimizer = AdamW(model.parameters())
+    optimizer.step()
+    with torch.inference_mode():
+        x = torch.randn(2, 8, device=device)
+    weight = torch.ones(8, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        functional.layer_norm(x, (8,), weight)
+
+
+def fork_and_compare():
+    """Run by a process of its own: a child that it forks computes what it does itself."""
+    torch.set_num_threads(1)
+    ours, theirs = multiprocessing.get_context("fork").Pipe()
+
+    def child():
+        theirs.send([t.numpy() for t in train_a_little(torch.device("cpu"), 1)])
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    expected = train_a_little(torch.device("cpu"), 1)
+    assert ours.poll(60), "the child hangs"
+    assert_all_equal([torch.from_numpy(t) for t in ours.recv()], expected)
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_fork_after_import():
+    """On the CPU, as torch: CUDA cannot be used in a forked process once the parent has used it."""
+    code = "import test_compose; test_compose.fork_and_compare()"
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Computes with our ops where it is called: in a worker."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        x = torch.linspace(-3, 3, 4096).view(64, 64) * (i + 1)
+        return functional.layer_norm(functional.gelu(x), (64,))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_data_loader_workers(context):
+    """Also where the parent has run our ops on all its threads before; a worker uses one."""
+    data = Batches()
+    expected = [data[i] for i in range(4)]
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
+    assert_all_equal(list(loader), expected)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies(device):
+    """A model and its optimizer in the middle of a run, by pickle, torch.save and deepcopy, train on alike."""
+    model = model_of(device, dtype=torch.float64)
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+
+    def step(model, optimizer, seed):
+        model(*batch(device, seed=seed))[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(model, optimizer, 0)
+    file = io.BytesIO()
+    torch.save((model, optimizer), file)
+    file.seek(0)
+    copies = [
+        copy.deepcopy((model, optimizer)),
+        pickle.loads(pickle.dumps((model, optimizer))),
+        torch.load(file, weights_only=False),
+    ]
+    step(model, optimizer, 1)
+    for other, its_optimizer in copies:
+        assert other.lm_head.weight is other.transformer.wte.weight
+        assert its_optimizer.param_groups[0]["params"][0] is next(other.parameters())
+        step(other, its_optimizer, 1)
+        assert_all_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
+
+
+def test_functions_are_pickled():
+    for name in functional.__all__:
+        assert pickle.loads(pickle.dumps(getattr(functional, name))) is getattr(functional, name)
+
+
+@pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_parametrizations(parametrization, device):
+    """Torch's own, of our linear layer, alone and inside an MLP: what they make of the weight is what is used."""
+    found = []
+    for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
+        torch.manual_seed(2)
+        model = torch.nn.Sequential(layer(8, 8), activation(), layer(8, 8)).to(device, torch.float64)
+        parametrization(model[0])
+        optimizer = (AdamW if layer is nn.Linear else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+        x = torch.linspace(-1, 1, 24, dtype=torch.float64, device=device).view(3, 8)
+        for _ in range(3):
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([loss.detach(), *(p.detach() for p in model.parameters())])
+    assert_all_close(*found)
+    mlp = nn.MLP(8, device=device, dtype=torch.float64)
+    parametrization(mlp.c_fc)
+    x = torch.randn(3, 8, dtype=torch.float64, device=device)
+    expected = F.linear(F.gelu(F.linear(x, mlp.c_fc.weight, mlp.c_fc.bias), approximate="tanh"), mlp.c_proj.weight)
+    torch.testing.assert_close(mlp(x), expected + mlp.c_proj.bias)
+
+
+def test_clip_grad_norm_of_a_model(device):
+    """Ours and torch's agree on a model's gradients."""
+    norms, found = [], []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        model = model_of(device)
+        model(*batch(device))[1].backward()
+        norms.append(clip(model.parameters(), 0.1))
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*norms)
+    assert_all_close(*found)

@@ -1,0 +1,207 @@
+"""What the tests of ``gptkernels.swap`` share: the families of models, and how two of them are compared."""
+
+import contextlib
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gptkernels
+import published
+from gptkernels import functional
+from gptkernels.block.node import Dropout
+from gptkernels.swapping.dropout import Draws
+from helpers import assert_as_exact_as_torch, error_of
+
+V, T = 101, 24
+TOKENS = torch.randint(3, V, (4, T), generator=torch.Generator().manual_seed(7))
+
+try:
+    import transformers
+except ImportError:
+    if os.environ.get("CI"):
+        raise
+    transformers = None
+
+needs_transformers = pytest.mark.skipif(transformers is None, reason="transformers is not installed")
+
+
+def hf_config(dropout=0.0, **changes):
+    """A small GPT-2."""
+    base = dict(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=V, n_positions=64, num_labels=3, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        summary_first_dropout=dropout,
+    )  # fmt: skip
+    return transformers.GPT2Config(**{**base, **changes})
+
+
+def randomised(model):
+    """The model with parameters large enough that every one of them matters, the same whatever its class draws."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            drawn = torch.randn(p.shape, generator=generator)
+            p.copy_(
+                1 + 0.1 * drawn if p.dim() == 1 and bool((p == 1).all()) else drawn * (0.1 if p.dim() == 2 else 0.05)
+            )
+    return model
+
+
+def huggingface(kind):
+    """A factory of one of their classes."""
+
+    def make(dropout):
+        return randomised(getattr(transformers, kind)(hf_config(dropout)))
+
+    return make
+
+
+def tokens(device, draw=0, batch=2):
+    """(B, T), none of them padding; others for another ``draw``."""
+    return TOKENS[:batch].roll(5 * draw).to(device)
+
+
+def call_language_model(model, device, draw=0):
+    """Logits and loss."""
+    x = tokens(device, draw)
+    labels = x.clone()
+    labels[0, :3] = -100
+    out = model(input_ids=x, labels=labels)
+    return [out.logits], out.loss
+
+
+def call_model(model, device, draw=0):
+    """Hidden states and a loss of them."""
+    hidden = model(input_ids=tokens(device, draw)).last_hidden_state
+    return [hidden], hidden.float().square().mean() if hidden.dtype != torch.float64 else hidden.square().mean()
+
+
+def call_classifier(model, device, draw=0):
+    """The classes of sequences that end in padding."""
+    x = tokens(device, draw)
+    x[0, -4:] = 0
+    out = model(input_ids=x, attention_mask=(x != 0).long(), labels=torch.tensor([2, 0], device=device))
+    return [out.logits], out.loss
+
+
+def call_double_heads(model, device, draw=0):
+    """Two choices of each of two sequences."""
+    x = tokens(device, draw, 4).view(2, 2, T)
+    out = model(
+        input_ids=x, mc_token_ids=torch.tensor([[3, 5], [9, T - 1]], device=device), labels=x,
+        mc_labels=torch.tensor([1, 0], device=device),
+    )  # fmt: skip
+    return [out.logits, out.mc_logits], out.loss + out.mc_loss
+
+
+def call_gpt(model, device, draw=0):
+    """nanoGPT's and llm.c's."""
+    x = tokens(device, draw)
+    targets = x.roll(-1, 1)
+    targets[:, -1] = -1
+    logits, loss = model(x, targets)
+    return [logits], loss
+
+
+def gpt(kind, bias=True):
+    """A factory of a model of ``published``."""
+    return lambda dropout: randomised(kind(published.Config(64, V, 2, 2, 32, dropout, bias)))
+
+
+FAMILIES = {
+    "GPT2LMHeadModel": (huggingface("GPT2LMHeadModel"), call_language_model),
+    "GPT2Model": (huggingface("GPT2Model"), call_model),
+    "GPT2ForSequenceClassification": (huggingface("GPT2ForSequenceClassification"), call_classifier),
+    "GPT2DoubleHeadsModel": (huggingface("GPT2DoubleHeadsModel"), call_double_heads),
+    "nanoGPT": (gpt(published.GPT), call_gpt),
+    "nanoGPT without bias": (gpt(published.GPT, bias=False), call_gpt),
+    "nanoGPT before torch 2": (gpt(published.SlowGPT), call_gpt),
+    "llm.c": (gpt(published.LlmcGPT), call_gpt),
+}
+all_families = pytest.mark.parametrize(
+    "family", [pytest.param(n, marks=[needs_transformers] if n.startswith("GPT2") else []) for n in FAMILIES]
+)
+
+
+def made(family, device, dropout=0.0):
+    """The model, and its call."""
+    make, call = FAMILIES[family]
+    return make(dropout).to(device), call
+
+
+def three(family, device, dropout=0.0):
+    """Swapped, unswapped and float64 copies of a model, and their call."""
+    model, call = made(family, device, dropout)
+    return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
+
+
+def results(model, call, device, autocast=False, draw=0):
+    """The outputs, the loss, and every gradient by its name."""
+    context = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
+    with context:
+        outputs, loss = call(model, device, draw)
+    model.zero_grad()
+    loss.backward()
+    found = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    return {**found, "loss": loss.detach(), **{n: p.grad.clone() for n, p in model.named_parameters()}}
+
+
+def assert_as_exact(ours, torchs, exact, others=()):
+    """The rule of ``helpers`` for every result.
+
+    Small tensors have few errors: torch's largest is taken over more inputs. A loss is one number, whose error may
+    happen to be near 0: torch's is taken to be at least that of the outputs, averaged as the loss averages over them.
+
+    Args:
+        ours: results.
+        torchs: results.
+        exact: results in float64.
+        others: pairs of torch's results and the exact ones for other inputs.
+    """
+    assert ours.keys() == torchs.keys() == exact.keys()
+    typical = (torchs["output 0"].double() - exact["output 0"].double()).abs().mean().item()
+    for name in ours:
+        error = max([typical if name == "loss" else 0.0, *(error_of(t[name], e[name].double()) for t, e in others)])
+        assert_as_exact_as_torch(ours[name], torchs[name], exact[name].double(), name, error)
+
+
+@contextlib.contextmanager
+def our_dropout(monkeypatch):
+    """Let torch's attention and dropout drop what our kernels drop.
+
+    The same numbers are given out one after another, and the masks asked of our ops.
+    """
+    count = iter(range(10**6))
+
+    def numbers(dropout_p, like):
+        if dropout_p == 0:
+            return None, None
+        return tuple(torch.tensor(n, device=like.device) for n in (77, next(count)))
+
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        if attn_mask is not None:
+            scores = scores.masked_fill(~attn_mask, -torch.inf)
+        p = scores.softmax(-1).to(value.dtype)
+        seed, offset = numbers(dropout_p, query)
+        if dropout_p:
+            p = p * torch.ops.gptkernels.attention_dropout_mask(*p.shape, dropout_p, seed, offset) / (1 - dropout_p)
+        return p @ value
+
+    def dropout(input, p=0.5, training=True, inplace=False):
+        if not (training and p):
+            return input
+        kept = torch.ops.gptkernels.dropout_mask(input.numel(), p, *numbers(p, input)).view(input.shape)
+        return input * kept / (1 - p)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(functional, "_dropout_numbers", numbers)
+        patch.setattr(Draws, "__call__", lambda draws, p: Dropout(p, *numbers(p, draws._like)))
+        patch.setattr(F, "scaled_dot_product_attention", attention)
+        patch.setattr(F, "dropout", dropout)
+        yield

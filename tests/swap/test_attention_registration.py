@@ -1,0 +1,140 @@
+"""The doors of other libraries: torch's flash attention implementations, and Hugging Face's Kernel Hub."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import gptkernels
+from helpers import assert_as_exact_as_torch
+
+ROOT = Path(__file__).parents[2]
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+has_door = hasattr(torch.nn.attention, "register_flash_attention_impl")
+has_way_back = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # torch 2.10 has the one alone
+
+
+def attention(inputs, causal, dtype=None):
+    """Out and gradients."""
+    leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
+@pytest.mark.filterwarnings("ignore:Warning only once")
+@pytest.mark.parametrize("causal", [True, False])
+def test_torchs_own_attention_is_ours(causal, device):
+    """Unmodified code, until torch's is restored."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    inputs = [torch.randn(2, 3, 37, 16, device=device, dtype=dtype) for _ in range(3)]
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = attention(inputs, causal, torch.float64)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        theirs = attention(inputs, causal)
+        gptkernels.register_attention("torch")
+        try:
+            assert torch.nn.attention.current_flash_attention_impl() == "gptkernels"
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                ours = attention(inputs, causal)
+        finally:
+            torch.nn.attention.restore_flash_attention_impl()
+        seen = {event.key for event in profile.key_averages()}
+        assert {f"gptkernels::scaled_dot_product_attention{end}" for end in ("", "_backward")} <= seen
+        assert all(torch.equal(a, b) for a, b in zip(attention(inputs, causal), theirs, strict=True))
+    for a, b, c in zip(ours, theirs, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c)
+
+
+@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
+@pytest.mark.filterwarnings("ignore:Warning only once")
+def test_torchs_own_attention_with_dropout(device):
+    """On the CPU torch's flash attention has no dropout, and is not asked."""
+    if device.type == "cpu":
+        pytest.skip("CUDA only")
+    q = torch.eye(64, device=device, dtype=torch.bfloat16).expand(1, 2, 64, 64).contiguous().requires_grad_()
+    gptkernels.register_attention("torch")
+    try:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = F.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
+            assert 0.4 < (out == 0).float().mean() < 0.6
+            out.sum().backward()
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.skipif(has_door, reason="this torch has register_flash_attention_impl")
+def test_an_older_torch_has_no_door():
+    with pytest.raises(RuntimeError, match=r"has no torch\.nn.attention\.register_flash_attention_impl"):
+        gptkernels.register_attention("torch")
+
+
+def test_unknown_library():
+    with pytest.raises(ValueError, match="'transformers' or 'torch', got 'jax'"):
+        gptkernels.register_attention("jax")
+
+
+# ---- Kernel Hub ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository as ``kernel-builder`` makes it of ``kernel-hub``."""
+    pytest.importorskip("kernels")
+    (tmp_path / "build").mkdir()
+    for backend in ("cpu", "cuda"):
+        variant = tmp_path / "build" / f"torch-{backend}"
+        shutil.copytree(ROOT / "kernel-hub" / "torch-ext" / "gptkernels_layers", variant)
+        metadata = {
+            "id": "_gptkernels_layers_local", "name": "gptkernels-layers", "version": 1, "license": "MIT",
+            "python-depends": [], "backend": {"type": backend},
+        }  # fmt: skip
+        (variant / "metadata.json").write_text(json.dumps(metadata))
+    return tmp_path
+
+
+def test_kernel_hub(repository, device):
+    """Layers of a model by their local repository class."""
+    from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
+
+    class Norm(torch.nn.LayerNorm):
+        """A layer that lets itself be replaced."""
+
+    class NewGELU(torch.nn.Module):
+        """Another."""
+
+        def forward(self, input):
+            return F.gelu(input, approximate="tanh")
+
+    replace_kernel_forward_from_hub(Norm, "LayerNorm")
+    replace_kernel_forward_from_hub(NewGELU, "NewGELU")
+    layers = {
+        name: {device.type: LocalLayerRepository(repo_path=repository, layer_name=name)}
+        for name in ("LayerNorm", "NewGELU")
+    }
+    model = torch.nn.Sequential(Norm(16), NewGELU()).to(device)
+    x = torch.randn(3, 16, device=device, requires_grad=True)
+    expected = model(x)
+    register_kernel_mapping(layers)
+    model = kernelize(model, mode=Mode.TRAINING, device=device.type)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = model(x)
+    assert {"gptkernels::layernorm", "gptkernels::gelu"} <= {event.key for event in profile.key_averages()}
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert x.grad is not None
+
+
+def test_build_toml():
+    """The file names what is there."""
+    tomllib = pytest.importorskip("tomllib")
+    build = tomllib.loads((ROOT / "kernel-hub" / "build.toml").read_text())
+    assert build["general"]["name"].replace("-", "_") == "gptkernels_layers"
+    assert (ROOT / "kernel-hub" / "torch-ext" / "gptkernels_layers" / "layers.py").exists()

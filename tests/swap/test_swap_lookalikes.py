@@ -1,0 +1,213 @@
+"""Models that are only like GPT-2: after the swap they compute what they did before.
+
+`swap_lookalikes.py` was written by somebody who did not know by which rule `swap` decides.
+"""
+
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from swap_lookalikes import MODELS
+from swapped import hf_config, needs_transformers, transformers
+
+import gptkernels
+import published
+
+
+def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=60):
+    """Logits and loss of the swapped model are the unswapped one's, in evaluation and in training."""
+    for training in (False, True):
+        swapped = gptkernels.swap(copy.deepcopy(model)).train(training)
+        model.train(training)
+        for length in lengths:
+            tokens = torch.randint(vocabulary, (2, length), generator=torch.Generator().manual_seed(length))
+            results = []
+            for one in (model, swapped):
+                torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+                results.append(run(one, tokens))
+            for expected, found in zip(*results, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_lookalikes(name, device):
+    if device.type != "cpu":
+        pytest.skip("what swap decides does not depend on the device")
+    if name.startswith("hf_") and transformers is None:
+        pytest.skip("without transformers")
+    torch.manual_seed(0)
+    model, run = MODELS[name]()
+    assert_unchanged(model, run)
+
+
+# ---- differences in some layers, lengths or values -------------------------------------------------------------------
+
+
+def local(x, c_attn, heads, window):
+    """Attention of each query to the last ``window`` keys."""
+    q, k, v = c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+    i = torch.arange(x.shape[1])
+    seen = (i[:, None] >= i) & (i[:, None] - i < window)
+    return F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).flatten(2)
+
+
+class Local(published.CausalSelfAttention):
+    def forward(self, x):
+        return self.c_proj(local(x, self.c_attn, self.n_head, self.window()))
+
+
+class Window(Local):
+    def window(self):
+        return 4
+
+
+class EveryOther(Local):
+    def window(self):
+        return 5 if self.layer_idx % 2 else 10**6
+
+
+class Windows(Local):
+    def window(self):
+        return self.windows[1]
+
+
+class Buffer(Local):
+    def window(self):
+        return int(self.limit)
+
+
+class LongOnly(published.MLP):
+    def forward(self, x):
+        out = super().forward(x)
+        return out if x.shape[1] < 12 else 2 * out
+
+
+class LargeOnly(published.MLP):
+    def forward(self, x):
+        return super().forward(x.clamp(-200, 200))
+
+
+class Skips(published.Block):
+    def forward(self, x):
+        return x if getattr(self, "skip", False) else super().forward(x)
+
+
+def gpt():
+    torch.manual_seed(0)
+    return published.GPT(published.Config(64, 65, 3, 2, 32))
+
+
+def with_parts(path, kind, set_up=lambda part, i: None):
+    """A model of which the parts have another class."""
+    model = gpt()
+    for i, block in enumerate(model.transformer.h):
+        part = block.get_submodule(path) if path else block
+        part.__class__ = kind
+        set_up(part, i)
+    return model
+
+
+CHANGED = {
+    "a window": lambda: with_parts("attn", Window),
+    "a window in every other layer": lambda: with_parts("attn", EveryOther, lambda a, i: setattr(a, "layer_idx", i)),
+    "a window by a tuple": lambda: with_parts("attn", Windows, lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2]))),
+    "a window by a buffer": lambda: with_parts(
+        "attn", Buffer, lambda a, i: a.register_buffer("limit", torch.tensor((99, 6)[i % 2]))
+    ),
+    "another function of long sequences": lambda: with_parts("mlp", LongOnly),
+    "another function of large values": lambda: with_parts("mlp", LargeOnly),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_parts(name, device):
+    if device.type != "cpu":
+        pytest.skip("what swap decides does not depend on the device")
+    model = CHANGED[name]()
+    if "large" in name:
+        for p in model.transformer.wte.parameters():
+            p.data *= 3000
+        for block in model.transformer.h:
+            block.ln_2.weight.data *= 300
+    assert_unchanged(model, lambda m, tokens: m(tokens, tokens), (3, 17, 40))
+
+
+def test_attribute_set_after_the_swap(device):
+    if device.type != "cpu":
+        pytest.skip("what swap decides does not depend on the device")
+
+    def run(model, tokens):
+        model.transformer.h[1].skip = True
+        return model(tokens, tokens)
+
+    assert_unchanged(with_parts("", Skips), run)
+    swapped = gptkernels.swap(with_parts("", Skips))
+    tokens = torch.arange(8)[None]
+    before = swapped(tokens, tokens)[1]
+    assert swapped.gptkernels_report.replaced
+    swapped.transformer.h[1].skip = True
+    assert not torch.equal(swapped(tokens, tokens)[1], before)
+
+
+# ---- patched classes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", ["torch.nn.LayerNorm", "GPT2MLP", "Conv1D", "GPT2Block"])
+@needs_transformers
+def test_patched_forward_is_called(name, before, monkeypatch, device):
+    model = transformers.GPT2LMHeadModel(hf_config()).to(device).eval()
+    kind = torch.nn.LayerNorm if "." in name else getattr(transformers.models.gpt2.modeling_gpt2, name)
+    original, calls = kind.forward, []
+
+    def mine(self, *args, **kwargs):
+        calls.append(self)
+        return original(self, *args, **kwargs)
+
+    tokens = torch.arange(8, device=device)[None]
+    expected = model(tokens).logits
+    if not before:
+        gptkernels.swap(model)
+    monkeypatch.setattr(kind, "forward", mine)
+    if before:
+        gptkernels.swap(model)
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    assert {id(one) for one in calls} == {id(one) for one in model.modules() if isinstance(one, kind)}
+
+
+@needs_transformers
+def test_attention_registered_as_sdpa_is_called(monkeypatch, device):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    model = gptkernels.swap(transformers.GPT2LMHeadModel(hf_config()).to(device).eval())
+    calls = []
+
+    def mine(*args, **kwargs):
+        calls.append(1)
+        return sdpa_attention_forward(*args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", mine)
+    try:
+        model(torch.arange(8, device=device)[None])
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", sdpa_attention_forward)
+    assert len(calls) == model.config.n_layer
+
+
+@needs_transformers
+def test_loss_function_of_the_class_is_called(device):
+    class Doubled(transformers.GPT2LMHeadModel):
+        @property
+        def loss_function(self):
+            return lambda logits, labels, **kwargs: (
+                2 * F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            )
+
+    model = Doubled(hf_config()).to(device).eval()
+    tokens = torch.arange(8, device=device)[None]
+    expected = model(tokens, labels=tokens).loss
+    torch.testing.assert_close(gptkernels.swap(model)(tokens, labels=tokens).loss, expected, rtol=1e-4, atol=1e-4)

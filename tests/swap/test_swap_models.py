@@ -1,0 +1,427 @@
+"""Every family of models: swapped, it computes what it did."""
+
+import contextlib
+import copy
+import io
+from collections import Counter
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from swapped import (
+    FAMILIES,
+    all_families,
+    assert_as_exact,
+    made,
+    needs_transformers,
+    our_dropout,
+    results,
+    three,
+    tokens,
+)
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gptkernels
+
+both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+
+
+@both
+@all_families
+def test_matches_float64(family, autocast, device):
+    """Outputs, loss and every gradient, in evaluation and in training without dropout."""
+    ours, torchs, exact, call = three(family, device)
+    for model in (ours, torchs, exact):
+        model.train(autocast)
+
+    def pair(draw):
+        return results(torchs, call, device, autocast, draw), results(exact, call, device, draw=draw)
+
+    pairs, found = [pair(draw) for draw in range(4)], results(ours, call, device, autocast)
+    try:
+        assert_as_exact(found, *pairs[0], pairs[1:])
+    except AssertionError:  # torch may be exact by luck: the gradient of one number that is 0 but for roundings
+        assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
+    assert not ours.gptkernels_report.calls
+
+
+@pytest.mark.parametrize("family", ["nanoGPT", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
+def test_meta_tensors(family):
+    """Outputs, loss and gradients have the shapes and dtypes that they have on the CPU."""
+    found = {}
+    for device in map(torch.device, ("cpu", "meta")):
+        model, call = made(family, "cpu")
+        model = gptkernels.swap(model).to(device)
+        model.config.pad_token_id = None  # transformers would search the tokens for it
+        found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
+    assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the head
+
+
+@pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
+def test_pipelining(family, device):
+    """Stages of a swapped model compute what it does."""
+    model, _ = made(family, device)
+    model.config.use_cache = False
+    model = gptkernels.swap(model).eval()
+    kwargs = {"labels" if family == "GPT2LMHeadModel" else "targets": tokens(device, 1)}
+    expected = model(tokens(device), **kwargs)
+    splits = {"transformer.h.1": SplitPoint.BEGINNING}
+    found = pipeline(model, (tokens(device),), kwargs, split_spec=splits)(tokens(device), **kwargs)
+    for ours, wanted in zip(*map(torch.utils._pytree.tree_leaves, (found, expected)), strict=True):
+        torch.testing.assert_close(ours, wanted)
+
+
+@both
+@all_families
+def test_ten_steps(family, autocast, device):
+    """The parameters after ten steps of AdamW, and the losses on the way."""
+    models = three(family, device)[:3]
+    _, call = made(family, device)
+    losses = []
+    for model, low in zip(models, (autocast, autocast, False), strict=True):
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for _ in range(10):
+            losses[-1].append(results(model, call, device, low)["loss"])
+            optimizer.step()
+    losses = [torch.stack([loss.double() for loss in run]) for run in losses]
+    assert losses[0][-1] < losses[0][0]
+    apart = [(run - losses[2]).abs().max().item() for run in losses[:2]]
+    assert apart[0] <= 2 * apart[1] + losses[2].abs().max().item() * (2**-8 if autocast else 1e-6), apart
+
+
+@both
+@pytest.mark.parametrize(
+    "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
+)
+def test_dropout(family, autocast, device, monkeypatch):
+    """With the masks taken from our ops, a training step with dropout everywhere is the same.
+
+    llm.c has no dropout, and nanoGPT before torch 2 applies a dropout layer whose mask it alone draws.
+    """
+    models = three(family, device, dropout=0.2)[:3]
+    _, call = made(family, device)
+
+    def step(model, low, draw):
+        with our_dropout(monkeypatch):
+            return results(model.train(), call, device, low, draw)
+
+    found = [
+        [step(m, low, draw) for m, low in zip(models, (autocast, autocast, False), strict=True)] for draw in range(4)
+    ]
+    assert_as_exact(*found[0], [pair[1:] for pair in found[1:]])
+    without = results(made(family, device)[0].train(), call, device, autocast)
+    assert not torch.allclose(without["output 0"], found[0][0]["output 0"], rtol=1e-3)
+
+
+@all_families
+def test_unswap_restores(family, device):
+    model, call = made(family, device)
+    classes, parameters = [type(m) for m in model.modules()], list(model.parameters())
+    keys, dicts = list(model.state_dict()), [set(vars(m)) for m in model.modules()]
+    model.eval()
+    before = results(model, call, device)
+    swapped = gptkernels.swap(model)
+    assert swapped is model
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(
+        isinstance(m, kind) and type(m).__name__ == kind.__name__
+        for m, kind in zip(model.modules(), classes, strict=True)
+    )
+    assert any(type(m) is not kind for m, kind in zip(model.modules(), classes, strict=True))
+    assert gptkernels.unswap(model) is model
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(vars(m)) for m in model.modules()] == dicts
+    after = results(model, call, device)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@all_families
+def test_is_all_ours(family, device):
+    """Whatever a kernel serves is replaced: only dropouts are left."""
+    model = gptkernels.swap(made(family, device)[0])
+    assert {entry.kind for entry in model.gptkernels_report.left} <= {"Dropout", "Identity", "GPT2SequenceSummary"}
+
+
+@all_families
+def test_copies_and_pickles_are_swapped_too(family, device):
+    model, call = made(family, device)
+    gptkernels.swap(model.eval())
+    expected = results(model, call, device)
+    stored = io.BytesIO()
+    torch.save(model, stored)
+    stored.seek(0)
+    for other in (copy.deepcopy(model), torch.load(stored, weights_only=False)):
+        assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+        assert all(torch.equal(t, expected[name]) for name, t in results(other, call, device).items())
+        gptkernels.unswap(other)
+        assert "gptkernels_report" in vars(model)
+
+
+def once_on_a_cpu(family, device):
+    """Of the families that share their blocks one is enough there."""
+    if device.type == "cpu" and family not in ("GPT2LMHeadModel", "nanoGPT", "llm.c"):
+        pytest.skip("its blocks are another family's")
+
+
+@both
+@all_families
+def test_compiles_whole(family, autocast, device):
+    """No graph break, and the same results: in autocast as near those of float32 as the eager model's."""
+    if autocast:
+        once_on_a_cpu(family, device)
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model)
+    eager = results(model, call, device, autocast)
+    expected = results(model, call, device) if autocast else eager
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    compiled = torch.compile(lambda x: call(x, device), fullgraph=True, backend=backend)
+    found = results(model, lambda m, *_: compiled(m), device, autocast)
+    for name, t in expected.items():
+        own_error, scale = (eager[name].float() - t).abs().max().item(), t.abs().max().item()
+        allowed = 2 * own_error + scale * (2.0**-8 if autocast else 1e-4) + 1e-6
+        torch.testing.assert_close(found[name].float(), t, rtol=0, atol=allowed)
+
+
+@all_families
+def test_functional_call_compiles_whole(family, device):
+    """With other parameters than the model's, and their gradients."""
+    once_on_a_cpu(family, device)
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model)
+    parameters = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+
+    def loss(parameters):
+        return call(lambda *args, **kwargs: torch.func.functional_call(model, parameters, args, kwargs), device)[1]
+
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    losses = [run(parameters) for run in (loss, torch.compile(loss, fullgraph=True, backend=backend))]
+    assert not torch.equal(losses[0], call(model, device)[1])
+    expected, found = (torch.autograd.grad(one, list(parameters.values()), allow_unused=True) for one in losses)
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, a, b in zip(parameters, found, expected, strict=True):
+        assert (a is None) == (b is None), name
+        if b is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * b.abs().max().item() + 1e-6, msg=name)
+
+
+COMPILED = pytest.mark.parametrize(
+    "family", [p for p in all_families.args[1] if p.values[0] in ("GPT2LMHeadModel", "nanoGPT")]
+)
+
+
+def operators(calls, exact_gelu):
+    """How often each of our operators is called, by those that call others too."""
+    mlp, mlp_backward = ["mlp"], ["mlp_backward"]
+    if exact_gelu:
+        mlp, mlp_backward = ["linear", "gelu", "linear"], ["linear_backward", "gelu_backward", "linear_backward"]
+    norm_backward = "residual_layernorm_dropout_backward"
+    attention_backward = ["linear_backward", "attention_backward", "linear_backward"]
+    rest = ["linear", "attention", "linear", "residual_layernorm", *mlp]
+    rest_backward = [*mlp_backward, norm_backward, *attention_backward]
+    made_of = {
+        "layer": ["residual_layernorm", *rest],
+        "first layer": ["layernorm", *rest],
+        "layer_backward": [*rest_backward, norm_backward],
+        "first layer_backward": [*rest_backward, "residual_layernorm_backward"],
+        "linear_cross_entropy_with_logits": ["linear", "fused_classifier", "linear_backward"],
+        "fused_classifier_backward_": [],  # the loss's gradient, which a graph multiplies by in other ways
+    }
+    found = Counter()
+    for name, count in calls.items():
+        if name.startswith("gptkernels."):
+            for one in made_of.get(name.split(".")[1], [name.split(".")[1]]):
+                found[one] += count
+    return found
+
+
+def name_of(node):
+    """A graph's call; a layer without values is the first."""
+    has_values = True
+    if node.target in (torch.ops.gptkernels.layer.default, torch.ops.gptkernels.layer_backward.default):
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = dict(zip(names, node.args, strict=False))
+        has_values = given.get("values") is not None if "values" in names else given.get("has_values", True)
+    return str(node.target) if has_values else str(node.target).replace(".", ".first ", 1)
+
+
+@COMPILED
+def test_compiled_training(family, device):
+    """Under autocast and with dropout: one graph each way for all steps, of the operators that eager mode calls.
+
+    Those that are calls of others count as these: eager mode calls a block's one by one where a mode looks at them.
+    """
+    torch._dynamo.reset()
+    found, called, graphs = [], Counter(), []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            called[str(op)] += 1
+            return op(*args, **(kwargs or {}))
+
+    def keep(graph, inputs):
+        graphs.append(Counter(map(name_of, graph.graph.nodes)))
+        return make_boxed_func(graph.forward)
+
+    for compiles in (False, True):
+        model, call = made(family, device, dropout=0.1)
+        gptkernels.swap(model).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss_of = lambda model=model, call=call: call(model, device)[1]  # noqa: E731
+        if compiles:
+            loss_of = torch.compile(loss_of, fullgraph=True, backend=aot_autograd(fw_compiler=keep))
+        torch.manual_seed(0)
+        for step in range(3):
+            with Calls() if step == 0 and not compiles else contextlib.nullcontext():
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = loss_of()
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.detach())
+    for eager, compiled in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-3, atol=0)
+    assert len(graphs) == 2
+    calls = graphs[0] + graphs[1]
+    for layer in ("layer", "first layer"):
+        assert calls[f"gptkernels.{layer}.default"] == calls[f"gptkernels.{layer}_backward.default"] == 1
+    exact_gelu = family == "nanoGPT"
+    assert operators(called, exact_gelu) == operators(calls, exact_gelu)
+    assert graphs[0]["aten._foreach_copy.default"] == graphs[1]["aten._foreach_copy.default"] == 2  # one a block
+
+
+@both
+@COMPILED
+def test_compiled_frozen_parameters(family, autocast, device):
+    """The same gradients as in eager mode, and no others."""
+    torch._dynamo.reset()
+    model, call = made(family, device)
+    gptkernels.swap(model).train()
+    for name, p in model.named_parameters():
+        if any(part in name for part in ("h.0.ln_1", "h.1.attn", "wte", "h.0.mlp.c_fc.weight", "h.1.ln_2.bias")):
+            p.requires_grad_(False)
+
+    def gradients_by(run):
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = run()
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def loss():
+        return call(model, device)[1]
+
+    expected = gradients_by(loss)
+    found = gradients_by(torch.compile(loss, fullgraph=True, backend="aot_eager"))
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=scale * (2e-2 if autocast else 1e-4))
+
+
+@COMPILED
+def test_reduce_overhead(family, device):
+    """Inductor's CUDA graphs: losses as in eager mode without dropout, and others at each step with it."""
+    if device.type == "cpu":
+        pytest.skip("CUDA graphs")
+    found = {}
+    for dropout in (0.0, 0.5):
+        for mode in (None, "reduce-overhead"):
+            torch._dynamo.reset()
+            model, call = made(family, device, dropout=dropout)
+            gptkernels.swap(model).train()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            compiled = torch.compile(model, fullgraph=True, mode=mode) if mode else model
+            losses = []
+            for _ in range(6):
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = call(compiled, device)[1]
+                loss.backward()
+                optimizer.step() if dropout == 0 else None
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+            found[dropout, mode] = torch.stack(losses)
+    torch.testing.assert_close(found[0.0, "reduce-overhead"], found[0.0, None], rtol=2e-3, atol=0)
+    dropped = found[0.5, "reduce-overhead"]
+    assert len(dropped.unique()) == 6
+    torch.testing.assert_close(dropped.mean(), found[0.5, None].mean(), rtol=0.1, atol=0)
+
+
+@all_families
+def test_second_derivative(family, device):
+    """The gradient of the gradient's norm."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have none
+            loss = call(model, device)[1]
+        first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
+        norm = sum(g.square().sum() for g in first if g is not None)
+        found.append([norm, *torch.autograd.grad(norm, parameters, allow_unused=True)])
+    for a, b in zip(*found, strict=True):
+        if b is not None:
+            scale = b.abs().max().item()
+            # Theirs computes some losses in float32.
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale + 1e-9)
+
+
+@all_families
+def test_frozen_parameters(family, device):
+    """Gradients of what is trained, none of the rest, and as before."""
+    found = []
+    for swapped in (True, False):
+        model, call = made(family, device)
+        model = (gptkernels.swap(model) if swapped else model).double().eval()
+        for i, p in enumerate(model.parameters()):
+            p.requires_grad_(i % 3 == 1)
+        call(model, device)[1].backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * b.abs().max().item() + 1e-9)
+
+
+@all_families
+def test_activation_checkpointing(family, device):
+    """Of the whole model, with dropout: the recomputation drops the same."""
+    model, call = made(family, device, dropout=0.2)
+    gptkernels.swap(model).train()
+
+    def checkpointed(model, device, draw=0):
+        # torch keeps the state of the generators of those devices that tensors among the arguments are on.
+        def run(_):
+            return call(model, device, draw)
+
+        return torch.utils.checkpoint.checkpoint(run, torch.zeros((), device=device), use_reentrant=False)
+
+    found = []
+    for way in (call, checkpointed):
+        torch.manual_seed(0)
+        found.append(results(model, way, device))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@all_families
+def test_half_precision_parameters(family, device):
+    """A model in bfloat16 without autocast."""
+    ours, torchs, exact, call = three(family, device)
+    for model in (ours, torchs):
+        model.to(torch.bfloat16)
+    with torch.no_grad():
+        for rounded, wide in zip(torchs.parameters(), exact.parameters(), strict=True):
+            wide.copy_(rounded)
+    draws = [[results(model.eval(), call, device, draw=draw) for model in (ours, torchs, exact)] for draw in range(4)]
+    assert_as_exact(*draws[0], [pair[1:] for pair in draws[1:]])
+
+
+def test_the_families_are_all_there():
+    assert len(FAMILIES) == 8

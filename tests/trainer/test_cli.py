@@ -1,0 +1,360 @@
+"""The command line: its flags, and the answers that bad input gets."""
+
+import dataclasses
+import io
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import gptkernels
+from gptkernels.checkpoint import save_training_state
+from gptkernels.data import TokenFile, load_tokenizer, write_tokens
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.trainer import cli, foreign_flags
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.config import TrainConfig, flag
+
+SIZE = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"]
+SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """The prefix of 5000 tokens of bytes, and 100 for validation."""
+    write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
+    write_tokens(tmp_path / "data_val.bin", [list(range(100))])
+    load_tokenizer("bytes").save(tmp_path / "data")
+    return str(tmp_path / "data")
+
+
+@pytest.fixture
+def run_train(prefix, device, tmp_path, monkeypatch):
+    """Run `gptkernels train` on the small data, with more flags."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *flags: main(["train", "-i", prefix, *SMALL, "--device", str(device), *flags])
+
+
+def test_help_explains_every_flag(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for option in dataclasses.fields(TrainConfig):
+        assert flag(option.name) in text
+        if type(option.default) in (int, float, str):
+            assert f"(default: {option.default})" in text
+    for short in "iobtlvmsg":
+        assert f" -{short} " in text
+
+
+def test_the_original_flags(run_train, tmp_path):
+    assert run_train("-o", "losses.log", "-l", "1e-3") == 0
+    lines = (tmp_path / "losses.log").read_text().splitlines()
+    assert [line.rsplit(":", 1)[0] for line in lines] == [
+        "s:0 tel",
+        "s:0 trl",
+        "s:1 trl",
+        "s:2 tel",
+        "s:2 trl",
+        "s:3 tel",
+    ]
+
+
+def test_resume_continues_the_latest_run(run_train, tmp_path, capsys):
+    assert run_train() == 0
+    assert main(["train", "--resume", "--steps", "5"]) == 0
+    assert "steps 3 to 5" in capsys.readouterr().out
+    assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 5
+
+
+@pytest.mark.parametrize("flags", [["-v", "0"], ["-m", "0"]])
+def test_validation_can_be_switched_off(run_train, tmp_path, flags):
+    assert run_train(*flags) == 0
+    assert "tel" not in (tmp_path / "runs" / "tiny" / "main.log").read_text()
+
+
+def test_no_steps_is_a_run(run_train, tmp_path):
+    assert run_train("--steps", "0") == 0
+    assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["-b", "0"], "--batch-size is 0, must be at least 1"),
+        (["-v", "-1"], "--val-every is -1, must be at least 0"),
+        (["-t", "2000", "--model", "gpt2"], "--sequence-length is 2000, the model has 1024 positions"),
+        (["-b", "1000"], "5000 tokens are too few for a batch of B=1000 sequences of T=16"),
+        (["--heads", "3"], "--channels is 16, must be a multiple of --heads, 3"),
+        (["-i", "nothing"], "nothing_train.bin"),
+        (["--tokenizer", "nothing.bin"], "no tokenizer 'nothing.bin'"),
+        (["--device", "abacus"], "device is 'abacus'"),
+        (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
+        (["--init-from", "nothing.bin"], "nothing.bin"),
+        (["--steps", "1", "--epochs", "1"], "--steps and --epochs exclude each other"),
+        (["--channels", "2000000000"], "this machine has"),
+        (["--layers", "1000000000"], "--layers 1000000000 and --channels 16 are"),
+        (["--seed", str(2**62)], f"--seed is {2**62}, must be at most {2**62 - 1}"),
+        (["-g", str(10**20)], f"--sample-length is {10**20}, must be at most"),
+        (["-i", ""], "--data is empty"),
+        (["--output", ""], "--output is empty"),
+        (["--init-from", "."], "checkpoint.safetensors"),
+        (["--init-from", "/dev/zero"], "/dev/zero is a character device, must be a regular file"),
+        (["--resume", ""], "--resume is empty"),
+        (["--resume"], "no run with a checkpoint in runs/"),
+        (["--resume", "elsewhere"], "elsewhere holds no checkpoint.safetensors"),
+    ],
+)
+def test_bad_input_gets_a_sentence(run_train, flags, message, capsys):
+    started = time.process_time()
+    assert run_train(*flags) == 2
+    assert time.process_time() - started < 1
+    captured = capsys.readouterr().err
+    assert captured.startswith("gptkernels train: error: ")
+    assert message in captured
+    assert captured.count("\n") == 1
+
+
+def test_bad_input_leaves_no_folder(run_train, tmp_path):
+    assert run_train("-b", "1000") == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_token_outside_the_vocabulary_gets_a_sentence(run_train, prefix, capsys):
+    write_tokens(f"{prefix}_train.bin", [[300] * 1000])
+    assert run_train() == 2
+    assert re.search(r"token 300 at position \d+ is outside the vocabulary of 256", capsys.readouterr().err)
+
+
+def test_a_checkpoint_of_another_trainer_gets_a_sentence(tmp_path, capsys):
+    model = GPT2(GPT2Config(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
+    save_training_state(tmp_path / "checkpoint.safetensors", config=model.config, model=model, optimizer={}, trainer={})
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "checkpoint.safetensors: options: not those of this trainer" in capsys.readouterr().err
+
+
+def test_traceback_when_asked(prefix):
+    with pytest.raises(ValueError, match="--batch-size is 0"):
+        main(["--traceback", "train", "-i", prefix, "-b", "0"])
+
+
+def test_prepare_writes_token_files_that_train_takes(tmp_path, capsys, device):
+    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged.\n" * 50)
+    prefix = str(tmp_path / "out" / "truth")
+    assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, "--val-fraction", "0.2"]) == 0
+    assert f"{prefix}_train.bin: {len(TokenFile(prefix + '_train.bin')):,} tokens" in capsys.readouterr().out
+    output = ["--output", str(tmp_path / "run"), "--device", str(device)]
+    assert main(["train", "-i", prefix, *SMALL, *output]) == 0
+
+
+def test_prepare_with_a_missing_file_gets_a_sentence(tmp_path, capsys):
+    assert main(["prepare", str(tmp_path / "no.txt"), "--output", str(tmp_path / "x")]) == 2
+    assert "gptkernels prepare: error: no such file" in capsys.readouterr().err
+
+
+def test_prepare_with_characters_and_train_on_them(tmp_path, device, capsys):
+    (tmp_path / "text.txt").write_text("zwei mal drei macht fünf\n" * 100)
+    prefix = str(tmp_path / "chars")
+    assert main(["prepare", str(tmp_path / "text.txt"), "-o", prefix, "--tokenizer", "char"]) == 0
+    assert "a vocabulary of 17" in capsys.readouterr().out
+    run = str(tmp_path / "run")
+    assert main(["train", "-i", prefix, *SMALL, "--output", run, "--device", str(device)]) == 0
+    assert main(["generate", run, "--max-new-tokens", "4", "--device", str(device)]) == 0
+    other = ["--output", str(tmp_path / "other"), "--init-from", run, "--device", str(device)]
+    assert main(["train", "-i", prefix, *SMALL, *other]) == 0
+
+
+def test_prepare_of_text_with_nul_bytes_says_so(tmp_path, capsys):
+    (tmp_path / "binary").write_bytes(b"a\0b" * 100)
+    assert main(["prepare", str(tmp_path / "binary"), "-o", str(tmp_path / "x")]) == 0
+    assert "the text has NUL bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "answer"),
+    [
+        ("train", ["--block-size", "64"], "did you mean nanoGPT's --block-size? It is --sequence-length here"),
+        ("train", ["--block_size=64"], "did you mean nanoGPT's --block_size? It is --sequence-length here"),
+        ("train", ["-b", "3", "--max_iters=10"], "It is --steps here"),
+        ("train", ["--input_bin", "x"], "did you mean llm.c's --input_bin? It is --data here"),
+        ("train", ["--lr_decay_iters=5"], "did you mean nanoGPT's --lr_decay_iters? It is --decay-steps here"),
+        ("train", ["--min_lr=1e-5"], "It is --min-learning-rate here"),
+        ("train", ["--gradient_accumulation_steps=5"], "It is --grad-accumulation here"),
+        ("train", ["-d", "524288"], "did you mean llm.c's -d? It is --total-batch-tokens here"),
+        ("train", ["-j", "x_val_*.bin"], "It is --val-files here"),
+        ("train", ["-nk", "5"], "It is --keep-last here"),
+        ("train", ["-sl", "7"], "It is --skip-update-lossz here"),
+        ("train", ["-h", "1"], "did you mean llm.c's -h? It is --eval-file here"),
+        ("train", ["--bias=False"], "--bias/--no-bias"),
+        ("train", ["-lg", "4"], "did you mean llm.c's -lg? There is none here"),
+        ("train", ["-x", "4"], "did you mean llm.c's -x? It is --steps here"),
+        ("train", ["--batch_size=3"], "did you mean --batch-size instead of --batch_size?"),
+        ("train", ["--leanring-rate", "3"], "no flag --leanring-rate: did you mean --learning-rate?"),
+        ("generate", ["x", "--start=hello"], "It is --prompt here"),
+        ("prepare", ["x", "--val_fraction=0.1"], "did you mean --val-fraction instead"),
+        ("train", ["--nonsense"], "unrecognized arguments: --nonsense"),
+        ("train", ["--warmup_iters=5"], "did you mean nanoGPT and llm.c's --warmup_iters? It is --warmup-steps here"),
+        ("train", ["--compile=False"], "--compile takes no value here: --compile/--no-compile"),
+        ("train", ["--eval_only=True"], "did you mean --eval-only instead of --eval_only?"),
+        ("train", ["config/train_gpt2.py", "--batch_size=3"], "nanoGPT's configurations are Python"),
+        ("train", ["--init_from=resume"], "did you mean nanoGPT's --init_from resume? It is --resume here"),
+        ("train", ["--init-from", "scratch"], "It is what happens without --init-from here"),
+        ("train", ["--init_from=gpt2-xl"], "It is --init-from FOLDER with --model gpt2-xl, for a folder of that model"),
+        ("train", ["--model", "d12"], "did you mean llm.c's --model d12? It is --model gpt2 here"),
+        ("train", ["-e", "d48"], "did you mean llm.c's -e d48? It is --model gpt2-xl here"),
+        ("train", ["-e", "gpt2_124M.bin"], "did you mean llm.c's -e? It is --init-from here"),
+        ("generate", ["x", "--dtype=bfloat16"], "did you mean nanoGPT's --dtype? There is none here"),
+    ],
+)
+def test_flags_of_other_programs_are_answered(command, flags, answer, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([command, *flags])
+    assert stop.value.code == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_no_flag_of_ours_is_taken_for_another_programs(capsys):
+    """And whatever a foreign flag is said to be exists."""
+    _, commands = cli._parser()
+    flags = {name: commands[name]._option_string_actions for name in commands}
+    for command, table in (("train", foreign_flags._TRAIN), ("generate", foreign_flags._GENERATE)):
+        for names in table.values():
+            assert not set(names) & set(flags[command])
+            assert set(names.values()) <= {None, "CHECKPOINT", *flags[command]}
+    for command in commands:
+        given = [part for name in flags[command] if name != "-h" for part in (name, "1")]
+        assert foreign_flags.explain_flag(command, given, flags[command]) is None
+
+
+# What train.py of nanoGPT, and train_gpt2.py and train_gpt2.cu of llm.c take.
+THEIRS = """
+    --out_dir --eval_interval --log_interval --eval_iters --eval_only --always_save_checkpoint --init_from --wandb_log
+    --wandb_project --wandb_run_name --dataset --gradient_accumulation_steps --batch_size --block_size --n_layer
+    --n_head --n_embd --dropout --bias --learning_rate --max_iters --weight_decay --beta1 --beta2 --grad_clip --decay_lr
+    --warmup_iters --lr_decay_iters --min_lr --backend --device --dtype --compile
+    --input_bin --input_val_bin --output_dir --model --sequence_length --total_batch_size --num_iterations
+    --inference_only --learning_rate_decay_frac --val_loss_every --val_max_steps --sample_every --overfit_single_batch
+    --tensorcores --flash --zero_stage --write_tensors -ps
+    -pp -i -j -e -o -lg -n -nk -nm -y -b -t -d -x -k -l -u -q -c -sl -sg -v -m -s -g -a -f -w -ge -z -r -pn -pr -pg -pm
+"""
+
+
+@pytest.mark.parametrize("name", THEIRS.split())
+def test_every_flag_of_theirs_is_ours_or_answered(name):
+    known = cli._parser()[1]["train"]._option_string_actions
+    answer = foreign_flags.explain_flag("train", [name, "5"], known)
+    assert (name in known) == (answer is None)
+    assert answer is None or answer.startswith("did you mean ")
+
+
+@pytest.mark.parametrize(("command", "advice"), [("info", "\n"), ("train", ". A smaller --batch-size")])
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_no_memory_gets_a_sentence(error, command, advice, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(cli, f"_{command}", fail)
+    assert main([command]) == 2
+    assert f"gptkernels {command}: error: out of memory{advice}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --init-from memory.bin --steps 1",
+        "train --tokenizer memory.bin",
+        "train --eval-file memory.bin",
+        "prepare texts --output x",
+        "prepare text.txt --output memory",
+        "generate memory.bin",
+        "generate hugging_face",
+        "convert memory.bin x.pt",
+    ],
+)
+def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
+    """A process's own memory is a regular file, whose first bytes cannot be read."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("texts", "hugging_face"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "text.txt").write_text("text\n" * 10)
+    for name in ("memory.bin", "memory_train.bin", "texts/memory.txt", "hugging_face/config.json"):
+        (tmp_path / name).symlink_to("/proc/self/mem")
+    arguments = command.split()
+    if arguments[0] == "train":
+        arguments += ["-i", prefix]
+    assert main(arguments) == 3
+    assert re.search(r"error: \[Errno 5\] Input/output error: '\S*(memory|config)\S*'", capsys.readouterr().err)
+
+
+def test_other_faults_keep_their_traceback(monkeypatch):
+    def fail():
+        raise RuntimeError("a fault of this program")
+
+    monkeypatch.setattr(cli, "_info", fail)
+    with pytest.raises(RuntimeError, match="a fault of this program"):
+        main(["info"])
+
+
+class Unwritable(io.StringIO):
+    """A stdout that takes nothing."""
+
+    def __init__(self, error):
+        super().__init__()
+        self._error = error
+
+    def write(self, text):
+        raise self._error
+
+
+def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Unwritable(BrokenPipeError()))
+    assert main(["info"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_a_full_disk_gets_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
+    assert main(["info"]) == 3
+    assert "gptkernels info: error: [Errno 28] No space left on device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
+def test_training_goes_on_when_it_cannot_print(run_train, tmp_path, monkeypatch, error):
+    monkeypatch.setattr(sys, "stdout", Unwritable(error))
+    assert run_train("-s", "1") == 0
+    assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 3
+    assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
+
+
+def test_training_goes_on_in_an_ascii_locale(run_train, monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    assert run_train("-s", "1", "-g", "64", "--output", "é") == 0
+    assert b"in \\xe9" in raw.getvalue()
+    assert b"\\ufffd" in raw.getvalue()  # of an untrained model's sample
+
+
+def test_closed_streams(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(["info"]) == 0
+    assert main(["prepare", "nothing", "-o", "x"]) == 2
+
+
+def test_info_prints_what_info_returns(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name}: {value}" in text for name, value in gptkernels.info().items())
+
+
+def test_the_module_runs():
+    result = subprocess.run([sys.executable, "-m", "gptkernels", "bake"], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "invalid choice" in result.stderr

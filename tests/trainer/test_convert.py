@@ -1,0 +1,387 @@
+"""Conversion between the forms of a GPT-2: bit for bit in every direction, and what is refused."""
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from conversions import (
+    HEAD,
+    TARGETS,
+    WTE,
+    assert_same_bits,
+    make_model,
+    nanogpt,
+    pickled,
+    their_checkpoint,
+    weights,
+    write_as,
+)
+from gptkernels.checkpoint import load_model, save_model, save_training_state
+from gptkernels.convert import convert, load
+from gptkernels.models import GPT2
+from gptkernels.models.nanogpt import parameter_groups
+from gptkernels.optim import AdamW
+from gptkernels.trainer.cli import main
+
+# ---- every direction -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("source", [*TARGETS, "training"])
+def test_every_direction_keeps_every_bit(tmp_path, source, target, dtype):
+    model = make_model(dtype=dtype)
+    path = write_as(source, tmp_path / "a", model)
+    before = path.read_bytes() if path.is_file() else None
+    done = convert(path, tmp_path / "b" / TARGETS[target])
+    assert done.dtype == dtype
+    config, state = load(tmp_path / "b" / TARGETS[target])
+    assert_same_bits(state, weights(model))
+    assert config == {"block_size": 8, "vocab_size": 50, "n_layer": 2, "n_head": 2, "n_embd": 16, "bias": True}
+    assert before is None or path.read_bytes() == before
+    again = GPT2.from_checkpoint(tmp_path / "b" / TARGETS[target])
+    assert_same_bits(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
+@pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
+def test_the_exact_gelu_and_missing_biases_stay(tmp_path, source, target):
+    """Hugging Face's GPT-2 always has biases: its are 0, and the configuration says that they are none."""
+    model = make_model(bias=False, activation="gelu")
+    path = write_as(source, tmp_path / "a", model)
+    convert(path, tmp_path / "b" / TARGETS[target])
+    config, state = load(tmp_path / "b" / TARGETS[target])
+    assert (config["bias"], config["activation"]) == (False, "gelu")
+    assert_same_bits(state, weights(model))
+
+
+def test_a_chain_of_conversions_ends_with_the_same_file(tmp_path):
+    names = ["a.safetensors", "b", "c.pt", "d.bin", "e.pt", "f", "g.bin", "h.safetensors"]
+    make_model().save_checkpoint(tmp_path / names[0])
+    for one, other in itertools.pairwise(names):
+        convert(tmp_path / one, tmp_path / other)
+    assert (tmp_path / "h.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
+    assert (tmp_path / "g.bin").read_bytes() == (tmp_path / "d.bin").read_bytes()
+
+
+def test_values_that_no_arithmetic_keeps(tmp_path):
+    """Negative zeros, subnormal numbers, infinities and NaNs with a payload."""
+    model = make_model(dtype=torch.bfloat16)
+    patterns = torch.tensor([0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0080]).to(torch.uint16)
+    model.transformer.h[0].mlp.c_fc.weight.data[:4, :8] = patterns.view(torch.bfloat16)
+    names = ["a.safetensors", "b", "c.pt", "d.bin", "e.safetensors"]
+    model.save_checkpoint(tmp_path / names[0])
+    for one, other in itertools.pairwise(names):
+        convert(tmp_path / one, tmp_path / other)
+    assert_same_bits(load(tmp_path / names[-1])[1], weights(model))
+
+
+def test_mixed_dtypes_stay_where_the_target_has_them(tmp_path):
+    model = make_model()
+    state = {name: t.half() if "ln_" in name else t for name, t in weights(model).items()}
+    state[HEAD] = state[WTE]
+    save_model(tmp_path / "a.safetensors", state, model.config)
+    convert(tmp_path / "a.safetensors", tmp_path / "b")
+    convert(tmp_path / "b", tmp_path / "c.pt")
+    assert_same_bits(load(tmp_path / "c.pt")[1], state)
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float32"
+    convert(tmp_path / "c.pt", tmp_path / "d.bin")  # float32 holds both exactly
+    assert_same_bits(load(tmp_path / "d.bin")[1], {name: tensor.float() for name, tensor in state.items()})
+    assert GPT2.from_checkpoint(tmp_path / "c.pt").lm_head.weight.dtype == torch.float32
+
+
+# ---- llm.c -----------------------------------------------------------------------------------------------------------
+
+
+def test_llmcs_first_version(tmp_path):
+    """Float32 without padding: what its train_gpt2.py wrote in April 2024."""
+    model = make_model()
+    save_model(tmp_path / "v3.bin", model.state_dict(), model.config, padded_vocab_size=50)
+    raw = (tmp_path / "v3.bin").read_bytes()
+    header = struct.pack("<256i", 20240326, 1, 8, 50, 2, 2, 16, *[0] * 249)
+    (tmp_path / "v1.bin").write_bytes(header + raw[1024:])
+    assert_same_bits(load(tmp_path / "v1.bin")[1], weights(model))
+    (tmp_path / "v1.bin").write_bytes(header + raw[1024:-1])
+    with pytest.raises(ValueError, match="truncated"):
+        load(tmp_path / "v1.bin")
+
+
+@pytest.mark.parametrize("version", [0, 2, 4, 6])
+def test_llmcs_other_versions_are_refused(tmp_path, version):
+    """2 and 4 meant different layouts within days; nothing in the file tells them apart."""
+    raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
+    (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
+    with pytest.raises(ValueError, match=f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"):
+        load(tmp_path / "model.bin")
+
+
+def test_numbers_without_a_header_are_refused(tmp_path):
+    raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
+    (tmp_path / "model.bin").write_bytes(raw[1024:])
+    with pytest.raises(ValueError, match="numbers without a header do not say what model they are"):
+        convert(tmp_path / "model.bin", tmp_path / "b.pt")
+
+
+def test_padding_as_llmc_wants_it(tmp_path):
+    path = write_as("huggingface", tmp_path, make_model())
+    convert(path, tmp_path / "a.bin")
+    convert(path, tmp_path / "b.bin", padded_vocab_size=64)
+    for name, rows in (("a.bin", 128), ("b.bin", 64)):
+        padded = load_model(tmp_path / name, keep_padding=True)[1][WTE]
+        assert len(padded) == rows
+        assert not padded[50:].any()
+    for options in ({"padded_vocab_size": 49}, {"padded_vocab_size": -1}):
+        with pytest.raises(ValueError, match="padded_vocab_size"):
+            convert(path, tmp_path / "c.bin", **options)
+    with pytest.raises(ValueError, match=r"--padded-vocab-size is for llm\.c's \.bin"):
+        convert(path, tmp_path / "c.pt", padded_vocab_size=64)
+
+
+def test_what_llmc_cannot_say_is_said_by_a_flag(tmp_path):
+    model = make_model(bias=False, activation="gelu")
+    path = write_as("nanogpt", tmp_path, model)
+    with pytest.raises(ValueError, match="--bias gives it biases of 0"):
+        convert(path, tmp_path / "a.bin")
+    with pytest.raises(ValueError, match="--activation gelu_tanh takes it for that"):
+        convert(path, tmp_path / "a.bin", bias=True)
+    convert(path, tmp_path / "a.bin", bias=True, activation="gelu_tanh")
+    ours, config = GPT2.from_checkpoint(tmp_path / "a.bin"), dataclasses.replace(model.config, activation="gelu_tanh")
+    expected = GPT2(config)
+    expected.load_state_dict(model.state_dict())
+    tokens = torch.randint(50, (2, 8))
+    torch.testing.assert_close(ours(tokens)[0], expected(tokens)[0])
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
+def test_another_dtype_is_asked_for(tmp_path, target, name):
+    model = make_model()
+    path = write_as("gptkernels", tmp_path / "a", model)
+    there = tmp_path / "b" / TARGETS[target]
+    if target == "llm.c" and name in ("float16", "float64"):
+        with pytest.raises(ValueError, match=f"a .bin has float32 or bfloat16, --dtype is {name}"):
+            convert(path, there, dtype=name)
+        return
+    assert convert(path, there, dtype=name).dtype == getattr(torch, name)
+    assert_same_bits(load(there)[1], {key: t.to(getattr(torch, name)) for key, t in weights(model).items()})
+
+
+def test_nothing_is_rounded_unasked(tmp_path):
+    path = write_as("gptkernels", tmp_path, make_model(dtype=torch.float64))
+    with pytest.raises(ValueError, match="has float32 or bfloat16, the model float64: --dtype rounds it"):
+        convert(path, tmp_path / "a.bin")
+    convert(path, tmp_path / "a.bin", dtype="bfloat16")
+    half = make_model(1, torch.float16)
+    convert(write_as("nanogpt", tmp_path, half), tmp_path / "b.bin")  # exact in float32
+    assert_same_bits(load(tmp_path / "b.bin")[1], {name: tensor.float() for name, tensor in weights(half).items()})
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_float32_of_a_bfloat16_run_is_that_of_its_optimizer(tmp_path, target):
+    model = make_model(dtype=torch.bfloat16)
+    optimizer = AdamW(parameter_groups(model, 0.1), lr=1e-4, master_weights=True)
+    tokens = torch.randint(50, (2, 8))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(tokens, tokens.roll(1))[1].backward()
+        optimizer.step()
+    state, path = optimizer.state_dict(), tmp_path / "checkpoint.safetensors"
+    save_training_state(path, config=model.config, model=model, optimizer=state, trainer={"step": 3})
+    convert(path, tmp_path / "a" / TARGETS[target])
+    assert_same_bits(load(tmp_path / "a" / TARGETS[target])[1], weights(model))
+    convert(path, tmp_path / "b" / TARGETS[target], dtype="float32")
+    found = load(tmp_path / "b" / TARGETS[target])[1]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(found[name], optimizer.state[parameter]["master_param"][: len(found[name])]), name
+    assert any(not torch.equal(found[name], tensor.float()) for name, tensor in weights(model).items())
+
+
+def test_values_that_a_dtype_does_not_hold(tmp_path):
+    model = make_model()
+    model.transformer.h[1].mlp.c_fc.bias.data[3] = 1e5
+    path = write_as("gptkernels", tmp_path, model)
+    with pytest.raises(ValueError, match=r"transformer\.h\.1\.mlp\.c_fc\.bias has values beyond float16's largest"):
+        convert(path, tmp_path / "a.pt", dtype="float16")
+
+
+# ---- what is there stays ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_read_is_never_written(tmp_path):
+    path = write_as("llm.c", tmp_path, make_model())
+    raw = path.read_bytes()
+    os.link(path, tmp_path / "link.bin")
+    (tmp_path / "to").symlink_to(tmp_path)
+    for target in (path, tmp_path / "link.bin", tmp_path / "to" / "model.bin"):
+        with pytest.raises(ValueError, match="is what is read: the target must be another file"):
+            convert(path, target, overwrite=True)
+    folder = write_as("huggingface", tmp_path, make_model())
+    with pytest.raises(ValueError, match="is what is read"):
+        convert(folder, folder, overwrite=True)
+    with pytest.raises(ValueError, match="a part of a Hugging Face model"):
+        convert(path, folder / "model.safetensors", overwrite=True)
+    with pytest.raises(ValueError, match="a part of a Hugging Face model: name its folder"):
+        load(folder / "model.safetensors")
+    model = make_model()
+    model.save_checkpoint(folder / "model-own.safetensors")
+    assert_same_bits(load(folder / "model-own.safetensors")[1], weights(model))
+    assert path.read_bytes() == raw
+    assert GPT2.from_pretrained(folder).config.n_layer == 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_there_is_replaced_when_asked(tmp_path, target):
+    source = write_as("gptkernels", tmp_path / "a", make_model(1))
+    there = write_as(target, tmp_path / "b", make_model(0))
+    with pytest.raises(ValueError, match="exists: --overwrite replaces it"):
+        convert(source, there)
+    assert_same_bits(load(there)[1], weights(make_model(0)))
+    convert(source, there, overwrite=True)
+    assert_same_bits(load(there)[1], weights(make_model(1)))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("there_before", [True, False])
+def test_a_full_disk_leaves_what_was_there(tmp_path, target, there_before):
+    source = write_as("gptkernels", tmp_path / "a", make_model(1))
+    folder = tmp_path / "b"
+    there = folder / TARGETS[target]
+    if there_before:
+        write_as(target, folder, make_model(0))
+    names = sorted(path.name for path in folder.rglob("*")) if there_before else []
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 100, 1100, 20_000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                convert(source, there, overwrite=True)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert sorted(path.name for path in folder.rglob("*")) == names
+    if there_before:
+        assert_same_bits(load(there)[1], weights(make_model(0)))
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("model.safetensor", ".safetensor is no form of a model"),
+        ("model.gguf", ".gguf is no form of a model"),
+        ("link.bin", "a symbolic link, which is not replaced"),
+        ("file", "file is a file, must be a folder"),
+    ],
+)
+def test_targets_that_are_none(tmp_path, target, message):
+    source = write_as("gptkernels", tmp_path / "a", make_model())
+    (tmp_path / "link.bin").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "file").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert(source, tmp_path / target, overwrite=True)
+    assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+# ---- damaged files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["huggingface", "nanogpt", "llm.c", "gptkernels", "old", "huggingface pickle"])
+def test_a_truncated_file_gets_a_sentence(tmp_path, source):
+    path, file = sound(tmp_path, source)
+    raw = file.read_bytes()
+    for size in sorted({0, 1, 4, 8, 9, 100, 1024, len(raw) // 2, len(raw) - 60, len(raw) - 1}):
+        file.write_bytes(raw[:size])
+        with pytest.raises(ValueError, match=re.escape(str(path))) as error:
+            load(path)
+        assert "\n" not in str(error.value)
+    file.unlink()
+    with pytest.raises((OSError, ValueError)):
+        load(path)
+
+
+@pytest.mark.parametrize("source", ["huggingface", "nanogpt", "old", "huggingface pickle"])
+def test_mutants_load_or_get_a_sentence(tmp_path, source):
+    path, file = sound(tmp_path, source)
+    raw, rng = file.read_bytes(), random.Random(source)
+    for _ in range(80):
+        mutant = bytearray(raw)
+        for _ in range(rng.choice((1, 3))):
+            mutant[rng.randrange(rng.choice((64, 1000, len(raw))))] ^= 1 << rng.randrange(8)
+        file.write_bytes(mutant)
+        with contextlib.suppress(ValueError, OSError):
+            load(path)
+
+
+def sound(folder, source):
+    """A sound model, and the file that is to be damaged."""
+    if source == "huggingface pickle":
+        path = write_as("huggingface", folder, make_model())
+        pickled(load_file(path / "model.safetensors"), path)
+        (path / "model.safetensors").unlink()
+        return path, path / "pytorch_model.bin"
+    if source == "old":
+        torch.save(their_checkpoint(nanogpt()), folder / "old.pt", _use_new_zipfile_serialization=False)
+        return folder / "old.pt", folder / "old.pt"
+    path = write_as(source, folder, make_model())
+    return path, path / "model.safetensors" if path.is_dir() else path
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path, capsys):
+    path = write_as("gptkernels", tmp_path, make_model(activation="gelu", bias=False))
+    assert main(["convert", str(path), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert "gptkernels' form; block_size 8, vocab_size 50, n_layer 2, n_head 2, n_embd 16, bias False" in out[0]
+    assert out[1].endswith("b: Hugging Face's form; float32")
+    assert out[2:] == ["note: Hugging Face's GPT-2 has biases: they are written as 0, which computes the same"]
+    assert main(["convert", str(path), str(tmp_path / "b")]) == 2
+    assert "exists: --overwrite replaces it" in capsys.readouterr().err
+    assert main(["convert", str(path), str(tmp_path / "b"), "--overwrite", "--dtype", "bfloat16", "--bias"]) == 0
+    assert "float16" in capsys.readouterr().out
+    assert GPT2.from_pretrained(tmp_path / "b").config.bias
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "--dtype is 'int8', must be one of float32, bfloat16, float16, float64"),
+        (["--vocab-size", "0"], "--vocab-size is 0, must be from 1 to the model's 50"),
+        (["--vocab-size", "51"], "--vocab-size is 51, must be from 1 to the model's 50"),
+        (["--activation", "relu"], "--activation is 'relu', must be gelu_tanh or gelu"),
+    ],
+)
+def test_bad_options_get_a_sentence(tmp_path, arguments, message, capsys):
+    path = write_as("llm.c", tmp_path, make_model())
+    assert main(["convert", str(path), str(tmp_path / "b"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_other_peoples_models_are_generated_from_and_trained_on(tmp_path, capsys, monkeypatch):
+    """`generate` and `--init-from` take every form."""
+    monkeypatch.chdir(tmp_path)
+    from gptkernels.data import load_tokenizer, write_tokens
+
+    write_tokens("data_train.bin", [list(range(200)) * 5])
+    load_tokenizer("bytes").save("data")
+    for form in ("huggingface", "nanogpt"):
+        path = write_as(form, tmp_path / form, make_model(vocab_size=256, block_size=16, n_layer=1))
+        assert main(["generate", str(path), "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu"]) == 0
+        size = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"]
+        flags = ["--init-from", str(path), "--steps", "1", "-v", "0", "-s", "0", "-g", "0", "--device", "cpu"]
+        assert main(["train", "-i", "data", *size, *flags, "--output", f"run-{form}"]) == 0
+    assert main(["convert", "run-nanogpt", "back.pt"]) == 0
+    assert torch.load("back.pt", weights_only=True)["iter_num"] == 1

@@ -1,0 +1,237 @@
+"""Multiple-choice questions in llm.c's format, and the evaluation of models on them and on held-out data."""
+
+import csv
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptkernels.data import read_questions, write_tokens
+from gptkernels.models import GPT2, GPT2Config
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.evaluate import evaluate, evaluate_run
+from gptkernels.trainer.evaluation import answer
+from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.train import train
+from small_runs import SMALL, TEXT, run_flags, write_text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
+
+
+def words_of(context, endings, label, index):
+    """A question as `write_evalfile` in llm.c's dev/data/data_common.py lays it out."""
+    words = [65535, 0, index, label, len(endings)]
+    for part in (context, *endings):
+        words += [len(part), *part]
+    words[1] = 2 * len(words)
+    return words
+
+
+def write_questions(path, questions, **changes):
+    """Write (context, endings, label)s; `changes` are fields of the header."""
+    streams = [words_of(*question, i) for i, question in enumerate(questions)]
+    header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
+    flat = [word for stream in streams for word in stream]
+    path.write_bytes(struct.pack("<256i", *header.values(), *[0] * 252) + struct.pack(f"<{len(flat)}H", *flat))
+    return str(path)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """Three questions."""
+    return write_questions(
+        tmp_path / "questions.bin", [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
+    )
+
+
+# The file.
+
+
+def test_questions_are_read(path):
+    questions = read_questions(path, 10)
+    assert [question.label for question in questions] == [2, 0, 3]
+    assert [question.length for question in questions] == [7, 2, 7]
+    assert questions[0].context.tolist() == CONTEXT
+    assert [ending.tolist() for ending in questions[0].endings] == ENDINGS
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 20240520, r"magic is 20240520, which is a token file of llm.c, not 20240522"),
+        (1, 2, r"version is 2, known for a file of questions: 1"),
+        (2, 0, r"number of questions is 0"),
+        (2, 4, r"truncated: the file ends before question 3 of 4"),
+        (2, 2, r"bytes are left over after question 1|too long"),
+        (3, 1, r"too long: 3 questions of at most 1 bytes"),
+    ],
+)
+def test_a_wrong_header_is_refused(path, place, value, message):
+    with open(path, "r+b") as file:
+        file.seek(4 * place)
+        file.write(struct.pack("<i", value))
+    with pytest.raises(ValueError, match=rf"questions.bin: ({message})"):
+        read_questions(path, 10)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, 1, "question 0 begins with 1, must be 65535"),
+        (1, 7, "question 0 has 7 bytes"),
+        (1, 60000, "question 0 has 60000 bytes, of which the file has"),
+        (2, 5, "question 0: its index is 5"),
+        (3, 4, "question 0: ending 4 of 4 cannot be the right one"),
+        (4, 1, "question 0: ending 2 of 1 cannot be"),
+        (4, 3, "question 0: 2 words are left over"),
+        (5, 0, "question 0: the context or an ending is empty"),
+        (5, 900, "question 0: the context or an ending is empty, or longer than the question"),
+        (6, 10, "question 0: token 10 at position 0 is outside the vocabulary of 10"),
+    ],
+)
+def test_a_damaged_question_is_refused(path, place, value, message):
+    with open(path, "r+b") as file:
+        file.seek(1024 + 2 * place)
+        file.write(struct.pack("<H", value))
+    with pytest.raises(ValueError, match=rf"questions.bin: {message}"):
+        read_questions(path, 10)
+
+
+def test_a_truncated_file_is_refused(path):
+    whole = Path(path).read_bytes()
+    for size in (0, 3, 1000, 1024, 1025, 1040, len(whole) - 1, len(whole) - 2):
+        Path(path).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"questions.bin: "):
+            read_questions(path, 10)
+
+
+# The answers.
+
+
+def expected_answers(model, questions):
+    """The ending with the lowest mean loss of each question, one row at a time."""
+    answers = []
+    for context, endings, _ in questions:
+        losses = []
+        for ending in endings:
+            tokens = torch.tensor([context + ending], device=next(model.parameters()).device)
+            log_probabilities = model(tokens)[0][0].log_softmax(-1)
+            first = len(context) - 1
+            losses.append(
+                -sum(log_probabilities[first + i, token].item() for i, token in enumerate(ending)) / len(ending)
+            )
+        answers.append(losses.index(min(losses)))
+    return answers
+
+
+@pytest.mark.parametrize("tokens_per_batch", [1, 40, 10**6])
+def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch):
+    torch.manual_seed(0)
+    config = GPT2Config(block_size=24, vocab_size=40, n_layer=2, n_head=2, n_embd=16)
+    model = GPT2(config, device, torch.float64).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8)
+    draw = lambda longest: torch.randint(40, (int(torch.randint(1, longest, ())),)).tolist()  # noqa: E731
+    questions = [(draw(12), [draw(12) for _ in range(2 + i % 3)]) for i in range(30)]
+    answers = expected_answers(model, [(*question, 0) for question in questions])
+    assert len(set(answers)) > 2
+    labels = [found if i % 3 else (found + 1) % len(questions[i][1]) for i, found in enumerate(answers)]
+    path = write_questions(
+        tmp_path / "questions.bin", [(*question, label) for question, label in zip(questions, labels, strict=True)]
+    )
+    processes = Processes(str(device))
+    assert answer(model, read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
+    halves = []
+    for processes.rank in (0, 1):  # each process has every second question
+        processes.world_size, processes.average = 2, lambda share: halves.append(share.item()) or share
+        answer(model, read_questions(path, 40), tokens_per_batch, processes)
+    assert sum(halves) == 20
+
+
+# Runs.
+
+
+@pytest.fixture
+def options(tmp_path, device):
+    """The options of a small run that answers two questions about the text: which words follow."""
+    start = list(TEXT[:8])
+    questions = [(start, [list(TEXT[8:12]), [0, 1, 2, 3]], 0), (start, [[0, 1], list(TEXT[8:14])], 1)]
+    files = {"data": write_text(tmp_path / "text"), "eval_file": write_questions(tmp_path / "q.bin", questions)}
+    return SMALL | files | {"output": str(tmp_path / "run"), "device": str(device)}
+
+
+def test_a_run_answers_questions(options, capsys):
+    given = options | {"steps": 60, "val_every": 30, "learning_rate": 1e-2, "checkpoint_every": 0, "sample_every": 0}
+    result = train(TrainConfig(**given))
+    assert result.accuracy == 1
+    assert "step 60: 2 of 2 questions answered rightly, accuracy 1.0000" in capsys.readouterr().out
+    log = (result.output / "main.log").read_text()
+    assert re.findall(r"s:(\d+) eval:\d\.\d{4}\n", log) == ["30", "60"]
+    assert "s:60 eval:1.0000\n" in log
+    with open(result.output / "log.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["split"] == "eval"]
+    assert [(row["step"], row["loss"]) for row in rows] == [("30", ""), ("60", "")]
+    assert float(rows[1]["accuracy"]) == 1
+
+
+def test_questions_do_not_change_the_run(options, tmp_path):
+    plain = train(TrainConfig(**options | {"eval_file": None, "output": str(tmp_path / "plain")}))
+    assert train(TrainConfig(**options)).train_loss == plain.train_loss
+
+
+def test_a_question_that_is_too_long_gets_a_sentence(options, tmp_path, capsys):
+    write_questions(tmp_path / "q.bin", [([1], [[2], [3]], 0), ([1], [[2], [3] * 16], 0)])
+    assert main(["train", *run_flags(options)]) == 2
+    assert "q.bin: question 1 has 17 tokens, the model 16 positions" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_is_evaluated_without_training(options, tmp_path, capsys):
+    result = train(TrainConfig(**options))
+    before = {path.name: path.read_bytes() for path in result.output.iterdir()}
+    capsys.readouterr()
+    found = [
+        evaluate_run(str(result.output)),
+        evaluate(TrainConfig(**options | {"init_from": str(result.output), "eval_only": True})),
+    ]
+    assert [(one.val_loss, one.score.accuracy) for one in found] == [(result.val_loss, result.accuracy)] * 2
+    assert capsys.readouterr().out.count(f"validation loss {result.val_loss:.4f} nats per byte\n") == 2
+    assert {path.name: path.read_bytes() for path in result.output.iterdir()} == before
+
+
+def test_only_the_files_that_are_evaluated_on_are_needed(options, tmp_path, capsys):
+    run = str(train(TrainConfig(**options)).output)
+    size = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16", "--device", options["device"]]
+    command = ["train", "--eval-only", "--init-from", run, *size]
+    assert main([*command, "--eval-file", options["eval_file"]]) == 0
+    assert main([*command, "--val-files", str(tmp_path / "text_v*.bin")]) == 0
+    out = capsys.readouterr().out
+    assert "questions answered rightly" in out
+    assert "validation loss" in out
+    assert main(["train", "--eval-only", *size]) == 2
+    assert "--eval-only takes the model of --init-from or --resume" in capsys.readouterr().err
+    assert main([*command, "-i", options["data"], "-m", "0"]) == 2
+    assert "nothing to evaluate on: not asked for, and no --eval-file" in capsys.readouterr().err
+    assert main(["train", "--resume", run, "--eval-only", "-m", "1"]) == 0
+    assert "validation loss" in capsys.readouterr().out
+
+
+def test_held_out_files_take_the_place_of_the_prefixs(options, tmp_path):
+    """As one text: three shards of a text validate as the whole of it."""
+    text = list(TEXT[:300])
+    for name, part in (("a", text[:100]), ("b", text[100:130]), ("c", text[130:])):
+        write_tokens(tmp_path / f"held_out_{name}.bin", [part])
+    write_tokens(tmp_path / "whole.bin", [text])
+    losses = [
+        train(
+            TrainConfig(**options | {"val_files": str(tmp_path / files), "output": str(tmp_path / files[0])})
+        ).val_loss
+        for files in ("held_out_*.bin", "whole.bin")
+    ]
+    assert losses[0] == losses[1]

@@ -1,0 +1,438 @@
+"""The trainer's options: what each does to a run, and that a run with them is resumed bit for bit."""
+
+import csv
+import functools
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from gptkernels.checkpoint import load_training_state
+from gptkernels.data import write_tokens
+from gptkernels.trainer import outliers, retention, utilization
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.logs import CSV_COLUMNS, FIRST_COLUMNS, TrainingLog, TrainingStep
+from gptkernels.trainer.outliers import WINDOW, OutlierDetector, Skipping
+from gptkernels.trainer.progress import show_progress
+from gptkernels.trainer.retention import kept_steps, numbered, retain
+from gptkernels.trainer.train import Trainer, resume, train
+from small_runs import SMALL, TEXT, assert_same_run, at_step, read_losses, run_flags, write_text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def options(tmp_path, device):
+    """The options of a small run in a folder of its own."""
+    files = {"data": write_text(tmp_path / "text"), "output": str(tmp_path / "run")}
+    return SMALL | files | {"sample_length": 0, "device": str(device)}
+
+
+def crash():
+    raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "wsd", "decay_steps": 3, "min_learning_rate": 1e-5},
+        {"schedule": "linear", "decay_steps": 5, "final_lr_fraction": 0.0},
+        {"schedule": "constant", "warmup_steps": 2},
+        {"total_batch_tokens": 128},
+        {"sampling": "random-offset", "grad_accumulation": 2},
+        {"bias": False, "activation": "gelu"},
+        {"beta1": 0.8, "beta2": 0.99},
+        {"recompute": "gelu"},
+        {"recompute": "blocks", "dtype": "autocast"},
+        {"recompute": "blocks", "dtype": "bfloat16"},
+        {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0, "learning_rate": 1e-6},
+        {"keep_last": 3, "keep_every": 4},
+        {"dtype": "bfloat16", "master_weights": False},
+        {"fp8": True, "dtype": "bfloat16"},
+        {"fp8": True, "dtype": "autocast", "recompute": "blocks"},
+        {"fp8_head": True, "dtype": "autocast"},
+        {"fp8": True, "fp8_head": True, "dtype": "bfloat16"},
+        {"fp8_head": True, "fp8_logits": True, "dtype": "bfloat16"},
+    ],
+    ids=lambda given: " ".join(f"{name}={value}" for name, value in given.items()),
+)
+def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
+    monkeypatch.setattr(outliers, "WINDOW", 3)
+    options = options | given
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 6, crash)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(TrainConfig(**options))
+    torch.manual_seed(99)
+    resumed = resume(str(tmp_path / "run"))
+    whole = train(TrainConfig(**options | {"output": str(tmp_path / "whole")}))
+    assert_same_run(resumed.output, whole.output)
+    plain = train(
+        TrainConfig(
+            **{name: options[name] for name in options if name not in given} | {"output": str(tmp_path / "plain")}
+        )
+    )
+    changes_nothing = {"keep_last", "recompute"} & given.keys() and "dtype" not in given
+    assert (read_losses(plain.output) == read_losses(whole.output)) == bool(changes_nothing)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"total_batch_tokens": 100},
+            "--total-batch-tokens is 100, must be a multiple of 1024: --batch-size 16 times ",
+        ),
+        ({"total_batch_tokens": 1024, "grad_accumulation": 1}, "--grad-accumulation and --total-batch-tokens exclude"),
+        ({"data": "a", "train_files": "b"}, "--data and --train-files exclude each other"),
+        ({"final_lr_fraction": 0.1, "min_learning_rate": 1e-5}, "--final-lr-fraction and --min-learning-rate exclude"),
+        ({"min_learning_rate": 1.0}, "--min-learning-rate is 1.0, must be at most --learning-rate, 0.003"),
+        ({"schedule": "cosinus"}, "--schedule is 'cosinus', must be one of cosine, linear, wsd, constant"),
+        (
+            {"schedule": "constant", "decay_steps": 5},
+            "--decay-steps is for schedules that decay, --schedule is constant",
+        ),
+        ({"decay_steps": 0}, "--decay-steps is 0, must be at least 1"),
+        ({"beta2": 1.0}, "--beta2 is 1.0, must be less than 1"),
+        ({"dropout": 1.0}, "--dropout is 1.0, must be less than 1"),
+        ({"dropout": -0.1}, "--dropout is -0.1, must be at least 0"),
+        ({"activation": "relu"}, "--activation is 'relu', must be one of gelu_tanh, gelu"),
+        ({"skip_update_lossz": -1.0}, "--skip-update-lossz is -1.0, must be at least 0"),
+        ({"skip_update_gradz": math.inf}, "--skip-update-gradz is inf, must be finite"),
+        ({"keep_last": 0}, "--keep-last is 0, must be at least 1"),
+        ({"keep_every": 300}, "--keep-every is 300, must be a multiple of --checkpoint-every, 200"),
+        ({"keep_every": 300, "checkpoint_every": 0}, "must be a multiple of --checkpoint-every, 0"),
+        ({"master_weights": False}, "--no-master-weights is for --dtype bfloat16, --dtype is float32"),
+        ({"sampling": "random"}, "--sampling is 'random', must be one of epochs, random-offset"),
+        ({"recompute": "all"}, "--recompute is 'all', must be one of none, gelu, blocks"),
+        ({"recompute": "gelu", "fp8": True}, "--recompute gelu is without --fp8, which keeps 8 bits"),
+        ({"val_files": ""}, "--val-files is empty"),
+        ({"fp8": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8"),
+        ({"fp8_head": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8-head"),
+        ({"fp8_logits": True}, "--fp8-logits needs --fp8-head"),
+    ],
+)
+def test_an_option_that_cannot_be(given, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainConfig(**given)
+
+
+def test_what_is_given_anew_takes_the_place_of_what_excludes_it():
+    saved = TrainConfig(total_batch_tokens=2048, min_learning_rate=1e-4, train_files="x*")
+    new = saved.updated({"grad_accumulation": 3, "final_lr_fraction": 0.5, "data": "y"})
+    assert (new.total_batch_tokens, new.min_learning_rate, new.train_files) == (None, None, None)
+    assert (new.accumulation(1), new.final_learning_rate, new.data) == (3, 0.0015, "y")
+    assert saved.updated({"batch_size": 8}).accumulation(2) == 2
+    assert saved.updated({"schedule": "constant"}).min_learning_rate is None
+    for name, value in (("bias", False), ("activation", "gelu"), ("beta1", 0.5), ("sampling", "random-offset")):
+        with pytest.raises(ValueError, match=f"--{name} was .*, cannot become {value} in a resumed run"):
+            saved.updated({name: value})
+
+
+# Batches.
+
+
+def test_the_total_batch_is_accumulated(options, tmp_path):
+    given = options | {"learning_rate": 1e-2, "output": str(tmp_path / "one")}
+    one = train(TrainConfig(**given | {"batch_size": 4, "grad_accumulation": 2}))
+    given["output"] = str(tmp_path / "two")
+    run = Trainer(TrainConfig(**given | {"total_batch_tokens": 128}))
+    assert run.accumulation == 4
+    two = run.run()
+    assert two.train_loss == pytest.approx(one.train_loss, rel=1e-4)
+    with pytest.raises(ValueError, match="times --sequence-length 16 times 3 processes"):
+        TrainConfig(**given | {"total_batch_tokens": 128}).accumulation(3)
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """The same text as `options` has, in three files."""
+    text = list(TEXT)
+    for name, part in (("0", text[:1000]), ("1", text[1000:1003]), ("2", text[1003:])):
+        write_tokens(tmp_path / f"shards_train_{name}.bin", [part])
+    return str(tmp_path / "shards_train_*.bin")
+
+
+@pytest.mark.parametrize("option", ["data", "train_files"])
+def test_shards_train_as_one_file(options, shards, option, tmp_path):
+    whole = train(TrainConfig(**options))
+    given = {"data": None, "tokenizer": "bytes", "val_files": f"{options['data']}_val.bin"}
+    given |= {option: shards, "output": str(tmp_path / "shards")}
+    parts = train(TrainConfig(**options | given))
+    assert_same_run(parts.output, whole.output)
+
+
+def test_shards_that_have_changed_are_noticed(options, shards, tmp_path, capsys):
+    given = {"data": shards, "tokenizer": "bytes", "steps": 2, "val_every": 0}
+    run = train(TrainConfig(**options | given))
+    assert "2,700 tokens" in capsys.readouterr().out
+    write_tokens(tmp_path / "shards_train_1.bin", [[1, 2, 3]])
+    with pytest.raises(ValueError, match=r"shards_train_0.bin ... shards_train_2.bin has changed: it was 3 files"):
+        resume(str(run.output), steps=4)
+
+
+def test_the_tokenizer_of_shards_lies_beside_them(options, shards, tmp_path):
+    (tmp_path / "text_tokenizer.bin").rename(tmp_path / "shards_tokenizer.bin")
+    run = Trainer(TrainConfig(**options | {"data": shards, "val_every": 0}))
+    assert run.data.tokenizer.vocab_size == 256
+    single = Trainer(
+        TrainConfig(
+            **options
+            | {"data": str(tmp_path / "shards_train_0.bin"), "output": str(tmp_path / "single"), "val_every": 1}
+        )
+    )
+    assert len(single.data.train.data) == 1000
+    assert single.data.why_no_val == "no --val-files"
+
+
+@pytest.mark.parametrize("option", ["--data", "--train-files", "--val-files"])
+def test_a_pattern_that_nothing_matches_gets_a_sentence(options, option, tmp_path, capsys):
+    given = options if option == "--val-files" else {name: options[name] for name in options if name != "data"}
+    assert main(["train", *run_flags(given), option, str(tmp_path / "none_*.bin")]) == 2
+    assert "no file matches" in capsys.readouterr().err
+
+
+# Checkpoints.
+
+
+def test_the_last_checkpoints_and_every_so_many_are_kept(options):
+    given = options | {"steps": 11, "checkpoint_every": 1, "keep_last": 3, "keep_every": 4, "val_every": 0}
+    output = train(TrainConfig(**given)).output
+    assert kept_steps(output) == [4, 8, 9, 10, 11]
+    for step in kept_steps(output):
+        assert load_training_state(numbered(output, step)).trainer["step"] == step
+    newest = output / "checkpoint.safetensors"
+    assert newest.samefile(numbered(output, 11))
+    assert resume(str(output), steps=12).step == 12
+    assert kept_steps(output) == [4, 8, 10, 11, 12]
+
+
+def test_every_so_many_checkpoints_alone(options):
+    given = options | {"checkpoint_every": 2, "keep_every": 4, "val_every": 0}
+    assert kept_steps(train(TrainConfig(**given)).output) == [4, 8]
+
+
+def test_without_hard_links_checkpoints_are_copied(options, monkeypatch):
+    def fail(*_):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(retention.os, "link", fail)
+    output = train(TrainConfig(**options | {"keep_last": 2})).output
+    assert kept_steps(output) == [4, 8]
+    assert not (output / "checkpoint.safetensors").samefile(numbered(output, 8))
+    assert numbered(output, 8).read_bytes() == (output / "checkpoint.safetensors").read_bytes()
+
+
+def test_a_run_that_was_killed_before_it_kept_a_checkpoint_keeps_it(options, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_retain", lambda self: crash())
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(TrainConfig(**options | {"keep_every": 4}))
+    assert kept_steps(resume(options["output"]).output) == [4, 8]
+
+
+def test_other_files_are_not_removed(tmp_path):
+    others = [tmp_path / name for name in ("checkpoint-best.safetensors", "checkpoint-1.safetensors", "notes")]
+    for path in others:
+        path.touch()
+    newest = tmp_path / "checkpoint.safetensors"
+    for step in range(5):
+        newest.unlink(missing_ok=True)
+        newest.write_text(str(step))
+        retain(newest, step, 2, 0)
+    assert kept_steps(tmp_path) == [3, 4]
+    assert all(path.exists() for path in others)
+    retain(newest, 1, 2, 0)  # of a run that has gone back: the later ones stay
+    assert kept_steps(tmp_path) == [1, 3, 4]
+
+
+def test_a_kept_checkpoint_is_a_model_like_the_newest(options, capsys):
+    output = train(TrainConfig(**options | {"keep_last": 2})).output
+    assert main(["generate", str(numbered(output, 4)), "--max-new-tokens", "3", "--device", options["device"]]) == 0
+    again = options | {"init_from": str(numbered(output, 4)), "output": str(output.parent / "again")}
+    assert train(TrainConfig(**again)).step == 8
+    (output.parent / "new").mkdir()
+    foreign = output.parent / "new" / numbered(output, 4).name
+    foreign.write_text("precious")
+    with pytest.raises(ValueError, match=r"holds a checkpoint-00000004.safetensors that is not of a run"):
+        train(TrainConfig(**options | {"output": str(output.parent / "new")}))
+    with pytest.raises(ValueError, match=r"checkpoint-00000004.safetensors: line 1 is not that of a log"):
+        resume(str(output), steps=9, log_file=str(numbered(output, 4)))
+
+
+# Outliers.
+
+
+def llmc_scores(values):
+    """llm.c's OutlierDetector, in exact sums: NaN for the first 128 values, then z-scores in the window of 128."""
+    scores = []
+    for i, value in enumerate(values):
+        window = np.array(values[max(0, i + 1 - 128) : i + 1], np.float64)
+        known = i >= 128
+        deviation = window.std()
+        scores.append((value - window.mean()) / deviation if known and deviation else 0.0 if known else math.nan)
+    return scores
+
+
+def test_z_scores_are_those_of_llmc(device):
+    assert WINDOW == 128
+    generator = np.random.default_rng(0)
+    losses = np.float32(generator.normal(3, 0.1, 300))
+    norms = np.float32(generator.exponential(1, 300))
+    losses[200] = 9
+    norms[:] = np.where(np.arange(300) < 150, 2.5, norms)
+    detector = OutlierDetector(device)
+    pairs = [torch.tensor([*pair], device=device) for pair in zip(losses, norms, strict=True)]
+    found = torch.stack([detector.scores(pair) for pair in pairs]).cpu()
+    for i, values in enumerate((losses, norms)):
+        expected = torch.tensor(llmc_scores(values), dtype=torch.float64)
+        torch.testing.assert_close(found[:, i], expected, equal_nan=True, rtol=1e-9, atol=1e-9)
+    assert found[200, 0] > 8
+    assert not found[128:150, 1].any()
+
+
+def test_skipping_is_decided_by_either_score(device):
+    nan = math.nan
+    for limits, scores, expected in (
+        ((2.0, 3.0), (2.1, 0.0), 1),
+        ((2.0, 3.0), (1.9, 2.9), 0),
+        ((2.0, 3.0), (-9.0, 3.1), 1),
+        ((0.0, 3.0), (99.0, 2.0), 0),
+        ((2.0, 0.0), (0.0, 99.0), 0),
+        ((2.0, 3.0), (nan, nan), 0),
+    ):
+        found = Skipping(*limits, device).found(torch.tensor(scores, dtype=torch.float64, device=device))
+        assert (found.item(), found.dtype) == (expected, torch.float32)
+
+
+@pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
+def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
+    """Step 6 has ten times the loss and the gradient, which nothing of the model, the moments or the rest takes in."""
+    monkeypatch.setattr(outliers, "WINDOW", 4)
+    loss, states = Trainer._loss, []
+
+    def spike(self, *batch):
+        return loss(self, *batch) * (10 if self.step == 6 else 1)
+
+    launch = Trainer._launch_step
+
+    def note(self):
+        states.append({name: tensor.clone() for name, tensor in self.model.state_dict().items()})
+        states[-1] |= {f"{i}": s["exp_avg"].clone() for i, s in enumerate(self.optimizer.state.values())}
+        return launch(self)
+
+    monkeypatch.setattr(Trainer, "_loss", spike)
+    monkeypatch.setattr(Trainer, "_launch_step", note)
+    train(TrainConfig(**options | {option: 1.5, "val_every": 0, "graph": False}))
+    same = [all(torch.equal(one[name], other[name]) for name in one) for one, other in itertools.pairwise(states[1:])]
+    assert same == [False] * 5 + [True]
+    assert "step 6: no update, z-score of the loss +1.7" in capsys.readouterr().out
+    state = load_training_state(tmp_path / "run" / "checkpoint.safetensors")
+    assert {state["step"].item() for state in state.optimizer["state"].values()} == {7}
+    with open(tmp_path / "run" / "log.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["loss_z"] == "" for row in rows] == [True] * 4 + [False] * 4
+    assert float(rows[6]["loss_z"]) > 1.5
+    assert float(rows[6]["gradient_z"]) > 1.5
+
+
+def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
+    """On the device, and from the numbers that the host has read."""
+    monkeypatch.setattr(outliers, "WINDOW", 3)
+    columns = []
+    for name, limit in (("off", 0.0), ("on", 1e9)):
+        train(TrainConfig(**options | {"skip_update_lossz": limit, "val_every": 0, "output": str(tmp_path / name)}))
+        with open(tmp_path / name / "log.csv", newline="") as file:
+            columns.append([float(row[z] or "nan") for row in csv.DictReader(file) for z in ("loss_z", "gradient_z")])
+    assert columns[0] == pytest.approx(columns[1], rel=1e-5, abs=1e-5, nan_ok=True)
+    assert sum(map(math.isfinite, columns[0])) == 10
+
+
+def test_a_damaged_window_gets_a_sentence(options):
+    output = train(TrainConfig(**options)).output
+    run = Trainer(TrainConfig(**options | {"output": str(output.parent / "other")}))
+    for state in (None, {}, {"window": 1}, {"window": torch.zeros(3, 2)}, {"window": torch.zeros(128, 2)}):
+        with pytest.raises(ValueError, match=r"outliers: window must be a float64 tensor of shape \(128, 2\)"):
+            run._step.outliers.load_state_dict(state)
+
+
+# Speed and memory.
+
+
+def test_without_master_weights_all_state_is_bfloat16(options, tmp_path):
+    """And the run learns as one with them does."""
+    given = options | {"dtype": "bfloat16", "steps": 60, "learning_rate": 1e-2, "val_every": 0}
+    losses = []
+    for masters in (True, False):
+        output = str(tmp_path / f"{masters}")
+        losses.append(train(TrainConfig(**given | {"master_weights": masters, "output": output})).train_loss)
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    state = load_training_state(tmp_path / "False" / "checkpoint.safetensors").optimizer["state"]
+    assert {name: tensor.dtype for name, tensor in state[0].items()} == {
+        "step": torch.float32,
+        "exp_avg": torch.bfloat16,
+        "exp_avg_sq": torch.bfloat16,
+    }
+
+
+def test_a_compiled_run(options, tmp_path, monkeypatch):
+    """Without Inductor, which takes a minute; test_compile.py has it."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    given = options | {"steps": 3, "val_every": 2, "sample_every": 0}
+    plain = train(TrainConfig(**given))
+    compiled = train(TrainConfig(**given | {"compile": True, "output": str(tmp_path / "compiled")}))
+    assert compiled.train_loss == pytest.approx(plain.train_loss, rel=1e-5)
+    assert compiled.val_loss == pytest.approx(plain.val_loss, rel=1e-5)
+
+
+def test_utilization(options, monkeypatch):
+    names = {"NVIDIA H200": 989.4e12, "NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA H100 PCIe": 756e12, "Abacus": None}
+    names |= {"NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA A10G": 70e12}
+    cuda = torch.device("cuda")
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert utilization.peak_flops(cuda) == peak
+    assert utilization.peak_flops(torch.device("cpu")) is None
+    assert utilization.peak_memory(torch.device("cpu")) > 2**20
+    monkeypatch.setattr("gptkernels.trainer.train.peak_flops", lambda device: 1e9)
+    output = train(TrainConfig(**options | {"val_every": 0})).output
+    with open(output / "log.csv", newline="") as file:
+        row = list(csv.DictReader(file))[-1]
+    flops = Trainer(TrainConfig(**options | {"output": str(output.parent / "x")})).model.flops_per_token(16)
+    assert float(row["mfu"]) == pytest.approx(float(row["tokens_per_second"]) * flops / 1e9)
+    assert int(row["memory"]) > 2**10
+
+
+def test_a_step_is_shown_with_all_that_is_known(monkeypatch, capsys):
+    record = TrainingStep(4, 1.25, 1e-3, 0.5, 10.0, 12345.0, 0.5, -1.25, 0.456, 3 << 29)
+    progress = show_progress(total_steps=5, first_step=0, is_main=True)
+    progress.step(record)
+    expected = "loss 1.2500 (+0.50z), norm 0.500 (-1.25z), lr 1.00e-03, 10.0 ms, 12,345 tokens/s, 45.6% MFU, 1.50 GiB"
+    assert expected in capsys.readouterr().out
+    progress.step(record._replace(loss_z=math.nan, gradient_z=math.nan, mfu=None))
+    assert "loss 1.2500, norm 0.500, lr 1.00e-03, 10.0 ms, 12,345 tokens/s, 1.50 GiB\n" in capsys.readouterr().out
+
+
+def test_the_csv_of_an_earlier_version_is_continued_as_it_is(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text(",".join(FIRST_COLUMNS) + "\n0,train,5.0,0.1,1.0,2.0,3.0\n1,train,5.0,0.1,1.0,2.0,3.0\n")
+    log = TrainingLog(tmp_path / "main.log", path, first_step=1)
+    log.training(TrainingStep(1, 4.0, 0.1, 1.0, 2.0, 3.0, 0.5, 0.5, 0.5, 100))
+    log.evaluation(2, 0.25)
+    log.close()
+    assert path.read_text().splitlines()[1:] == [
+        "0,train,5.0,0.1,1.0,2.0,3.0",
+        "1,train,4.0,0.1,1.0,2.0,3.0",
+        "2,eval,,,,,",
+    ]
+    assert (tmp_path / "main.log").read_text() == "s:1 trl:4.0000\ns:2 eval:0.2500\n"
+    log = TrainingLog(tmp_path / "main.log", tmp_path / "new.csv")
+    log.training(TrainingStep(0, 4.0, 0.1, 1.0, 2.0, 3.0))
+    log.evaluation(2, 0.25)
+    log.close()
+    lines = (tmp_path / "new.csv").read_text().splitlines()
+    assert lines == [",".join(CSV_COLUMNS), "0,train,4.0,0.1,1.0,2.0,3.0,,,,0,", "2,eval,,,,,,,,,,0.25"]

@@ -1,0 +1,155 @@
+"""A run that hangs ends with a status of its own, a sentence and its last checkpoint; a slow one goes on."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from gptkernels.checkpoint import load_training_state
+from gptkernels.trainer import watchdog
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.train import resume, train
+from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
+from small_runs import SMALL, assert_same_run, run_flags, write_text
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# Once there is a checkpoint, a function of the trainer does something else before its own work.
+CHILD = """
+import functools, importlib, os, sys, time
+import torch
+from gptkernels.trainer.cli import main
+
+module, path, statement, checkpoint, rank, *arguments = sys.argv[1:]
+*parents, name = path.split(".")
+owner = functools.reduce(getattr, parents, importlib.import_module(module))
+honest = getattr(owner, name)
+
+def call(*args, **kwargs):
+    if os.path.exists(checkpoint) and os.environ.get("RANK", rank) == rank:
+        exec(statement)
+    return honest(*args, **kwargs)
+
+setattr(owner, name, call)
+sys.exit(main(arguments))
+"""
+BLOCK = "time.sleep(1000)"
+STEP = ("gptkernels.trainer.model", "BatchLoss.__call__", BLOCK)
+
+
+@pytest.fixture
+def options(tmp_path, device):
+    """The options of a small run with a checkpoint after 4 steps."""
+    files = {"data": write_text(tmp_path / "text"), "output": str(tmp_path / "run")}
+    return SMALL | files | {"device": str(device), "graph": False}
+
+
+def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
+    """`gptkernels train`, which hangs in the process of that rank."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    flags = [
+        f"--{'' if options['graph'] else 'no-'}graph",
+        *run_flags({n: options[n] for n in options if n != "graph"}),
+    ]
+    checkpoint = os.path.join(options["output"], "checkpoint.safetensors")
+    return subprocess.run(
+        [sys.executable, *launcher, str(script), *hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *flags],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("hang", "step", "what"),
+    [
+        (("gptkernels.data.loader", "DataLoader.next_batch", BLOCK), 4, "reading the training data"),
+        (STEP, 4, "in its forward pass, backward pass or update"),
+        (
+            ("gptkernels.trainer.step", "Step.__call__", "torch.cuda._sleep(2**60)"),
+            6,
+            "waiting for cuda:0, which does",
+        ),
+        (("gptkernels.trainer.train", "mean_loss", BLOCK), 6, "validating"),
+        (("gptkernels.models.gpt2", "GPT2._windows", BLOCK), 4, "sampling"),
+        (("gptkernels.trainer.train", "save_training_state", BLOCK), 8, "saving the checkpoint"),
+    ],
+    ids=["data", "step", "device", "validation", "sample", "checkpoint"],
+)
+def test_a_hang_ends_the_run(options, hang, step, what, device, tmp_path):
+    if "cuda" in hang[2] and device.type == "cpu":
+        pytest.skip("CUDA only")
+    child = train_in_child(options, hang, tmp_path)
+    assert child.returncode == STALLED, child.stderr
+    assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {what}" in child.stderr
+    assert "(B=2, T=16, on " in child.stderr
+    assert "The checkpoint of step 4 is kept" in child.stderr
+    assert "in _train" in child.stderr  # the main thread's stack
+    assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
+    whole = train(TrainConfig(**options | {"output": str(tmp_path / "whole")}))
+    assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
+
+
+def test_a_hang_of_one_process_ends_all(options, device, tmp_path):
+    if device.type != "cpu":
+        pytest.skip("two processes on one GPU")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    child = train_in_child(options, STEP, tmp_path, torchrun, rank=1)
+    assert child.returncode == 1
+    assert "process 1 of 2, B=2" in child.stderr
+    assert f"exitcode  : {STALLED}" in child.stderr
+
+
+class Script:
+    """Stands for the event that ends the thread: `act(i)` in the i-th interval of `count`."""
+
+    def __init__(self, count, act):
+        self._count, self._act, self._passed = count, act, 0
+
+    def wait(self, seconds):
+        self._act(self._passed)
+        self._passed += 1
+        return self._passed > self._count
+
+
+@pytest.mark.parametrize(
+    ("every", "what", "ends"),
+    [(INTERVALS - 1, "a unit", False), (10**6, "a unit", True), (10**6, None, False)],
+    ids=["slow", "hanging", "unwatched"],
+)
+def test_only_what_is_watched_and_finishes_nothing_is_ended(monkeypatch, every, what, ends):
+    def end(status):
+        raise SystemExit(status)
+
+    reported = []
+    dog = Watchdog(1.0, reported.append)
+    dog._closed = Script(10 * INTERVALS, lambda i: None if i % every else dog.tick())
+    monkeypatch.setattr(watchdog.os, "_exit", end)
+    dog._what = what
+    if ends:
+        with pytest.raises(SystemExit, match=str(STALLED)):
+            dog._run()
+        assert reported == ["a unit"]
+    else:
+        dog._run()
+        assert not reported
+
+
+def test_a_report_that_blocks_does_not_keep_the_process(monkeypatch):
+    """The blocked thread may hold the lock of a stream."""
+    statuses = []
+    monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
+    Watchdog(1.0, lambda what: threading.Event().wait())._end_process("a unit")
+    assert statuses == [STALLED]
+
+
+def test_zero_is_never(monkeypatch):
+    monkeypatch.setattr(watchdog.threading, "Thread", None)
+    with Watchdog(0.0, print) as dog, dog.watch("a unit"):
+        dog.tick()
