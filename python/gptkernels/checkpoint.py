@@ -30,6 +30,8 @@ from gptkernels.files.regular import open_regular
 from gptkernels.files.safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
 from gptkernels.files.writing import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
 
+CHECKPOINT = "checkpoint.safetensors"
+"""The file of a training state in the folder of its run."""
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
 _UNPADDED = 1  # llm.c's in April 2024: float32 without padding, and without padded_vocab_size in the header

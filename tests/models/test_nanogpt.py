@@ -9,9 +9,8 @@ import torch.nn.functional as F
 
 import published
 from conversions import CONFIG, make_model, nanogpt_groups
-from gptkernels.models import GPT2
+from gptkernels.models import GPT2, nanogpt
 from gptkernels.optim import AdamW
-from gptkernels.trainer import utilization
 
 
 def beside(device="cpu", **changes):
@@ -106,7 +105,7 @@ def test_estimate_mfu(monkeypatch):
         model.estimate_mfu(40, 0.25)
     with pytest.raises(ValueError, match="dt must be above 0, got 0"):
         model.estimate_mfu(40, 0, peak_flops=1e12)
-    monkeypatch.setattr(utilization, "peak_flops", lambda device: 989.4e12)
+    monkeypatch.setattr(nanogpt, "peak_of", lambda device: 989.4e12)
     assert math.isclose(model.estimate_mfu(40, 0.25), flops * 40 / 0.25 / 989.4e12)
 
 

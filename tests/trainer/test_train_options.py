@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from gptkernels._device import peak_flops
 from gptkernels.checkpoint import load_training_state
 from gptkernels.data import write_tokens
 from gptkernels.trainer import outliers, retention, utilization
@@ -395,8 +396,8 @@ def test_utilization(options, monkeypatch):
     cuda = torch.device("cuda")
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        assert utilization.peak_flops(cuda) == peak
-    assert utilization.peak_flops(torch.device("cpu")) is None
+        assert peak_flops(cuda) == peak
+    assert peak_flops(torch.device("cpu")) is None
     assert utilization.peak_memory(torch.device("cpu")) > 2**20
     monkeypatch.setattr("gptkernels.trainer.train.peak_flops", lambda device: 1e9)
     output = train(TrainConfig(**options | {"val_every": 0})).output

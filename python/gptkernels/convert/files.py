@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -23,9 +23,6 @@ from gptkernels.convert.huggingface import read_huggingface, write_huggingface
 from gptkernels.convert.model import WTE, Model, Progress, checked_model
 from gptkernels.convert.nanogpt import has_moments, read_nanogpt, write_nanogpt
 from gptkernels.files.safetensors import open_safetensors
-
-if TYPE_CHECKING:
-    from gptkernels.models.config import GPT2Config
 
 _LM_HEAD = "lm_head.weight"
 
@@ -115,11 +112,11 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
         save_model(path, model.state, model.config, padded_vocab_size=padded_vocab_size)
 
 
-def of_state_dict(state: Mapping[str, Tensor], config: GPT2Config, where: str) -> Model:
-    """The model that a `GPT2` holds.
+def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
+    """The model in the state dict and configuration of a `GPT2`.
 
     Raises:
         ValueError: the head is not the token embedding, or a parameter is one that no form has; begins with `where`.
     """
-    sizes = check_model_config(dataclasses.asdict(config), where)
-    return Model(sizes, check_parameters(state, sizes, where), (), config.dropout)
+    sizes = check_model_config(config, where)
+    return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

@@ -6,12 +6,12 @@ import enum
 import os
 from pathlib import Path
 
+from gptkernels.checkpoint import CHECKPOINT
 from gptkernels.convert.huggingface import CONFIG, is_huggingface
 from gptkernels.convert.pickles import is_pickle
 from gptkernels.files.regular import open_regular
 from gptkernels.files.safetensors import is_own_safetensors
 from gptkernels.files.writing import MODEL_MAGIC, describe_magic
-from gptkernels.trainer.runs import CHECKPOINT
 
 NANOGPT_FILE = "ckpt.pt"
 

@@ -1,13 +1,19 @@
 """A model from and to files, in any of the forms of `gptkernels.convert`."""
 
+import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from gptkernels.models.config import GPT2Config
+from gptkernels.checkpoint import save_model
+from gptkernels.convert import load
+from gptkernels.convert.files import of_state_dict
+from gptkernels.convert.hub import local_folder
+from gptkernels.convert.huggingface import read_huggingface, write_huggingface
+from gptkernels.convert.model import common_dtype
+from gptkernels.models.config import GPT2Config
 
 Model = TypeVar("Model", bound="Files")
 
@@ -15,7 +21,7 @@ Model = TypeVar("Model", bound="Files")
 class Files(torch.nn.Module):
     """The methods of :class:`GPT2` that read and write files."""
 
-    config: "GPT2Config"
+    config: GPT2Config
 
     @classmethod
     def from_checkpoint(
@@ -36,8 +42,6 @@ class Files(torch.nn.Module):
             ValueError: the file is damaged or of another kind, or holds what GPT-2 here cannot be.
             OSError: it cannot be read.
         """
-        from gptkernels.convert import load
-
         config, state = load(path)
         return _build(cls, config, state, 0.0, device, dtype)
 
@@ -65,9 +69,6 @@ class Files(torch.nn.Module):
             ImportError: the name is one of the hub, and ``huggingface_hub`` is not installed.
             OSError: a file cannot be read, or the hub cannot be reached.
         """
-        from gptkernels.convert.hub import local_folder
-        from gptkernels.convert.huggingface import read_huggingface
-
         model = read_huggingface(local_folder(name))
         state = {**model.state, "lm_head.weight": model.state["transformer.wte.weight"]}
         return _build(cls, model.config, state, dropout, device, dtype)
@@ -79,8 +80,6 @@ class Files(torch.nn.Module):
             ValueError: the format cannot hold the model.
             OSError: the file cannot be written.
         """
-        from gptkernels.checkpoint import save_model
-
         save_model(path, self.state_dict(), self.config)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
@@ -93,18 +92,12 @@ class Files(torch.nn.Module):
             ValueError: ``folder`` is a file, or the head is not the token embedding.
             OSError: a file cannot be written.
         """
-        from gptkernels.convert.files import of_state_dict
-        from gptkernels.convert.huggingface import write_huggingface
-
-        write_huggingface(Path(folder), of_state_dict(self.state_dict(), self.config, str(folder)))
+        write_huggingface(Path(folder), of_state_dict(self.state_dict(), dataclasses.asdict(self.config), str(folder)))
 
 
 def _build(
     cls: type[Model], config: dict[str, Any], state: dict[str, torch.Tensor], dropout: float, device: Any, dtype: Any
 ) -> Model:
-    from gptkernels.convert.model import common_dtype
-    from gptkernels.models.config import GPT2Config
-
     model = cls(GPT2Config(**config, dropout=dropout), device, dtype or common_dtype(state.values()))
     model.load_state_dict(state)
     return model

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from gptkernels._device import peak_flops as peak_of
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.transformer import Transformer
 from gptkernels.optim import AdamW
@@ -102,8 +103,6 @@ class NanoGPT(torch.nn.Module):
         Raises:
             ValueError: the device's peak is not known, or a number is not above 0.
         """
-        from gptkernels.trainer.utilization import peak_flops as peak_of
-
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops
         if peak is None:

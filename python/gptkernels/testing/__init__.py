@@ -8,6 +8,11 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from gptkernels import _library
+from gptkernels._device import pick_device
+from gptkernels._info import info
+from gptkernels.testing.cases import CASES
+from gptkernels.testing.checks import check_case
 from gptkernels.testing.exactness import assert_as_exact_as_torch
 from gptkernels.testing.report import Report, Result
 
@@ -16,8 +21,6 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 def op_names() -> list[str]:
     """The ops that :func:`gradcheck_ops` checks. An op's ``_backward`` ops are checked with it."""
-    from gptkernels.testing.cases import CASES
-
     return list(dict.fromkeys(case.op for case in CASES))
 
 
@@ -48,8 +51,6 @@ def gradcheck_ops(
     Raises:
         ValueError: there is no such op or device, or no kernels are loaded for it.
     """
-    from gptkernels.testing.cases import CASES
-    from gptkernels.testing.checks import check_case
 
     names = op_names()
     wanted = names if ops is None else [ops] if isinstance(ops, str) else list(ops)
@@ -74,10 +75,6 @@ def gradcheck_ops(
 
 def _pick(device: str | torch.device | None) -> torch.device:
     """The device to run on, for which there are kernels."""
-    from gptkernels import _library
-    from gptkernels._info import info
-    from gptkernels.trainer.processes import pick_device
-
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"
     found = pick_device(str(device))

@@ -11,11 +11,20 @@ from dataclasses import MISSING, Field, fields
 from json import dumps
 from typing import Any
 
+import torch
+
+from gptkernels._info import info
+from gptkernels.convert import convert
+from gptkernels.data import prepare
+from gptkernels.testing import gradcheck_ops
 from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
+from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.foreign_flags import explain_flag
+from gptkernels.trainer.generate import Sampling, Writer
 from gptkernels.trainer.output import SafeOutput, flush_streams, prepare_streams
 from gptkernels.trainer.progress import ByteProgress
+from gptkernels.trainer.train import resume, train
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -81,8 +90,6 @@ def _sentence(command: str, error: Exception) -> str | None:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    import torch
-
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -160,9 +167,6 @@ def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> No
 
 
 def _train(**options: Any) -> int:
-    from gptkernels.trainer.evaluate import evaluate, evaluate_run
-    from gptkernels.trainer.train import resume, train
-
     folder: str | None = None
     if resumes := "resume" in options:
         folder = options.pop("resume")
@@ -206,8 +210,6 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
-    from gptkernels.data import prepare
-
     progress = ByteProgress()
     try:
         written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction, progress=progress)
@@ -271,8 +273,6 @@ def _generate(
     tokenizer: str | None,
     device: str,
 ) -> int:
-    from gptkernels.trainer.generate import Sampling, Writer
-
     writer = Writer(checkpoint, tokenizer, device, seed)
     sampling = Sampling(max_new_tokens, temperature, top_k or None, top_p)
     if prompt or not interactive:
@@ -313,8 +313,6 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(source: str, target: str, **options: Any) -> int:
-    from gptkernels.convert import convert
-
     done = convert(source, target, **options)
     sizes = ", ".join(f"{name} {value}" for name, value in done.config.items())
     print(f"{source}: {done.source.value} form; {sizes}")
@@ -331,8 +329,6 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(device: str, op: list[str] | None, json: bool) -> int:
-    from gptkernels.testing import gradcheck_ops
-
     if json:
         report = gradcheck_ops(op, device=device)
         print(dumps(report.as_dict(), indent=2))
@@ -349,8 +345,6 @@ def _check(device: str, op: list[str] | None, json: bool) -> int:
 
 
 def _info() -> int:
-    import gptkernels
-
-    for name, value in gptkernels.info().items():
+    for name, value in info().items():
         print(f"{name}: {value}")
     return 0

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gptkernels.checkpoint import TrainingState, load_training_state
+from gptkernels.checkpoint import CHECKPOINT, TrainingState, load_training_state
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluation import Score, answer, check_questions, mean_loss
 from gptkernels.trainer.model import BatchLoss, build_model
 from gptkernels.trainer.processes import Processes
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.run_data import HeldOutData
-from gptkernels.trainer.runs import CHECKPOINT, find_run
+from gptkernels.trainer.runs import find_run
 from gptkernels.trainer.saved import naming, saved_options
 
 

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels._device import pick_device
 from gptkernels.checkpoint import find_non_finite
 from gptkernels.data import Tokenizer, find_tokenizer_file, load_tokenizer, stream_text
 from gptkernels.models import GPT2
 from gptkernels.models.decoding import TokenStream
 from gptkernels.trainer.model import model_file
-from gptkernels.trainer.processes import pick_device
 from gptkernels.trainer.progress import printable
 from gptkernels.trainer.retention import is_numbered
 from gptkernels.trainer.runs import TOKENIZER_PREFIX

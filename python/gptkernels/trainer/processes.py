@@ -13,6 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, distributed
 
+from gptkernels._device import pick_device
+
 Value = TypeVar("Value")
 
 
@@ -84,25 +86,3 @@ class Processes:
 def process_rank() -> int:
     """The number of this process in its run."""
     return int(os.environ.get("RANK", 0))
-
-
-def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, "cuda" the GPU numbered `local_rank`.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device is {name!r}, takes cpu, cuda, cuda:1, ... or auto") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device is {name!r}: there are kernels for cpu and cuda only")
-    if device.type == "cpu":
-        return device
-    index = local_rank if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device is 'cuda:{index}', this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)

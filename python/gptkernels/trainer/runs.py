@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gptkernels.checkpoint import CHECKPOINT
 from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
 from gptkernels.files.writing import check_replaceable, remove_unfinished
 from gptkernels.trainer.lock import LOCK_FILE, lock_folder
 from gptkernels.trainer.retention import NUMBERED, kept_steps, numbered
 
 RUNS = Path("runs")
-CHECKPOINT = "checkpoint.safetensors"
 TOKENIZER_PREFIX = "checkpoint"
 LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
 FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")

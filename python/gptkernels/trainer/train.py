@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels._device import peak_flops
 from gptkernels.checkpoint import (
+    CHECKPOINT,
     TrainingState,
     find_non_finite,
     load_training_state,
@@ -38,7 +40,6 @@ from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import retain
 from gptkernels.trainer.run_data import RunData
 from gptkernels.trainer.runs import (
-    CHECKPOINT,
     CSV,
     LOG,
     PLOT,
@@ -53,7 +54,7 @@ from gptkernels.trainer.saved import check_optimizer, naming, saved_options
 from gptkernels.trainer.schedule import Schedule
 from gptkernels.trainer.signals import stop_on_signals
 from gptkernels.trainer.step import Step
-from gptkernels.trainer.utilization import peak_flops, peak_memory
+from gptkernels.trainer.utilization import peak_memory
 from gptkernels.trainer.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8

@@ -1,0 +1,59 @@
+"""The devices of this machine: which one to use, and its peak rate."""
+
+from __future__ import annotations
+
+import torch
+
+# The tensor cores' peak rate for dense bfloat16 products, in 1e12 operations per second, from NVIDIA's data sheets. The
+# first entry that the device's name starts with is used, so a longer name comes before its own prefix.
+_PEAKS = {
+    "NVIDIA B200": 2250.0,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA H200": 989.4,
+    "NVIDIA GH200": 989.4,
+    "NVIDIA H100 PCIe": 756.0,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA H100": 989.4,
+    "NVIDIA A100": 312.0,
+    "NVIDIA A800": 312.0,
+    "NVIDIA A40": 149.7,
+    "NVIDIA A30": 165.0,
+    "NVIDIA A10G": 70.0,
+    "NVIDIA A10": 125.0,
+    "NVIDIA L40S": 362.0,
+    "NVIDIA L40": 181.0,
+    "NVIDIA L4": 121.0,
+    "NVIDIA RTX 6000 Ada": 364.2,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "NVIDIA GeForce RTX 3090": 71.0,
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's bfloat16 operations a second, sparsity aside; None where they are not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for beginning, peak in _PEAKS.items() if name.startswith(beginning)), None)
+
+
+def pick_device(name: str, local_rank: int = 0) -> torch.device:
+    """The device of that name; "auto" is CUDA where there is one, "cuda" the GPU numbered `local_rank`.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device is {name!r}, takes cpu, cuda, cuda:1, ... or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {name!r}: there are kernels for cpu and cuda only")
+    if device.type == "cpu":
+        return device
+    index = local_rank if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device is 'cuda:{index}', this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
