@@ -106,7 +106,7 @@ def test_what_is_wrong_is_found(wrong, failing, message, device, monkeypatch):
 
 def test_a_failure_is_said_and_is_the_exit_status(monkeypatch, capsys):
     wrong = Case("gelu, tanh", "gelu", lambda draw: (_ for _ in ()).throw(RuntimeError("broken on purpose")))
-    monkeypatch.setattr("gptkernels.testing.cases.CASES", [wrong])
+    monkeypatch.setattr("gptkernels.testing.CASES", [wrong])
     assert main(["check", "--device", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "FAILED" in out
