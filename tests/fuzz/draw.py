@@ -180,7 +180,15 @@ class Draw:
             value = self.choose(f"{name}.special", values)
             many = 1 + x.numel() // self.choose(f"{name}.rarity", (10**9, 30, 3))
             x.view(-1)[torch.randint(x.numel(), (many,), **source)] = value
-        return self.layout(name, x.to(self.device, non_blocking=True))
+        return self.layout(name, self.put(x))
+
+    def put(self, t):
+        """A tensor on the call's device. The host does not wait for the device."""
+        return t.to(self.device, non_blocking=True)
+
+    def number(self, value, dtype=torch.float32):
+        """A 0-dim tensor on the call's device, made by a kernel: a copy would wait for the device."""
+        return torch.full((), value, dtype=dtype, device=self.device)
 
     def indices(self, name, shape, count, dtype=None):
         """Numbers below count, uniform or with a few that are frequent."""
@@ -193,7 +201,7 @@ class Draw:
             x = torch.where(torch.rand(shape, **source) < 0.8, few[x % frequent], x)
         if self.chance(f"{name}.sorted", 0.2) and x.dim():
             x = x.sort(-1).values
-        return self.layout(name, x.to(dtype).to(self.device, non_blocking=True))
+        return self.layout(name, self.put(x.to(dtype)))
 
     def layout(self, name, x):
         """The same values (for "expanded": of the first row) in another layout."""

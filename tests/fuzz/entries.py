@@ -187,7 +187,7 @@ def dropout_arguments(draw, chance=1.0):
         return 0.0, None, None
     p = draw.choose("dropout_p", (0.1, 0.5, 0.0, 0.9, 1e-6, 1.0))
     words = draw.random("seed and offset")
-    return p, *(torch.tensor(words.getrandbits(64) - 2**63, device=draw.device) for _ in range(2))
+    return p, *(draw.number(words.getrandbits(64) - 2**63, torch.int64) for _ in range(2))
 
 
 @entry
@@ -372,7 +372,7 @@ def mlp(draw):
 
     def products(tensors):
         """All but those of the gradient between the two layers, which nobody sees."""
-        _, pre_gelu, post_gelu = ops.mlp(*(tensors[name] for name in args))
+        pre_gelu, post_gelu = (t.to(tensors["x"].device) for t in ops.mlp(*args.values())[1:])
         first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
         second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}
         second |= {name: tensors[name] for name in ("out", "dout")}
@@ -500,8 +500,8 @@ def power_of_two_origin(scores, dtype):
     largest = largest.masked_fill(largest == -math.inf, 0)
     if dtype.itemsize > 2:
         return largest
-    some = torch.arange(scores.shape[-1], device=scores.device) % 32 < 8
-    return torch.maximum(scores[..., some].amax(-1, keepdim=True), largest - 10)
+    others = torch.arange(scores.shape[-1], device=scores.device) % 32 >= 8
+    return torch.maximum(scores.masked_fill(others, -math.inf).amax(-1, keepdim=True), largest - 10)
 
 
 def multiply_subtract(a, b, c):
@@ -600,16 +600,16 @@ def attention_mask(draw, batch, heads, queries, keys, dtype):
     sizes = {"batch": batch, "heads": heads, "queries": queries, "keys": keys}
     shape = [1 if draw.chance(f"one mask for all {name}", 0.4) else size for name, size in sizes.items()]
     share = draw.choose("hidden", (0.3, 0.0, 0.9, 1.0))
-    hidden = torch.rand(shape, **draw.source("hidden")).to(draw.device) < share
+    hidden = draw.put(torch.rand(shape, **draw.source("hidden"))) < share
     if kind == "bool":
         return draw.layout("attn_mask", ~hidden)
     lowest = draw.choose("lowest", (-math.inf, torch.finfo(dtype).min))
     if draw.chance("ALiBi", 0.2):
         distance = (torch.arange(shape[2])[:, None] - torch.arange(shape[3])).abs()
-        added = (distance * -(2.0 ** -torch.arange(1, shape[1] + 1))[:, None, None]).expand(shape).to(draw.device)
+        added = draw.put((distance * -(2.0 ** -torch.arange(1, shape[1] + 1))[:, None, None]).expand(shape))
     else:
         deviation = draw.choose("added.deviation", (2.0, 1.0, 10.0, 30.0))
-        added = torch.randn(shape, **draw.source("added")).to(draw.device) * deviation
+        added = draw.put(torch.randn(shape, **draw.source("added"))) * deviation
     return draw.layout("attn_mask", added.to(dtype).masked_fill(hidden, lowest))
 
 
@@ -697,9 +697,8 @@ def classifier_arguments(draw):
     targets = draw.indices("targets", rows, vocab_size)
     if draw.chance("ignored rows", 0.4):
         share = draw.choose("ignored", (0.2, 0.9, 1.0))
-        targets = targets.masked_fill(
-            (torch.rand(rows, **draw.source("ignored")) < share).to(targets.device), ignore_index
-        )
+        ignored = torch.rand(rows, **draw.source("ignored")) < share
+        targets = targets.masked_fill(draw.put(ignored), ignore_index)
     return rows, width, vocab_size, ignore_index, targets
 
 
@@ -822,12 +821,12 @@ def linear_cross_entropy(draw):
 # ---- generation ------------------------------------------------------------------------------------------------------
 
 
-def decode_formula(args, heads, approximate, layers):
+def decode_formula(args, lengths, heads, approximate, layers):
     """The newest token of each sequence through GPT-2, one sequence after the other, in the dtype of the weights."""
-    sequences, lengths, wte, wpe, head, keys_values, norm_weight, norm_bias, *weights = args
+    sequences, _, wte, wpe, head, keys_values, norm_weight, norm_bias, *weights = args
     each = 6 if norm_bias is None else 12
     rows = []
-    for b, length in enumerate(lengths.tolist()):
+    for b, length in enumerate(lengths):
         x = wte[sequences[b, length - 1]] + wpe[length - 1]
         for i in range(layers):
             layer = weights[each * i : each * (i + 1)]
@@ -858,8 +857,9 @@ def decode(draw):
     room = length + draw.choose("room", (0, 1, 9))
     bias = draw.chance("bias", 0.7)
     approximate = draw.choose("approximate", ("tanh", "none"))
-    sequences = torch.randint(vocabulary, (batch, length), **draw.source("sequences")).to(draw.device)
-    lengths = torch.randint(1, length + 1, (batch,), **draw.source("lengths")).to(draw.device)
+    sequences = draw.put(torch.randint(vocabulary, (batch, length), **draw.source("sequences")))
+    lengths = torch.randint(1, length + 1, (batch,), **draw.source("lengths"))
+    known_lengths = lengths.tolist()
 
     def weight(name, *shape):
         return draw.tensor(name, shape, dtype, shape[-1] ** -0.5, special="none").contiguous()
@@ -867,7 +867,7 @@ def decode(draw):
     norm = weight("norm_weight", width), weight("norm_bias", width) if bias else None
     args = {
         "sequences": sequences,
-        "lengths": lengths,
+        "lengths": draw.put(lengths),
         "wte": weight("wte", vocabulary, width),
         "wpe": weight("wpe", room, width),
         "head": weight("head", draw.size("head rows", 300, 1, real=50_304), width),
@@ -890,9 +890,9 @@ def decode(draw):
         )  # fmt: skip
 
     def formula(*args):
-        return decode_formula(args, heads, approximate, layers)
+        return decode_formula(args, known_lengths, heads, approximate, layers)
 
-    text = f"decode({layers} layers, {heads} heads, lengths {lengths.tolist()}, {approximate})"
+    text = f"decode({layers} layers, {heads} heads, lengths {known_lengths}, {approximate})"
     return Call(text, ours, formula, formula, args, fixed=tuple(args), takes_floating_alone=False)
 
 
@@ -906,7 +906,7 @@ def sample_(draw):
     logits = draw.tensor("logits", (batch, vocabulary), draw.dtype(), 3, denormal=False)
     source = draw.source("noise")
     noise = torch.empty(batch, vocabulary, device=source["device"])
-    noise = noise.exponential_(generator=source["generator"]).to(draw.device)
+    noise = draw.put(noise.exponential_(generator=source["generator"]))
     greedy = draw.chance("greedy", 0.2)
     temperature = draw.choose("temperature", (1.0, 0.7, 5.0))
     top_k = draw.choose("top_k", (None, 1, 2, 40, 10**6))
@@ -960,23 +960,29 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """None, that of no call, of some, or of magnitudes that leave no room for what comes."""
+    """None, that of no call, of some, or of magnitudes that leave no room for what comes; on the CPU."""
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None
-    history = test_fp8.new_history(draw.device)
+    history = test_fp8.new_history("cpu")
     count = {"new": 0, "some": 3, "full": test_fp8.CALLS}[kind]
     sizes = torch.rand(count, **draw.source(f"{name}.history")) * 10 ** draw.choose(f"{name}.size", (0, -3))
-    history[test_fp8.CALLS - count : test_fp8.CALLS] = sizes.view(torch.int32).to(draw.device)
+    history[test_fp8.CALLS - count : test_fp8.CALLS] = sizes.view(torch.int32)
     return history
 
 
 def fp8_scale(x, fp8, history):
-    """The scale with which x is rounded, and its own largest magnitude."""
-    finite = x.detach().abs().where(x.isfinite(), 0.0)
-    own = finite.max().item() if x.numel() else 0.0
+    """The scale with which x is rounded, and its own largest magnitude, 0-dim float64 where x is.
+
+    The scale is the least power of two with which the magnitude is within the format, whose largest number is 7/8 of a
+    power of two. It is computed without waiting for the device.
+    """
+    own = x.detach().abs().where(x.isfinite(), 0.0).double()
+    own = own.max() if x.numel() else own.sum()
     known = 0.0 if history is None else history.view(torch.float32)[: test_fp8.CALLS].max().item()
-    return test_fp8.expected_scale(known or own, fp8), own
+    fraction, exponent = torch.frexp(torch.full_like(own, known) if known else own)
+    exponent = exponent - math.frexp(test_fp8.LARGEST[fp8])[1] + (fraction > 7 / 8)
+    return torch.where(fraction == 0, 1.0, exponent.clamp(-126, 126).double().exp2()).float().double(), own
 
 
 def exact_fp8(x, fp8, history):
@@ -1002,7 +1008,10 @@ def torchs_fp8_product(a, b, fast):
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
-    scales = [torch.tensor(scale, dtype=torch.float32, device=a.device) for scale in (scale_a, scale_b)]
+    scales = [
+        scale.float() if isinstance(scale, Tensor) else a.new_full((), scale, dtype=torch.float32)
+        for scale in (scale_a, scale_b)
+    ]
     return torch._scaled_mm(a.contiguous(), b.contiguous().t(), *scales, out_dtype=torch.float32, use_fast_accum=fast)
 
 
@@ -1052,7 +1061,7 @@ def fp8_quantize(draw):
         return pair[0].float() * pair[1]
 
     def ours(x):
-        after = None if history is None else history.clone()
+        after = copied(history, x.device)
         q, q_t, scale = ops.fp8_quantize(x, after, fp8, True)
         return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
 
@@ -1063,8 +1072,9 @@ def fp8_quantize(draw):
         outs = read((q, scale)), read(q_t)
         if history is None:
             return outs
-        calls = [*history.view(torch.float32).tolist()[1 : test_fp8.CALLS], fp8_scale(wide, fp8, history)[1], 0.0, 0.0]
-        return *outs, outs[0].new_tensor(calls)
+        before = copied(history, x.device).view(torch.float32)[1 : test_fp8.CALLS]
+        own = fp8_scale(wide, fp8, history)[1].float()
+        return *outs, torch.cat([before, own[None], own.new_zeros(2)])
 
     return Call(
         f"fp8_quantize(x, history, {fp8}, True)",
@@ -1093,8 +1103,7 @@ def fp8_matmul(draw):
 
     def ours(a, b, bias):
         a, b = rounded(a, a_format).contiguous(), rounded(b, b_format).contiguous()
-        numbers = (torch.tensor(scale, device=a.device) for scale in scales)
-        return ops.fp8_matmul(a, b, *numbers, bias, dtype, fast)
+        return ops.fp8_matmul(a, b, *map(draw.number, scales), bias, dtype, fast)
 
     def formula(multiply, a, b, bias):
         flat = rounded(a, a_format).reshape(-1, inner)
@@ -1128,7 +1137,11 @@ def fp8_matmul(draw):
 
 def with_copies(function, histories):
     """The function, called with its own copies of the histories, where its arguments are."""
-    return lambda *args: function(*args, *(h if h is None else h.to(args[0].device, copy=True) for h in histories))
+    return lambda *args: function(*args, *(copied(h, args[0].device) for h in histories))
+
+
+def copied(history, device):
+    return None if history is None else history.to(device, copy=True, non_blocking=True)
 
 
 @entry(weight=0.5)
@@ -1179,7 +1192,7 @@ def fp8_linear(draw):
     outer = fp8_size(draw, "outer", math.prod(rows), inner)
     histories = [fp8_history(draw, of) for of in ("x", "dout")]
 
-    def formula(way, x, weight, bias, *histories):
+    def formula(way, x, weight, bias):
         product = FP8Linear.apply(x.reshape(-1, inner), weight, way, *histories)
         product = product if bias is None else product + bias
         return product.view(*x.shape[:-1], outer).to(x.dtype)
@@ -1196,8 +1209,8 @@ def fp8_linear(draw):
     return Call(
         "fp8_linear(x, weight, bias, histories)",
         with_copies(G.fp8_linear, histories),
-        with_copies(partial(formula, TORCHS_FP8), histories),
-        with_copies(partial(formula, EXACT_FP8), histories),
+        partial(formula, TORCHS_FP8),
+        partial(formula, EXACT_FP8),
         {
             "x": draw.tensor("x", (*rows, inner), dtype, special="nan"),
             "weight": draw.tensor("weight", (outer, inner), dtype, inner**-0.5, special="none"),
@@ -1276,16 +1289,15 @@ def fp8_linear_cross_entropy(draw):
             strict=True,
         )
         d = (torch.cat(dlogits) * 2.0**15).to(test_fp8.E5M2)
-        count = (classes != ignore_index).sum().item()
-        factor = 2.0**-15 * (1.0 if reduction == "sum" else 1.0 / count if count else 0.0)
-        transposed = (ops.fp8_quantize(t.contiguous(), None, test_fp8.E4M3, True)[1:] for t in (weight, flat))
-        w_t, x_t = ((q, scale.item()) for q, scale in transposed)
+        count = (classes != ignore_index).sum().double()
+        factor = 2.0**-15 * (1.0 if reduction == "sum" else torch.where(count == 0, 0.0, 1 / count))
+        w_t, x_t = (ops.fp8_quantize(t.contiguous(), None, test_fp8.E4M3, True)[1:] for t in (weight, flat))
         dx = multiply((d, factor), w_t, False).view(x.shape)
         dweight = multiply(fp8_transposed((d, factor)), x_t, False)
         loss = ops.linear_cross_entropy(x, weight, targets, *options)
         if fp8_logits:
             total = torch.cat(losses).double().sum()
-            loss = (total if reduction == "sum" else total / count if count else total * math.nan).float()
+            loss = (total if reduction == "sum" else total / count).float()
         return loss, *((dx, dweight) if multiply is exact_fp8_product else (dx.to(wide), dweight.to(wide)))
 
     return Call(
@@ -1332,8 +1344,9 @@ def global_norm(draw):
 
     def torchs(*tensors):
         """As torch.nn.utils.get_total_norm, in float32; a power of 2 keeps the squares in float32's range."""
-        largest = max((t.detach().abs().max().item() for t in tensors if t.numel()), default=0.0)
-        scale = 2.0 ** min(max(-math.frexp(largest)[1], -126), 126) if math.isfinite(largest) else 1.0
+        largest = torch.stack([t.detach().double().abs().amax() for t in tensors if t.numel()] or [draw.number(0)])
+        exponent = torch.frexp(largest.amax()).exponent.clamp(-126, 126)
+        scale = torch.where(largest.isfinite().all(), (-exponent).double().exp2(), 1.0).float()
         norms = [torch.linalg.vector_norm(t.float() * scale) for t in tensors]
         return torch.linalg.vector_norm(torch.stack(norms)) / scale
 
@@ -1376,7 +1389,6 @@ def adamw_(draw):
             near = args[f"params{i}"].float() * (1 + 2**-13)  # rounds to the parameter
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
-    device = draw.device
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
     norm = 3.0  # what is clipped is not this list's own norm: only the number counts
 
@@ -1385,15 +1397,14 @@ def adamw_(draw):
 
     def ours(*tensors):
         lists = [[t.clone() for t in part] for part in split(tensors)]
-        number = partial(torch.tensor, dtype=torch.float32, device=device)
         ops.adamw_(
             *lists[:4],
-            [number(step) for _ in made],
+            [draw.number(step) for _ in made],
             lr=torch.tensor(lr, dtype=torch.float64),
-            grad_scale=None if scale is None else number(scale),
-            found_inf=None if found_inf is None else number(found_inf),
+            grad_scale=None if scale is None else draw.number(scale),
+            found_inf=None if found_inf is None else draw.number(found_inf),
             master_params=lists[4] if masters else None,
-            grad_norm=None if max_norm is None else number(norm),
+            grad_norm=None if max_norm is None else draw.number(norm),
             max_grad_norm=max_norm,
             **o,
         )

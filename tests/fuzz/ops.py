@@ -49,6 +49,7 @@ from gptkernels.testing.exactness import (
 from helpers import assert_as_exact_as_torch, double
 
 LAUNCHED = 32  # calls of one task; on CUDA small ones are launched before the first is checked: fewer waits for it
+MOST_KEPT = 2**30  # bytes of CUDA's memory that a process keeps for its next calls; others need some too
 TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared; the last not at real size
 
 
@@ -62,7 +63,7 @@ def launch(draw, op=None):
         The Trial whose results are to be checked; None if the call has been checked, because it had to be refused.
 
     Raises:
-        AssertionError: the operator took what it should refuse, or the same call gave other bits.
+        AssertionError: the operator took what it should refuse.
         Exception: what the operator raised.
     """
     names = list(ENTRIES)
@@ -83,7 +84,7 @@ def run(draw, op=None):
     """Make and check one call.
 
     Raises:
-        AssertionError: the result is wrong.
+        AssertionError: the result is wrong, or the same call gave other bits.
         Exception: what the operator raised.
     """
     first = launch(draw, op)
@@ -123,10 +124,9 @@ def first_trial(draw, call):
     found = [t.detach() for t in outs] + gradients(outs, leaves, douts)
     if draw.real and draw.device.type == "cuda":
         torch.cuda.synchronize()  # so that a hang is this stage's
-    if draw.chance("again", 0.05):
-        check_same_bits(draw, call, douts, wanted, found)
+    again = made_again(draw, call, douts, wanted) if draw.chance("again", 0.05) else []
     enter("torch's")
-    return Trial(call, wanted, args, douts, found, results(call, call.torchs, args, douts, wanted))
+    return Trial(call, wanted, args, douts, found, results(call, call.torchs, args, douts, wanted), again)
 
 
 def wanted_gradients(draw, call):
@@ -180,6 +180,7 @@ class Trial:
         douts: gradients of the outputs, None for an output that is not used.
         ours: our outputs, then gradients.
         torchs: torch's.
+        again: ours of the same call, made a second time; empty if it was not.
     """
 
     call: Call
@@ -188,6 +189,7 @@ class Trial:
     douts: list
     ours: list
     torchs: list
+    again: list = dataclasses.field(default_factory=list)
 
 
 def trial(draw, first, i):
@@ -204,7 +206,7 @@ def trial(draw, first, i):
         factor = 1 - torch.rand((), dtype=torch.float64, **source).item() / 8
         values = t
         for dim, size in enumerate(t.shape):
-            values = values.index_select(dim, torch.randperm(size, **source).to(t.device))
+            values = values.index_select(dim, draw.put(torch.randperm(size, **source)))
         values = (values.double() * factor).to(t.dtype)
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             return values
@@ -223,20 +225,27 @@ def where_checked(draw, trials):
 
 
 def on_cpu(trials):
-    """The trials with all tensors on the CPU. One copy for each dtype: every copy waits for the device."""
-    lists = ("args", "douts", "ours", "torchs")
+    """The trials with all tensors on the CPU, in one copy of bytes: every copy waits for the device."""
+    lists = ("args", "douts", "ours", "torchs", "again")
     tensors = [t for trial in trials for name in lists for t in getattr(trial, name) if t is not None]
     if all(t.device.type == "cpu" for t in tensors):
         return trials
+    dtypes = sorted({t.dtype for t in tensors}, key=lambda d: d.itemsize, reverse=True)  # keeps elements aligned
+    groups = [[t for t in tensors if t.dtype == dtype] for dtype in dtypes]
+    together = [torch.cat([t.reshape(-1) for t in same]) for same in groups]
+    copied = torch.cat([t.view(torch.uint8) for t in together]).cpu().split([t.nbytes for t in together])
     copies = {}
-    for dtype in {t.dtype for t in tensors}:
-        same = [t for t in tensors if t.dtype == dtype]
-        parts = torch.cat([t.reshape(-1) for t in same]).cpu().split([t.numel() for t in same])
+    for dtype, same, part in zip(dtypes, groups, copied, strict=True):
+        parts = part.view(dtype).split([t.numel() for t in same])
         copies.update((id(t), part.view(t.shape)) for t, part in zip(same, parts, strict=True))
     return [
         dataclasses.replace(trial, **{name: [copies.get(id(t)) for t in getattr(trial, name)] for name in lists})
         for trial in trials
     ]
+
+
+def bytes_of(t):
+    return t.new_empty(t.numel()).copy_(t.reshape(-1)).view(torch.uint8)
 
 
 def formula(trial):
@@ -253,8 +262,10 @@ def check(draw, first, compared):
         first: the call as it was made.
         compared: the same where it is compared, see ``where_checked``.
     """
+    for one, other in zip(compared.ours, compared.again, strict=False):
+        assert torch.equal(bytes_of(one), bytes_of(other)), "the same call gave other bits"
     enter("products")
-    for arguments in first.call.products(tensors_of(first)):
+    for arguments in first.call.products(tensors_of(compared)):
         assert_product(*arguments)
     enter("formula")
     names = [f"output {i}" for i in range(len(first.douts))] + [f"d{name}" for name in first.wanted]
@@ -302,17 +313,15 @@ def hold_with_trials(draw, first, names, results):
     raise failure
 
 
-def check_same_bits(draw, call, douts, wanted, found):
+def made_again(draw, call, douts, wanted):
+    """The results of the same call; on the CPU with another number of threads, where the bits do not depend on it."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
             torch.set_num_threads(3 if threads == 1 else 1)
-        again = results(call, call.ours, call.args.values(), douts, wanted)
+        return results(call, call.ours, call.args.values(), douts, wanted)
     finally:
         torch.set_num_threads(threads)
-    for a, b in zip(found, again, strict=True):
-        a, b = (t.new_empty(t.numel()).copy_(t.reshape(-1)).view(torch.uint8) for t in (a, b))
-        assert torch.equal(a, b), "the same call gave other bits"
 
 
 # ---- calls that must be refused -------------------------------------------------------------------------------------
@@ -480,8 +489,8 @@ def make_calls(arguments, start, stop, alone=False):
             if lost:
                 raise DeviceLost from error
         yield counts
-        if device != "cpu":
-            torch.cuda.empty_cache()  # whose sizes are another process's need
+        if device != "cpu" and torch.cuda.memory_reserved() > MOST_KEPT:
+            torch.cuda.empty_cache()
 
 
 def settings(arguments):
