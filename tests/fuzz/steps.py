@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from swapped import hf_config, transformers
 
 import gptkernels
 import published
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW
+from swapped import hf_config, transformers
 
 SECONDS = 300  # Inductor may take two minutes
 IGNORED = -100

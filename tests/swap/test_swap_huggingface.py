@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from swapped import T, V, hf_config, needs_transformers, randomised, tokens, transformers
 
 import gptkernels
 from gptkernels.swapping.attention_registration import transformers_attention
 from helpers import assert_close_in_scale
+from swapped import T, V, hf_config, needs_transformers, randomised, tokens, transformers
 
 pytestmark = needs_transformers
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from swap_lookalikes import MODELS
-from swapped import hf_config, needs_transformers, transformers
 
 import gptkernels
 import published
+from swapped import hf_config, needs_transformers, transformers
 
 
 def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=60):

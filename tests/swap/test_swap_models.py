@@ -8,6 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gptkernels
 from swapped import (
     FAMILIES,
     all_families,
@@ -19,11 +24,6 @@ from swapped import (
     three,
     tokens,
 )
-from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.pipelining import SplitPoint, pipeline
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import gptkernels
 
 both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 

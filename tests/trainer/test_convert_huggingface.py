@@ -8,7 +8,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from swapped import needs_transformers, transformers
 
 from conversions import (
     HEAD,
@@ -21,6 +20,7 @@ from conversions import (
 from gptkernels.checkpoint import to_huggingface
 from gptkernels.convert import convert
 from gptkernels.models import GPT2
+from swapped import needs_transformers, transformers
 
 
 def their_model(**changes):
