@@ -6,6 +6,7 @@
 import copy
 import random
 
+import architectures
 import numpy
 import pytest
 import torch
@@ -17,8 +18,8 @@ import published
 from swapped import hf_config, needs_transformers, transformers
 
 
-def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=60):
-    """Logits and loss of the swapped model are the unswapped one's, in evaluation and in training."""
+def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
+    """Logits, loss and gradients of the swapped model are the unswapped one's, in evaluation and in training."""
     for training in (False, True):
         swapped = gptkernels.swap(copy.deepcopy(model)).train(training)
         model.train(training)
@@ -27,13 +28,19 @@ def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=60):
             results = []
             for one in (model, swapped):
                 torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
-                results.append(run(one, tokens))
+                logits, loss = run(one, tokens)
+                one.zero_grad()
+                loss.backward()
+                results.append([logits, loss, *(p.grad for p in one.parameters() if p.grad is not None)])
+            largest = max(t.abs().max().item() for t in results[0][2:])  # a gradient may be 0 but for roundings
             for expected, found in zip(*results, strict=True):
-                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+                scale = max(expected.abs().max().item(), 1e-3 * largest)
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_lookalikes(name, device):
+    """Models that others wrote."""
     if device.type != "cpu":
         pytest.skip("what swap decides does not depend on the device")
     if name.startswith("hf_") and transformers is None:
@@ -41,6 +48,40 @@ def test_lookalikes(name, device):
     torch.manual_seed(0)
     model, run = MODELS[name]()
     assert_unchanged(model, run)
+
+
+@pytest.mark.parametrize("name", architectures.MODELS)
+def test_architectures(name, device):
+    """Published ones are what they were, and those that compute what GPT-2 does are served."""
+    if device.type != "cpu":
+        pytest.skip("what swap decides does not depend on the device")
+    torch.manual_seed(0)
+    model, run = architectures.MODELS[name]()
+    assert_unchanged(model, run)
+    if name in architectures.GPT2_FORMS:
+        assert gptkernels.swap(model).gptkernels_report.replaced[0].note.startswith("gpt model")
+
+
+def test_a_model_that_is_another_one_as_a_whole_is_left_alone():
+    """No trial of one module finds that layers hand something on through a global variable."""
+    torch.manual_seed(0)
+    model, _ = architectures.MODELS["values_through_a_global"]()
+    classes = [type(module) for module in model.modules()]
+    report = gptkernels.swap(model).gptkernels_report
+    assert not report.replaced
+    assert all("the whole model computes something else" in e.note for e in report.left if e.kind != "Dropout")
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_random_generators_keep_their_state():
+    """Python's, NumPy's and torch's, also where a trial ends early."""
+    for name in ("layer_drop", "loop_by_index"):
+        model, _ = architectures.MODELS[name]()
+        torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
+        gptkernels.swap(model)
+        found = torch.rand(()).item(), random.random(), numpy.random.rand()
+        torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
+        assert found == (torch.rand(()).item(), random.random(), numpy.random.rand())
 
 
 # ---- differences in some layers, lengths or values -------------------------------------------------------------------

@@ -59,7 +59,12 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
             raise ValueError(f"gptkernels.swap: leave={pattern!r} names no module of the model")
     report = Report(return_logits=return_logits)
     named = {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
-    for module, (name, decision) in _decide_all(model, set(named.values())).items():
+    with trial.random_generators_kept(next((p.device for p in model.parameters()), torch.device("cpu"))):
+        decisions = _decide_all(model, set(named.values()))
+        reason = _difference_of_models(model, decisions)
+    for module, (name, decision) in decisions.items():
+        if reason is not None and isinstance(decision, tuple):
+            decision = reason
         kind = type(module).__name__
         if isinstance(decision, tuple):
             _replace(module, decision, report)
@@ -107,14 +112,15 @@ def _describe(decision: tuple[Any, ...]) -> str:
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
     """What becomes of each module. Parts are decided before what is made of them."""
     tried: dict[Any, Any] = {}
+    longest = min([1024, *_tables(model)])
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
     for name, module in reversed(list(model.named_modules())):
-        decision: Decision = "as asked" if module in leave else _decide(module, decisions, tried)
+        decision: Decision = "as asked" if module in leave else _decide(module, decisions, tried, longest)
         decisions[module] = name, decision
     return dict(reversed(decisions.items()))
 
 
-def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> Decision:
+def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any], longest: int) -> Decision:
     if (reason := _why_not_class(module)) is not None:
         return reason
     for found in (huggingface.decide(module), torch_layer(module)):
@@ -125,7 +131,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any]) -> D
         if isinstance(module, torch.nn.Dropout):
             return "it stays torch's; a swapped parent reads its p"
         return None if module._modules else "there is no kernel for it"
-    found = _by_trial(module, decisions, tried)
+    found = _by_trial(module, decisions, tried, longest)
     if isinstance(found, tuple):
         return found
     if sdpa.methods_that_call_it(kind):
@@ -149,7 +155,7 @@ def _why_not_class(module: torch.nn.Module) -> str | None:
     return None
 
 
-def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any]) -> Decision:
+def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) -> Decision:
     """A module of the user's, recognised by what it has and proven by trial; once for equal ones."""
     found = next((maker for looks_like, maker in _TRIALS if looks_like(module)), None)
     if found is None:
@@ -158,24 +164,48 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any]) -> Decision:
     key = (found, trial.signature(module), repr(parts))
     if key not in tried:
         try:
-            with torch.random.fork_rng(devices=[]):
-                tried[key] = found(module, decisions)
+            tried[key] = found(module, decisions, longest)
         except Exception as error:  # whatever the user's code raises on inputs that it was not made for
             tried[key] = f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return tried[key]  # type: ignore[no-any-return]
 
 
+def _difference_of_models(model: Any, decisions: Any) -> str | None:
+    """Why the model is left alone as a whole; asked where modules of the user's own are to be replaced."""
+    own = (one for one in model.modules() if not type(one).__module__.startswith(("torch.", "transformers.")))
+    tables = _tables(model)
+    if not tables or not any(isinstance(decisions[one][1], tuple) for one in own):
+        return None
+    try:
+        original, replaced = (trial.copy_sharing_parameters(model) for _ in range(2))
+    except Exception:  # what the user's modules hold cannot be copied
+        return None
+    _replace_parts(replaced, model, decisions)
+    vocabulary = model.transformer.wte.num_embeddings if gpt.looks_like_gpt(model) else min(tables)
+    return trial.difference_of_models(original, replaced, vocabulary, min(tables))
+
+
+def _tables(model: torch.nn.Module) -> list[int]:
+    """The rows of each embedding, of tokens or positions."""
+    return [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+
+
+def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] | None = None) -> None:
+    """Replace, in a copy of a module, what is decided, and the copy itself as ``own`` says."""
+    report, by_name = Report(), dict(module.named_modules())
+    for name, one in list(made.named_modules()):
+        decision = own
+        if name != "" or own is None:
+            decision = decisions.get(by_name.get(name), ("", None))[1]
+        if isinstance(decision, tuple) and type(one) is type(by_name[name]):
+            _replace(one, decision, report)
+
+
 def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
-    """Two equal copies for a trial: the module as it is, and replaced, with its parts."""
+    """Two equal copies for a trial, with the same parameters: the module as it is, and replaced, with its parts."""
     first = trial.copy_with_random_parameters(module, instead)
-    second = copy.deepcopy(first)
-    by_name = dict(module.named_modules())
-    report = Report()
-    for name, one in second.named_modules():
-        if name == "":
-            _replace(one, own, report)
-        elif name in by_name and isinstance(decisions.get(by_name[name], ("", None))[1], tuple):
-            _replace(one, decisions[by_name[name]][1], report)
+    second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
+    _replace_parts(second, module, decisions, own)
     return first, second
 
 
@@ -183,7 +213,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def _norm(module: Any, decisions: Any) -> Decision:
+def _norm(module: Any, decisions: Any, longest: int) -> Decision:
     width = module.weight.shape[0]
     guesses = [value for value in vars(module).values() if isinstance(value, float)]
     for eps in dict.fromkeys([*guesses, 1e-5, 1e-6, 1e-8, 1e-12]):
@@ -194,7 +224,7 @@ def _norm(module: Any, decisions: Any) -> Decision:
     return "its forward is not layer_norm"
 
 
-def _gelu(module: Any, decisions: Any) -> Decision:
+def _gelu(module: Any, decisions: Any, longest: int) -> Decision:
     for form in ("tanh", "none"):
         if trial.difference(*_pair(module, decisions, ("GELU", form)), lambda m: m(3 * _random(5, 7))) is None:
             return "GELU", form
@@ -205,15 +235,9 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the values: tried in every state, and in evaluation. Attention to a window, and code
-# that guards on large values, differ here.
-_INPUTS = ((2, 3, 1.0), (1, 33, 1.0))
-_MORE_INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3))
-
-
-def _block_size(module: Any) -> int:
-    """The longest sequence that a module's buffers of masks allow; 128 without one."""
-    return min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=128)
+# Batch size, length and scale of the values, in evaluation. Attention to a window, and code that guards on large
+# values, differ here.
+_INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
 
 def _call(x: Tensor, module: Any) -> Any:
@@ -223,53 +247,77 @@ def _call(x: Tensor, module: Any) -> Any:
 def _compared(replacement: str, width_of: Any) -> Any:
     """A trial of a module that takes (B, T, C)."""
 
-    def found(module: Any, decisions: Any) -> Decision:
+    def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
-        longest = _block_size(module)
+        longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)  # masks
 
-        def trials(inputs: Any) -> list[trial.Trial]:
-            values = [scale * _random(batch, min(length, longest), width) for batch, length, scale in inputs]
-            return [functools.partial(_call, x) for x in values]
+        def call(batch: int, length: int, scale: float = 1.0) -> trial.Trial:
+            return functools.partial(_call, scale * _random(batch, min(length, longest), width))
 
-        reason = trial.difference(*pair, *trials(_INPUTS))
-        for one in trials((*_MORE_INPUTS, (1, longest, 1.0))) if reason is None else ():
-            reason = reason or trial.difference_in_evaluation(*pair, one)
+        x = _random(2, min(3, longest), width)
+        reason = trial.difference(*pair, functools.partial(_call, x))
+        reason = reason or trial.difference_of_gradients(*pair, functools.partial(_call, x), x)
+        reason = reason or trial.difference_in("training", *pair, call(1, 33))
+        for one in _INPUTS:
+            reason = reason or trial.difference_in("evaluation", *pair, call(*one))
+        if reason is None and replacement == "gpt block":
+            pair = pair[0].float(), pair[1].float()  # in half the time
+            x = _random(1, longest, width).float()
+            reason = trial.difference_in("evaluation", *pair, functools.partial(_call, x))
         return (replacement,) if reason is None else reason
 
     return found
 
 
-def _model(module: Any, decisions: Any) -> Decision:
-    """A GPT, tried with one block and a small vocabulary."""
+_STATES = ("training", True), ("evaluation", False)  # and whether there are targets
+
+
+def _model(module: Any, decisions: Any, longest: int) -> Decision:
+    """A GPT, tried with all its blocks and positions, with a small vocabulary, and stand-ins for attention and MLPs."""
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"
-    vocabulary, width = 11, trunk.wte.weight.shape[1]
-    wte, head = torch.nn.Embedding(vocabulary, width), torch.nn.Linear(width, vocabulary, bias=False)
+    vocabulary, (longest, width) = 11, trunk.wpe.weight.shape
+    wte, wpe = (torch.nn.Embedding(rows, width, dtype=torch.float64) for rows in (vocabulary, longest))
+    head = torch.nn.Linear(width, vocabulary, bias=False, dtype=torch.float64)
     if module.lm_head.weight is trunk.wte.weight:
         head.weight = wte.weight
-    length = min(4, trunk.wpe.weight.shape[0])
-    tokens = torch.tensor([[3, 1, 4, 1], [9, 2, 6, 5]])[:, :length]
-    targets = torch.tensor([[1, 4, 1, 5], [2, 6, 5, -1]])[:, :length]
-    instead = {id(trunk.wte): wte.double(), id(module.lm_head): head.double()}
+    instead: dict[int, Any] = {id(trunk.wte): wte, id(trunk.wpe): wpe, id(module.lm_head): head}
+    for block in trunk.h:
+        instead |= {id(block.attn): trial.StandIn(width), id(block.mlp): trial.StandIn(width)}
 
-    def returned(index: int, *inputs: Tensor) -> trial.Trial:
-        return lambda m: m(*inputs)[index]
+    def call(batch: int, length: int, ignored: int | None, with_targets: bool = True) -> trial.Trial:
+        drawn = torch.randint(vocabulary, (2, batch, min(length, longest)), generator=torch.Generator().manual_seed(1))
+        if ignored is not None:
+            drawn[1, -1, -1] = ignored
+        return lambda m: m(*drawn) if with_targets else m(drawn[0])
 
-    reason: Decision = None
-    for ignore_index in (-1, -100):
-        targets[1, -1] = ignore_index
-        trials = returned(0, tokens), returned(0, tokens, targets), returned(1, tokens, targets)
-        for last_only in (True, False):
-            own = ("gpt model", ignore_index, last_only)
-            blocks = trial.copy_with_random_parameters(torch.nn.ModuleList([trunk.h[0]]))
-            try:
-                reason = trial.difference(*_pair(module, decisions, own, {**instead, id(trunk.h): blocks}), *trials)
-            except IndexError:  # a target that is neither a token nor the one that it ignores
-                break
-            if reason is None:
-                return own
-    return reason
+    first = trial.copy_with_random_parameters(module, instead)
+    with torch.no_grad():
+        last_only = longest > 1 and call(3, 2, None, False)(first)[0].shape[1] == 1
+        ignore_index = -1
+        try:
+            call(3, 2, ignore_index)(first)
+        except IndexError:  # a target that is neither a token nor the one that it ignores
+            ignore_index = -100
+    own = "gpt model", ignore_index, last_only
+    pair = _pair(module, decisions, own, instead)
+    trials = [call(*shape, ignored, targets) for shape, ignored, targets in (
+        ((3, 2), ignore_index, True), ((3, 2), None, False), ((1, 1), None, True), ((1, 1), None, False),
+        ((1, 17), ignore_index, True), ((1, 17), None, False),
+    )]  # fmt: skip
+    reason = trial.difference(*pair, *trials) or trial.difference_of_gradients(*pair, trials[0])
+    for scale in (1e3, 1e-6) if reason is None else ():
+        with torch.no_grad():
+            for weight in {wte.weight, head.weight}:
+                weight *= scale  # exits where a prediction is certain, and where it is not
+        for state, targets in _STATES:
+            reason = reason or trial.difference_in(state, *pair, call(1, 5, None, targets))
+    if reason is None:
+        pair = pair[0].float(), pair[1].float()  # in half the time
+        for state, targets in _STATES:
+            reason = reason or trial.difference_in(state, *pair, call(1, longest, None, targets))
+    return own if reason is None else reason
 
 
 def _is_norm(module: Any) -> bool:

@@ -7,6 +7,7 @@ class and the replacement's name, so a copy or a loaded module is a replaced one
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +44,13 @@ def derive(original: type, name: str, *options: Any) -> type:
     own: Any = original.forward  # type: ignore[attr-defined]
     served = namespace["forward"]
     if not hasattr(served, "__wrapped__"):  # not the user's own code with other calls in it
+        known = inspect.signature(served).parameters
+        takes_all = any(one.kind is one.VAR_POSITIONAL for one in known.values())
 
         @functools.wraps(own)  # so that the signature is found where it is asked for
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(self, CHANGED, False) or is_patched(derived):
+            unknown = len(args) >= len(known) or any(name not in known for name in kwargs)
+            if getattr(self, CHANGED, False) or is_patched(derived) or (unknown and not takes_all):
                 return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
             return served(self, *args, **kwargs)
 

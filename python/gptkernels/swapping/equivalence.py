@@ -1,89 +1,279 @@
 """Proof by trial that a replacement computes what a user's own module computes.
 
 A copy of the module with random float64 parameters on the CPU is run beside a replaced copy, in evaluation, in training
-without dropout, and with each dropout in turn dropping everything, which shows where it acts. The inputs have several
-batch sizes, lengths up to the block size, and small and large values. A trial speaks for the modules that are equal to
-the one tried in classes, attributes and buffers; other modules are tried themselves. The model itself is not run.
+without dropout, and with each dropout in turn dropping everything, which shows where it acts. Outputs and gradients
+must agree. A trial speaks for the modules that are equal to the one tried in classes, attributes and buffers; other
+modules are tried themselves. Last, a copy of the whole model that shares its parameters is run beside a replaced one.
 """
 
+import contextlib
 import copy
 import functools
 import hashlib
+import inspect
+import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from gptkernels._unmodified import _HOOKS
 
+_CPU = torch.device("cpu")
 Trial = Callable[[Any], Any]
 _MACHINERY = frozenset(torch.nn.Module().__dict__) | {"gptkernels_report"}
+_SET_BY_TRIALS = _MACHINERY | {"p", "dropout"}
+_FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # of the largest value
+
+
+@contextlib.contextmanager
+def random_generators_kept(device: torch.device) -> Iterator[None]:
+    """Afterwards Python's, NumPy's and torch's random generators, of the CPU and the device, have their state again."""
+    python, numpys = random.getstate(), _numpys_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpys is not None:
+                sys.modules["numpy"].random.set_state(numpys)
+
+
+def _numpys_state() -> Any:
+    return sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+
+
+def _seed(device: torch.device) -> None:
+    """Seed every generator that `random_generators_kept` restores, and no other."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    torch.random.default_generator.manual_seed(0)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(0)
+
+
+def _has_drawn() -> bool:
+    """Whether the CPU's generators have been used since they were seeded; afterwards they are seeded."""
+    states = []
+    for _ in range(2):
+        numpys = _numpys_state()
+        states.append((torch.random.get_rng_state().tolist(), random.getstate(), numpys and numpys[1].tolist()))
+        _seed(_CPU)
+    return states[0] != states[1]
+
+
+class StandIn(torch.nn.Module):
+    """A sublayer that costs little and is another function in each layer: (B, T, C) -> (B, T, C)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (torch.nn.Parameter(torch.randn(width, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each position sees the mean of all."""
+        return torch.addcmul(self.bias, x + x.mean(1, keepdim=True), self.weight)
 
 
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
     """A copy on the CPU in float64, without hooks.
 
     Args:
-        module: what is copied. Its parameters are not: they may be large, sharded, or without data.
-        instead: copies by the ``id`` of what they replace.
+        module: what is copied. Its parameters are not: they may be large, sharded, or without data. The matrices of the
+            copy are parts of one, each from another element on, so that few numbers are drawn and read.
+        instead: modules of the copy, by the ``id`` of those in whose place they are.
     """
     memo: dict[int, Any] = dict(instead or {})
     generator = torch.Generator().manual_seed(0)
-    for parameter in module.parameters():
-        if id(parameter) not in memo:
-            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
-            memo[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
-    made = copy.deepcopy(module, memo).to("cpu")
+    parameters = {id(p): p for p in _parameters(module, memo)}
+    matrices = [p for p in parameters.values() if p.dim() > 1]
+    largest = max(matrices, key=torch.numel, default=torch.empty(0, 1))
+    drawn = torch.randn(largest.numel() + 8 * len(matrices), generator=generator, dtype=torch.float64)
+    drawn *= max(1, min(largest.shape)) ** -0.5
+    for i, p in enumerate(matrices):
+        memo[id(p)] = torch.nn.Parameter(drawn[8 * i :][: p.numel()].view(p.shape), requires_grad=False)
+    for key, p in parameters.items():
+        if p.dim() <= 1:
+            values = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.3
+            memo[key] = torch.nn.Parameter(values, requires_grad=False)
+    made = _copy(module, memo).to("cpu")
     for one in made.modules():
-        for hooks in _HOOKS:
-            one.__dict__[hooks].clear()
         for name, buffer in one._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 one._buffers[name] = buffer.double()
     return made
 
 
+def _parameters(module: torch.nn.Module, without: dict[int, Any]) -> Iterator[Tensor]:
+    """The parameters of all modules but these."""
+    if id(module) not in without:
+        yield from (p for p in module._parameters.values() if p is not None)
+        for child in module._modules.values():
+            if child is not None:
+                yield from _parameters(child, without)
+
+
+def _copy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    made = copy.deepcopy(module, memo)
+    for one in made.modules():
+        for hooks in _HOOKS:
+            one.__dict__[hooks].clear()
+    return made
+
+
+def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose parameters are other objects of the same values, without hooks."""
+    return _copy(module, {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()})
+
+
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
     """Where the two compute something else; None where they agree in every state and trial."""
-    if (reason := _called_twice(original, *trials)) is not None:
-        return reason
+    calls = _calls_of_dropouts(original)
+    before = _stored(original)
     for state, first, second in zip(_states(original), _states(original), _states(replaced), strict=True):
         for trial in trials:
             first[1]()
+            calls.clear()
             expected = _run(trial, original)
+            if state[0] == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
+                # dropping everything twice would not show that
+                return f"its forward is another one: it applies {twice} more than once"
+            if state[0] in ("evaluation", "training") and _has_drawn():
+                return f"its forward draws random numbers in {state[0]}, without dropout"
             second[1]()
             found = _run(trial, replaced)
             if (reason := _unequal(expected, found)) is not None:
                 return f"its forward is another one: {reason} in {state[0]}"
-    return None
+    return _stores_something(original, before)
 
 
-def difference_in_evaluation(original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
+def difference_of_gradients(
+    original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
+) -> str | None:
+    """Where the gradients of the vectors, of embeddings and of these inputs differ, in training without dropout."""
+    found = []
+    for module in (original, replaced):
+        _put(module, "training")
+        tables = [one.weight for one in module.modules() if isinstance(one, torch.nn.Embedding)]
+        wanted = [*(p for p in module.parameters() if p.dim() == 1), *tables, *inputs]
+        for t in wanted:
+            t.requires_grad_(True)
+        found.append(_run(functools.partial(_gradients, trial, wanted), module, grad=True))
+        for t in wanted:
+            t.requires_grad_(False)
+    reason = _unequal(*found)
+    return None if reason is None else f"its backward is another one: {reason}"
+
+
+def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
+    outputs = [t for t in tree_leaves(trial(module)) if isinstance(t, Tensor) and t.requires_grad]
+    generator = torch.Generator().manual_seed(2)
+    directions = [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in outputs]
+    return list(torch.autograd.grad(outputs, wanted, directions, materialize_grads=True))
+
+
+def _put(module: torch.nn.Module, state: str) -> None:
+    next(put for name, put in _states(module) if name == state)()
+
+
+def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
     """`difference` of a trial that would take too long in every state."""
-    expected, found = (_run(trial, module.eval()) for module in (original, replaced))
-    reason = _unequal(expected, found)
+    for module in (original, replaced):
+        _put(module, state)
+    reason = _unequal(_run(trial, original), _run(trial, replaced))
     return None if reason is None else f"its forward is another one: {reason} for other lengths or values"
 
 
-def _called_twice(module: torch.nn.Module, *trials: Trial) -> str | None:
-    """A dropout that works more than once in a call: dropping everything twice would not show that."""
+# Whether in training and with targets, batch size, length (0 is the longest) of the runs of a whole model with its own
+# parameters. The first two are done for models of all sizes.
+_RUNS = (
+    (True, True, 1, 9), (False, False, 3, 2), (False, True, 1, 1), (True, False, 3, 1), (False, False, 1, 0),
+    (True, True, 3, 0), (False, True, 1, 0), (True, False, 1, 0),
+)  # fmt: skip
+_MULTIPLICATIONS = 6e9  # of all runs together; a run reads each parameter, which takes as long as 16 tokens
+
+
+def difference_of_models(
+    original: torch.nn.Module, replaced: torch.nn.Module, vocabulary: int, longest: int
+) -> str | None:
+    """Where the outputs for tokens differ beyond rounding, with the models' own parameters and on their device.
+
+    None for models that cannot be run so, or do not take tokens.
+    """
+    parameters = list(original.parameters())
+    if any(type(p) is not torch.nn.Parameter or p.device.type not in ("cpu", "cuda") for p in parameters):
+        return None
+    device, size = parameters[0].device, sum(p.numel() for p in parameters)
+    name = next((n for n in inspect.signature(original.forward).parameters if n in ("targets", "labels")), None)
+    budget = _MULTIPLICATIONS
+    for i, (training, with_targets, batch, length) in enumerate(_RUNS):
+        length = min(length or longest, longest)
+        cost = size * (batch * length + 16)
+        if i >= 2 and cost > budget:
+            continue
+        budget -= cost
+        tokens = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(3)).to(device)
+        tokens[:, length // 2] = min(vocabulary - 1, 50256)  # what separates documents
+        options = {name: tokens.roll(-1, 1)} if name is not None and with_targets else {}
+
+        def trial(module: Any, tokens: Tensor = tokens, options: Any = options) -> Any:
+            return [t for t in tree_leaves(module(tokens, **options)) if isinstance(t, Tensor)]
+
+        for module in (original, replaced):
+            _put(module, "training" if training else "evaluation")
+        try:
+            expected = _run(trial, original, device)
+        except Exception:  # it takes something else, or has a reason not to
+            continue
+        try:
+            reason = _unequal(expected, _run(trial, replaced, device))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            return f"with it, the whole model computes something else: {reason} for {batch} x {length} tokens"
+    return None
+
+
+def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
+    """A list of the names of the dropouts that the module calls from now on."""
     calls: list[str] = []
     for name, one in module.named_modules():
         if isinstance(one, torch.nn.Dropout):
             one.register_forward_hook(lambda *_, name=name: calls.append(name))
-    module.train()
-    for trial in trials:
-        calls.clear()
-        _run(trial, module)
-        if (twice := next((name for name in calls if calls.count(name) > 1), None)) is not None:
-            return f"its forward is another one: it applies {twice} more than once"
+    return calls
+
+
+def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """What the modules hold."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, one in module.named_modules():
+        own = {k: v for k, v in one.__dict__.items() if k not in _SET_BY_TRIALS}
+        for key, value in (*own.items(), *one._buffers.items(), *one._parameters.items()):
+            found[name, key] = (value, value._version) if isinstance(value, Tensor) else repr(value)
+    return found
+
+
+def _stores_something(module: torch.nn.Module, before: dict[tuple[str, str], Any]) -> str | None:
+    """Why a module whose forward has changed what it holds is not replaced."""
+    now = _stored(module)
+    for key in before.keys() | now.keys():
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, tuple) and isinstance(new, tuple):
+            changed = old[0] is not new[0] or old[1] != new[1]
+        else:
+            changed = old != new
+        if changed:
+            return f"its forward changes {'.'.join(filter(None, key))}"
     return None
 
 
-def _run(trial: Trial, module: torch.nn.Module) -> Any:
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        torch.manual_seed(0)
+def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, grad: bool = False) -> Any:
+    with torch.set_grad_enabled(grad), torch.autocast(device.type, enabled=False):
+        _seed(device)
         return trial(module)
 
 
@@ -114,9 +304,15 @@ def _unequal(expected: Any, found: Any) -> str | None:
         return None if expected is found is None else "it returns something else"
     if expected.shape != found.shape:
         return f"the shape is {tuple(expected.shape)}, not {tuple(found.shape)}"
+    if expected.dtype != found.dtype:
+        return f"the dtype is {expected.dtype}, not {found.dtype}"
+    if not expected.is_floating_point():
+        return None if torch.equal(expected, found) else "integers differ"
     scale = expected.abs().max().clamp(min=1e-3)
     error = (expected.double() - found.double()).abs().max() / scale
-    tolerance = 1e-10 if expected.dtype == torch.float64 else 1e-6
+    precise = expected.device.type == "cpu" and expected.dtype == torch.float32  # CUDA's products may be in TF32
+    low = _FLOAT32_TOLERANCE if precise else _LOW_TOLERANCE
+    tolerance = _FLOAT64_TOLERANCE if expected.dtype == torch.float64 else low
     return None if error <= tolerance else f"the results differ by {error:.1e}"
 
 
