@@ -1,5 +1,6 @@
 """``gptkernels.swap`` on torch.nn's layers and on modules of the user's own; its report and its errors."""
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -426,6 +427,40 @@ def test_swapping_calls_nothing_and_draws_nothing():
         gptkernels.swap(model)
     assert torch.equal(torch.get_rng_state(), state)
     assert [m.training for m in model.modules()] == training
+
+
+@pytest.mark.parametrize(
+    ("change", "context"),
+    [
+        (lambda model: model, torch.inference_mode()),
+        (lambda model: model, torch.no_grad()),
+        (lambda model: model.bfloat16(), contextlib.nullcontext()),
+        (lambda model: model.to("meta"), torch.device("meta")),
+        (lambda model: nn.utils.vector_to_parameters(torch.full((3000,), torch.nan), model.parameters()) or model,
+         contextlib.nullcontext()),
+    ],
+    ids=["inference", "no_grad", "bfloat16", "meta", "nan"],
+)  # fmt: skip
+def test_is_replaced_in_whatever_state_it_is(change, context):
+    """Nor does the comparison of the whole model refuse parameters that are yet to be loaded, or an odd size."""
+    with context:
+        for sizes in ({}, dict(block_size=1, n_layer=1), dict(vocab_size=2)):
+            assert "" not in left(gptkernels.swap(change(small(**sizes))))
+
+
+def test_arguments_that_no_trial_gave_go_to_the_original():
+    """A block whose forward has one more argument, which GPT-2's does not give."""
+
+    class Scaled(published.Block):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    block = Scaled(published.Config(16, 23, 1, 2, 8))
+    x = torch.randn(2, 5, 8)
+    expected = [block(x), block(x, 0.5), block(x, scale=2.0), block(x=x)]
+    assert gptkernels.swap(block).gptkernels_report.replaced[0].note == "gpt block"
+    found = [block(x), block(x, 0.5), block(x, scale=2.0), block(x=x)]
+    torch.testing.assert_close(found, expected)
 
 
 # ---- dropout's numbers -----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """``gptkernels.swap`` and ``unswap``."""
 
+import contextlib
 import copy
 import functools
 import logging
@@ -59,7 +60,9 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
             raise ValueError(f"gptkernels.swap: leave={pattern!r} names no module of the model")
     report = Report(return_logits=return_logits)
     named = {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
-    with trial.random_generators_kept(next((p.device for p in model.parameters()), torch.device("cpu"))):
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    on_cpu: Any = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
+    with trial.random_generators_kept(device), on_cpu, torch.inference_mode(False):
         decisions = _decide_all(model, set(named.values()))
         reason = _difference_of_models(model, decisions)
     for module, (name, decision) in decisions.items():
@@ -112,7 +115,7 @@ def _describe(decision: tuple[Any, ...]) -> str:
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
     """What becomes of each module. Parts are decided before what is made of them."""
     tried: dict[Any, Any] = {}
-    longest = min([1024, *_tables(model)])
+    longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
     for name, module in reversed(list(model.named_modules())):
         decision: Decision = "as asked" if module in leave else _decide(module, decisions, tried, longest)
@@ -172,9 +175,12 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) 
 
 def _difference_of_models(model: Any, decisions: Any) -> str | None:
     """Why the model is left alone as a whole; asked where modules of the user's own are to be replaced."""
+    if type(model).__module__.startswith("torch."):  # compiled, or data parallel
+        model = model._modules.get("_orig_mod") or model._modules.get("module") or model
     own = (one for one in model.modules() if not type(one).__module__.startswith(("torch.", "transformers.")))
     tables = _tables(model)
-    if not tables or not any(isinstance(decisions[one][1], tuple) for one in own):
+    compiled = any("_orig_mod" in one._modules for one in model.modules())
+    if compiled or not tables or not any(isinstance(decisions[one][1], tuple) for one in own):
         return None
     try:
         original, replaced = (trial.copy_sharing_parameters(model) for _ in range(2))
@@ -263,7 +269,7 @@ def _compared(replacement: str, width_of: Any) -> Any:
         if reason is None and replacement == "gpt block":
             pair = pair[0].float(), pair[1].float()  # in half the time
             x = _random(1, longest, width).float()
-            reason = trial.difference_in("evaluation", *pair, functools.partial(_call, x))
+            reason = trial.difference_in("training", *pair, functools.partial(_call, x))
         return (replacement,) if reason is None else reason
 
     return found
@@ -288,7 +294,7 @@ def _model(module: Any, decisions: Any, longest: int) -> Decision:
 
     def call(batch: int, length: int, ignored: int | None, with_targets: bool = True) -> trial.Trial:
         drawn = torch.randint(vocabulary, (2, batch, min(length, longest)), generator=torch.Generator().manual_seed(1))
-        if ignored is not None:
+        if ignored is not None and drawn[1].numel() > 1:
             drawn[1, -1, -1] = ignored
         return lambda m: m(*drawn) if with_targets else m(drawn[0])
 

@@ -229,10 +229,12 @@ def difference_of_models(
             expected = _run(trial, original, device)
         except Exception:  # it takes something else, or has a reason not to
             continue
+        if not all(bool(t.isfinite().all()) for t in expected):  # such as parameters that are yet to be loaded
+            continue
         try:
             reason = _unequal(expected, _run(trial, replaced, device))
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"it raises {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if reason is not None:
             return f"with it, the whole model computes something else: {reason} for {batch} x {length} tokens"
     return None

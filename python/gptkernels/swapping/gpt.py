@@ -1,6 +1,6 @@
 """Replacements of the modules of nanoGPT's ``model.py`` and llm.c's ``train_gpt2.py``, and of files made after them.
 
-These classes are the user's own, so they are recognised by what they have and proven by trial (``trial.py``): a
+These classes are the user's own, so they are recognised by what they have and proven by trial (``equivalence.py``): a
 replacement is used only where it computes what the original does.
 """
 
