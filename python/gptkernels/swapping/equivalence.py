@@ -205,7 +205,9 @@ def difference_of_models(
     None for models that cannot be run so, or do not take tokens.
     """
     parameters = list(original.parameters())
-    if any(type(p) is not torch.nn.Parameter or p.device.type not in ("cpu", "cuda") for p in parameters):
+    if not parameters or any(
+        type(p) is not torch.nn.Parameter or p.device.type not in ("cpu", "cuda") for p in parameters
+    ):
         return None
     device, size = parameters[0].device, sum(p.numel() for p in parameters)
     name = next((n for n in inspect.signature(original.forward).parameters if n in ("targets", "labels")), None)
