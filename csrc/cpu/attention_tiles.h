@@ -25,8 +25,6 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 template <typename A>
 struct Constants {
-  static constexpr A kLog2e = A(1.44269504088896340736);
-  static constexpr double kLn2 = 0.69314718055994530942;
   static constexpr A kInfinity = std::numeric_limits<A>::infinity();
   // Adding a score to a bias this low does not change the bias.
   static constexpr A kLowBias = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);
@@ -48,19 +46,34 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// The factor |scale| * log2(e), which turns a product of query and key into a score in units of ln 2, is applied inside
-// the exponential: one rounding less than scaling queries or keys. The sign of the scale is applied to the queries, so
-// that the largest product is the largest score.
+// How a product of query and key becomes the argument of exp2. The sign of the scale is applied to the queries, so that
+// the largest product is the largest score. |scale| is applied with an additive mask, which rounds once, or else inside
+// the exponential together with log2(e): there the factor multiplies differences between scores, so that the
+// probability of the largest score is exactly 1.
+//
+// `factor` is rounded, which changes a score of hundreds by more than a rounding of the score. The logsumexp, which the
+// backward subtracts from the scores, is therefore converted by the exact factor, and `excess` makes up for the rest.
 template <typename A>
 struct Scaling {
-  A sign;
-  A factor;  // above 0
+  using Wide = long double;  // for one number per query; double has rounding errors that show in float64
+  static constexpr Wide kLog2e = 1.4426950408889634073599246810018921L;
 
-  explicit Scaling(double scale)
+  A sign;
+  A magnitude;  // |scale|, or 1 for a scale of 0
+  Wide unit;    // a score is unit * what exponentials() takes
+  A factor;     // unit * log2(e), rounded towards 0
+  A excess;     // unit * log2(e) / factor - 1, but above 0, since hidden scores are -inf
+
+  Scaling(double scale, bool bias)
       : sign(scale == 0  ? A(0)
              : scale < 0 ? A(-1)
                          : A(1)),
-        factor(scale == 0 ? A(1) : A(std::abs(scale) * double(Constants<A>::kLog2e))) {}
+        magnitude(scale == 0 ? A(1) : A(std::abs(scale))),
+        unit(scale == 0 || bias ? Wide(1) : Wide(std::abs(scale))),
+        factor(A(unit * kLog2e)) {
+    if (factor > unit * kLog2e) factor = std::nextafter(factor, A(0));
+    excess = std::max(A(unit * kLog2e / factor - 1), std::numeric_limits<A>::min());
+  }
 };
 
 // A matrix with rows `ld` apart.
@@ -165,11 +178,10 @@ struct UniformQueries {
   }
 };
 
-// Sets hidden scores to -inf and adds the bias. Returns the factor that the scores must still be multiplied by:
-// `factor`, or 1 if it has been applied with the bias.
+// Sets hidden scores to -inf. With a bias, multiplies the scores by |scale| and adds the bias.
 template <typename T, typename A>
-A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>& mask,
-             const UniformQueries<A>& uniform) {
+void apply_mask(A* scores, A magnitude, const ScoreTile& tile, const AttentionMask<T>& mask,
+                const UniformQueries<A>& uniform) {
   constexpr A kHidden = -Constants<A>::kInfinity;
   if (mask.allowed || mask.bias) {
     const int64_t start =
@@ -180,7 +192,7 @@ A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>&
       if (mask.allowed)
         score = mask.allowed[at] ? score : kHidden;
       else
-        score = std::fma(score, factor, A(mask.bias[at]) * Constants<A>::kLog2e);
+        score = std::fma(score, magnitude, A(mask.bias[at]));
     };
     if (mask.query == 0)
       for (int64_t j = 0; j < tile.keys(); ++j)
@@ -198,7 +210,6 @@ A apply_mask(A* scores, A factor, const ScoreTile& tile, const AttentionMask<T>&
       const int64_t hidden = tile.begin + j - mask.query_offset - tile.query;
       std::fill_n(scores + j * kTile, std::clamp<int64_t>(hidden, 0, tile.lanes), kHidden);
     }
-  return mask.bias ? A(1) : factor;
 }
 
 // keep[j][i] = 1 / (1 - p) if dropout keeps the probability of key `aligned` + j and query tile.query + i, else 0.
@@ -239,23 +250,12 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// True if some finite maximum is so large that the spacing of floating-point numbers there exceeds 1.
-template <typename A>
-bool any_coarse(const A* maximum, int count) {
-  bool any = false;
-  for (int i = 0; i < count; ++i) {
-    const A magnitude = std::abs(maximum[i]);
-    any |= magnitude * std::numeric_limits<A>::epsilon() > 1 && magnitude < Constants<A>::kInfinity;
-  }
-  return any;
-}
-
-// Replaces scores by exp2(score * factor - maximum) for kColumns vectors of lanes. Updates each lane's running maximum
-// and sum. `decay` receives the factor for the outputs of earlier tiles.
+// Replaces scores by exp2((score - maximum) * factor) for kColumns vectors of lanes. Updates each lane's running
+// maximum and sum. `decay` receives the factor for the outputs of earlier tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
-  V scale = V::set(factor);
+  const V scale = V::set(factor);
   V largest[kColumns], total[kColumns];
 #pragma GCC unroll 8
   for (int n = 0; n < kColumns; ++n) largest[n] = V::set(-Constants<A>::kInfinity);
@@ -265,26 +265,17 @@ template <int kColumns, typename A>
 #pragma GCC unroll 8
   for (int n = 0; n < kColumns; ++n) {
     const V before = V::load(maximum + n * V::kLanes);
-    largest[n] = V::max(before, V::mul(largest[n], scale));
+    largest[n] = V::max(before, largest[n]);
     V::store(maximum + n * V::kLanes, largest[n]);
     largest[n] = V::finite_or_zero(largest[n]);
-    V::store(decay + n * V::kLanes, V::exp2(V::sub(before, largest[n])));
-    largest[n] = V::sub(V::zero(), largest[n]);
+    V::store(decay + n * V::kLanes, V::exp2(V::mul(V::sub(before, largest[n]), scale)));
     total[n] = V::zero();
-  }
-  // The maximum is a rounded product, but the fma below uses the exact product. If the rounding error matters (numbers
-  // near the maximum are more than 1 apart), round all products first, so that the largest difference is exactly 0.
-  if (any_coarse(maximum, kColumns * V::kLanes)) {
-    for (int64_t j = 0; j < keys; ++j)
-      for (int n = 0; n < kColumns; ++n)
-        V::store(scores + j * kTile + n * V::kLanes, V::mul(V::load(scores + j * kTile + n * V::kLanes), scale));
-    scale = V::set(1);
   }
   for (int64_t j = 0; j < keys; ++j)
 #pragma GCC unroll 8
     for (int n = 0; n < kColumns; ++n) {
       A* at = scores + j * kTile + n * V::kLanes;
-      const V p = V::exp2(V::fma(V::load(at), scale, largest[n]));
+      const V p = V::exp2(V::mul(V::sub(V::load(at), largest[n]), scale));
       V::store(at, p);
       total[n] = V::add(total[n], p);
     }
@@ -351,7 +342,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   using V = Vector<A>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, kh = h / (s.heads / s.key_heads);
-  const Scaling<A> scaling(p.scale);
+  const Scaling<A> scaling(p.scale, p.mask.bias != nullptr);
   ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = round_up(tile.rows, 16);
 
@@ -387,15 +378,16 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
                 at.scores + part.first * kTile + part.lane, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.scores, scaling.factor, tile, p.mask, uniform);
+    apply_mask(at.scores, scaling.magnitude, tile, p.mask, uniform);
     for (int64_t lane = 0; lane < tile.lanes;) {
       constexpr int kColumns = V::kColumns;
       if (tile.lanes - lane >= kColumns * V::kLanes) {
-        exponentials<kColumns>(at.scores + lane, tile.keys(), factor, at.maximum + lane, at.sum + lane,
+        exponentials<kColumns>(at.scores + lane, tile.keys(), scaling.factor, at.maximum + lane, at.sum + lane,
                                at.decay + lane);
         lane += kColumns * V::kLanes;
       } else {
-        exponentials<1>(at.scores + lane, tile.keys(), factor, at.maximum + lane, at.sum + lane, at.decay + lane);
+        exponentials<1>(at.scores + lane, tile.keys(), scaling.factor, at.maximum + lane, at.sum + lane,
+                        at.decay + lane);
         lane += V::kLanes;
       }
     }
@@ -425,9 +417,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   A* logsumexp = p.logsumexp + (b * s.heads + h) * s.queries + query;
   for (int64_t i = 0; i < tile.rows; ++i) {
     const bool none = at.sum[i] == 0;
-    logsumexp[i] =
-        none ? -Constants<A>::kInfinity
-             : A(double(uniform.shift[i]) + double(at.maximum[i]) * Constants<A>::kLn2 + std::log(double(at.sum[i])));
+    logsumexp[i] = none ? -Constants<A>::kInfinity
+                        : A(uniform.shift[i] + at.maximum[i] * scaling.unit + std::log(double(at.sum[i])));
     at.sum[i] = none ? A(1) : at.sum[i];
   }
   if (few) {
@@ -479,7 +470,7 @@ struct BackwardScratch {
   alignas(64) A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
-  A logsumexp[kTile];  // -logsumexp in units of ln 2, as a rounded value plus the rest
+  A logsumexp[kTile];  // -logsumexp * log2(e) as a rounded value plus the rest, with what the factor's excess adds
   A logsumexp_rest[kTile];
   A delta[kTile];
 };
@@ -487,16 +478,16 @@ struct BackwardScratch {
 // Replaces scores by the probabilities after dropout, and `gradients`, the gradient of those probabilities, by the
 // gradient of the scores.
 template <typename A>
-void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, A factor, const A* logsumexp,
-                     const A* logsumexp_rest, const A* delta) {
+void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
+                     const A* logsumexp, const A* logsumexp_rest, const A* delta) {
   using V = Vector<A>;
-  const V scale = V::set(factor);
+  const V scale = V::set(scaling.factor), excess = V::set(scaling.excess);
   for (int64_t j = part.first; j < part.last; ++j)
     for (int64_t i = part.lane; i < lanes; i += V::kLanes) {
       A* score = scores + j * kTile + i;
       A* gradient = gradients + j * kTile + i;
       const V above = V::fma(V::load(score), scale, V::load(logsumexp + i));
-      const V p = V::exp2(V::add(above, V::load(logsumexp_rest + i)));
+      const V p = V::exp2(V::fma(above, excess, V::add(above, V::load(logsumexp_rest + i))));
       V dp = V::load(gradient), dropped = p;
       if (keep) {
         const V k = V::load(keep + j * kTile + i);
@@ -508,6 +499,22 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
     }
 }
 
+// dots[i] = a[0][i] * b[0][i] + a[1][i] * b[1][i] + ... for n rows of lanes, added in the order of product().
+template <typename A>
+void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, int64_t length) {
+  using V = Vector<A>;
+  for (int64_t i = 0; i < lanes; i += V::kLanes) {
+    V dot = V::zero();
+    for (int64_t begin = 0; begin < n; begin += length) {
+      V part = V::zero();
+      for (int64_t k = begin; k < std::min(begin + length, n); ++k)
+        part = V::fma(V::load(a + k * kTile + i), V::load(b + k * kTile + i), part);
+      dot = V::add(dot, part);
+    }
+    V::store(dots + i, dot);
+  }
+}
+
 // One tile of queries of head h of sequence b, against all its keys. Writes dquery and adds to dkey and dvalue, which
 // are (Tk, HS rounded up to a multiple of 16).
 template <typename T>
@@ -516,7 +523,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   using A = accumulate_t<T>;
   const AttentionSizes& s = p.sizes;
   const int64_t size = s.head_size, width = round_up(size, 16), kh = h / (s.heads / s.key_heads);
-  const Scaling<A> scaling(p.scale);
+  const Scaling<A> scaling(p.scale, p.mask.bias != nullptr);
   ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = round_up(tile.rows, 16);
   const bool few = tile.rows <= kFewQueries;
@@ -530,24 +537,33 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   const auto dall = rows_of(at.dout, width, douts, p.dout.token, tile.rows, size);
   load_transposed(at.query_transposed, all, tile.rows, tile.lanes, size, scaling.sign);
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
-  std::fill_n(at.dquery, size * kTile, A(0));
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
+  // delta is added up in the same order as the gradients of the probabilities, so that for a query with a single key
+  // their difference is exactly 0.
+  const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
+  if (few) {
+    for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);
+  } else {
+    load_transposed(at.dquery, out, tile.rows, tile.lanes, size);
+    dots_of_lanes(at.delta, at.dquery, at.dout_transposed, tile.lanes, size, tile.sum_length());
+  }
+  std::fill_n(at.dquery, size * kTile, A(0));
   for (int64_t i = 0; i < kTile; ++i) {
     // Lanes without a query, and queries that see no key, get probabilities of 0.
     at.logsumexp[i] = -Constants<A>::kInfinity;
-    at.logsumexp_rest[i] = at.delta[i] = 0;
-    if (i >= tile.rows) continue;
-    if (const A given = p.logsumexp[statistic + i]; given != -Constants<A>::kInfinity) {
-      const double logsumexp = double(given) / -Constants<A>::kLn2;
-      at.logsumexp[i] = uniform.shift[i] != 0 ? -uniform.log2_count[i] : A(logsumexp);
-      at.logsumexp_rest[i] =
-          std::isfinite(given) && uniform.shift[i] == 0 ? A(logsumexp - double(at.logsumexp[i])) : A(0);
+    at.logsumexp_rest[i] = 0;
+    if (i >= tile.rows) {
+      at.delta[i] = 0;
+      continue;
     }
-    // dot() adds in the same order as few_scores(), so that for a query with a single key the gradient of the
-    // probability minus delta is exactly 0.
-    const auto out = rows_of(at.dscores, width, outs + i * p.out.token, 0, 1, size);
-    at.delta[i] = dot(dall.data + i * dall.ld, out.data, width);
+    if (const A given = p.logsumexp[statistic + i]; given != -Constants<A>::kInfinity) {
+      const auto logsumexp = uniform.shift[i] != 0 ? uniform.log2_count[i] : given * scaling.kLog2e;
+      at.logsumexp[i] = A(-logsumexp);
+      if (std::isfinite(given))
+        at.logsumexp_rest[i] =
+            A(-at.logsumexp[i] - logsumexp - at.logsumexp[i] * typename Scaling<A>::Wide(scaling.excess));
+    }
     if (p.dlogsumexp) at.delta[i] -= p.dlogsumexp[statistic + i];
   }
   const T* keys = p.key.data + b * p.key.batch + kh * p.key.head;
@@ -575,11 +591,11 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
                 at.dout_transposed + part.lane, kTile, at.dscores + first, kTile, false, tile.sum_length());
       });
     }
-    const A factor = apply_mask(at.probabilities, scaling.factor, tile, p.mask, uniform);
+    apply_mask(at.probabilities, scaling.magnitude, tile, p.mask, uniform);
     for_each_part(tile, p.mask, [&](Part part) {
       const int64_t n = part.last - part.first, first = part.first * kTile + part.lane;
       const int64_t to = (tile.begin + part.first) * width;
-      score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, factor, at.logsumexp, at.logsumexp_rest,
+      score_gradients(at.probabilities, at.dscores, keep, part, tile.lanes, scaling, at.logsumexp, at.logsumexp_rest,
                       at.delta);
       product(n, width, tile.rows - part.lane, Left<A>{at.probabilities + first, kTile, 1},
               dall.data + part.lane * dall.ld, dall.ld, dvalue + to, width, true);

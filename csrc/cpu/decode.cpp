@@ -12,15 +12,21 @@
 namespace gptkernels::cpu {
 namespace {
 
-// out (C) = layernorm(x).
+// out (C) = layernorm(x). The mean's rounding error, `rest`, is corrected for as in layernorm.cpp: otherwise the norm
+// of a constant row would be that error times eps^(-1/2).
 template <typename T, typename A>
 void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width, double eps) {
   vectorised([&] {
     const A mean = sum<A>(width, [&](int64_t i) { return x[i]; }) / A(width);
-    const A squares = sum<A>(width, [&](int64_t i) { return (x[i] - mean) * (x[i] - mean); });
-    const A rstd = A(1) / std::sqrt(squares / A(width) + A(eps));
+    const Sums<A> sums = sum_two<A>(width, [&](int64_t i, A& rests, A& squares) {
+      rests += x[i] - mean;
+      squares += (x[i] - mean) * (x[i] - mean);
+    });
+    const A rest = sums.first / A(width);
+    const A rstd = A(1) / std::sqrt(sums.second / A(width) - rest * rest + A(eps));
 #pragma omp simd
-    for (int64_t i = 0; i < width; ++i) out[i] = (x[i] - mean) * rstd * A(weight[i]) + (bias ? A(bias[i]) : A(0));
+    for (int64_t i = 0; i < width; ++i)
+      out[i] = (x[i] - mean - rest) * rstd * A(weight[i]) + (bias ? A(bias[i]) : A(0));
   });
 }
 

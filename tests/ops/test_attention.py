@@ -502,6 +502,48 @@ def test_padded_batches(causal, dtype, device):
 
 
 @all_dtypes
+def test_a_query_that_sees_one_key_has_no_gradient(dtype, device):
+    """Exactly: delta and the gradient of the probability are sums in one order."""
+    if device.type != "cpu":
+        pytest.skip("CUDA's kernels add up the two in different orders")
+    q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
+    dq = gradients(lambda *args: ours(*args, causal=True)[0], (q, k, v), dout)[0]
+    assert not dq[:, :, 0].any()
+    assert dq[:, :, 1:].any(-1).all()
+    alone = gradients(lambda *args: ours(*args, causal=True, end=torch.ones(2, dtype=torch.int32))[0], (q, k, v), dout)
+    assert not any(t.any() for t in alone[:2])
+
+
+@pytest.mark.parametrize("scale", [0.125, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+def test_one_key_has_all_of_the_probability(scale, dtype, device):
+    """The scores are thousands, and the rounding of log2(e) does not show in the probability, which is 1."""
+    if device.type != "cpu":
+        pytest.skip("CUDA's kernels convert logsumexp with one rounding")
+    v = randn(1, 1, 300, 64, dtype=dtype, device=device)
+    q, k = torch.zeros_like(v), torch.zeros_like(v)
+    q[..., 0] = torch.arange(300) * 7 + 1000
+    k[0, 0, 5, 0] = 8
+    out, logsumexp = ours(q, k, v, scale=scale)
+    assert torch.equal(out, v[:, :, 5:6].expand_as(v))
+    assert torch.equal(logsumexp, q[..., 0] * 8 * scale)
+    dv = gradients(lambda *args: ours(*args, scale=scale)[0], (q, k, v), torch.ones_like(v))[2]
+    wanted = k[..., :1].expand_as(dv) / 8 * 300
+    torch.testing.assert_close(dv, wanted, rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+@all_dtypes
+def test_an_additive_mask_alone(dtype, device):
+    """It is not rounded again where the scores are 0."""
+    if device.type != "cpu":
+        pytest.skip("CUDA's kernels convert the mask with one rounding")
+    _, k, v, _ = tensors(1, 2, 2, 100, 100, 16, dtype, device)
+    mask = randn(1, 2, 100, 100, dtype=dtype, device=device, scale=30)
+    exact = mask.double().softmax(-1) @ v.double()
+    assert_as_exact_as_torch(ours(torch.zeros_like(k), k, v, mask=mask)[0], mask.softmax(-1) @ v, exact)
+
+
+@all_dtypes
 def test_queries_that_see_nothing(dtype, device):
     q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
     mask = torch.rand(2, 1, 70, 70, device=device) < 0.9

@@ -122,6 +122,19 @@ def test_long_sequences(dtype, device):
             assert_as_exact_as_torch(found, torchs[rows], exact[rows])
 
 
+def test_the_norm_of_a_constant_row_is_its_bias(device):
+    """The mean's rounding error is not divided by the standard deviation, sqrt(eps)."""
+    wte = torch.full((5, 192), 1.37, device=device)
+    norm, head = torch.randn(2, 192, device=device), torch.randn(65, 192, device=device)
+    tokens = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    cache = wte.new_empty(0, 2, 2, 3, 4, 64)
+    arguments = tokens, tokens[:, 0] + 1, wte, torch.zeros_like(wte), ()
+    for bias in (None, norm[1]):
+        logits = ops.decode(*arguments, norm[0], bias, head, cache, 3, approximate="tanh")
+        exact = 0 if bias is None else head.double() @ bias.double()
+        assert (logits - exact).abs().max() < 2e-5
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_step_is_deterministic_and_a_row_does_not_depend_on_others(dtype, device):
     model = make(dtype, device, **SHAPES["64"])
