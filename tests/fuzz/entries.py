@@ -164,6 +164,12 @@ def flat(exact, dims):
     return function
 
 
+def torchs_layer_norm(x, shape, weight, bias, eps):
+    """F.layer_norm, never without weight and bias: its backward on CUDA then fails for more than 65 536 rows."""
+    weight = x.new_ones(shape) if weight is None else weight
+    return F.layer_norm(x, shape, weight, x.new_zeros(shape) if bias is None else bias, eps)
+
+
 @entry
 def layernorm(draw):
     args, shape, eps, functional = norm_arguments(draw, ("x",))
@@ -173,7 +179,7 @@ def layernorm(draw):
         (lambda x, w, b: G.layer_norm(x, shape, w, b, eps))
         if functional
         else (lambda *args: ops.layernorm(*args, eps)[0]),
-        lambda x, w, b: F.layer_norm(x, shape, w, b, eps),
+        lambda x, w, b: torchs_layer_norm(x, shape, w, b, eps),
         lambda *args: exact(*args, eps),
         args,
         tied=() if functional else ("x", "weight", "bias"),
@@ -224,7 +230,7 @@ def residual_layernorm(draw):
 
     def torchs(x, residual, weight, bias, x_bias):
         total = drop(x, x_bias) + residual
-        return F.layer_norm(total, shape, weight, bias, eps), total
+        return torchs_layer_norm(total, shape, weight, bias, eps), total
 
     # A float32 residual is taken beside a 16-bit x, if all else is float32 too, or absent.
     mixed = dtype.itemsize == 2 and args["weight"] is None and args["bias"] is None
@@ -440,6 +446,9 @@ def backwards(a, b):
     return a.flip(-1) @ b.flip(-2)
 
 
+LOWEST = torch.finfo(torch.float64).min / 2  # of scores: their products with log2(e) are finite
+
+
 class FlashAttention(torch.autograd.Function):
     """Attention in torch ops, rounded where FlashAttention-2 and -3 round: the yardstick of kernels that take powers of
     2 and save out and logsumexp in place of the probabilities."""
@@ -456,7 +465,7 @@ class FlashAttention(torch.autograd.Function):
             scores = scores * 0
             ctx.units = 1.0
         if added is not None:
-            scores = (scores.double() * abs(scale) + added).to(wide)
+            scores = (scores.double() * abs(scale) + added).clamp(min=LOWEST).to(wide)
             ctx.units = 1 / math.log(2)
         scores = scores.masked_fill(~seen, -math.inf)
         origin = power_of_two_origin(scores, q.dtype).double() * ctx.units
@@ -467,19 +476,22 @@ class FlashAttention(torch.autograd.Function):
         weights = weights if kept is None else weights * kept.to(wide)
         out = (weights @ v.to(wide) * (1 / total.masked_fill(nothing, 1))).to(q.dtype)
         logsumexp = (origin * math.log(2) + total.masked_fill(nothing, 1).log()).to(wide)
-        ctx.save_for_backward(q, k, v, out, scores, logsumexp, kept)
+        # Scores as low as a mask's lowest number have no digits left for the number of keys in their logsumexp.
+        given = (p / total.masked_fill(nothing, 1)).masked_fill(logsumexp.abs() < 1e30, math.nan)
+        ctx.save_for_backward(q, k, v, out, scores, logsumexp, kept, given if added is not None else None)
         ctx.scale, ctx.wide = scale, wide
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        q, k, v, out, scores, logsumexp, kept = ctx.saved_tensors
+        q, k, v, out, scores, logsumexp, kept, given = ctx.saved_tensors
         dtype, wide = q.dtype, ctx.wide
         kept = 1 if kept is None else kept.to(wide)
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
         in_units = logsumexp / math.log(2)  # the lowest number overflows
         in_units = torch.where(in_units.isinf(), logsumexp.double() / math.log(2), in_units.double())
         p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
+        p = p if given is None else torch.where(given.isnan(), p, given)
         delta = (dout * out).sum(-1, keepdim=True)
         ds = (p * (backwards(dout, v.mT) * kept - delta)).to(dtype).to(wide) * ctx.scale
         dv = (p.to(dtype).to(wide) * kept).mT @ dout
@@ -714,6 +726,24 @@ def torchs_loss(logits, target):
     return shifted.exp().sum(-1, keepdim=True).log() - shifted.gather(-1, target)
 
 
+class RoundedGradientLoss(torch.autograd.Function):
+    """``torchs_loss``, whose gradient is rounded to a dtype before that of the losses multiplies it."""
+
+    @staticmethod
+    def forward(ctx, logits, target, dtype):
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            losses = torchs_loss(leaf, target)
+            (dlogits,) = torch.autograd.grad(losses.sum(), leaf)
+        ctx.save_for_backward(dlogits.to(dtype))
+        return losses.detach()
+
+    @staticmethod
+    def backward(ctx, dlosses):
+        (dlogits,) = ctx.saved_tensors
+        return dlogits * dlosses, None, None
+
+
 def exact_loss(logits, target):
     """The formula. Where the target has nearly all of the probability, no digit of the others' is lost."""
     finite = logits.amax(-1, keepdim=True).isfinite()
@@ -805,7 +835,11 @@ def linear_cross_entropy(draw):
     return Call(
         f"linear_cross_entropy(x, weight, targets, {options})",
         lambda *args: G.linear_cross_entropy(*args, **options),
-        partial(formula, partial(torchs_linear, chunk=chunk_size), torchs_loss),
+        partial(
+            formula,
+            partial(torchs_linear, chunk=chunk_size),
+            lambda logits, target: RoundedGradientLoss.apply(logits, target, dtype),
+        ),
         partial(formula, F.linear, exact_loss),
         {
             # No denormals: the gradient is rounded to the dtype before the backward scales it.

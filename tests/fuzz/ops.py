@@ -50,6 +50,7 @@ from helpers import assert_as_exact_as_torch, double
 
 LAUNCHED = 32  # calls of one task; on CUDA small ones are launched before the first is checked: fewer waits for it
 MOST_KEPT = 2**30  # bytes of CUDA's memory that a process keeps for its next calls; others need some too
+NEAR = 2.0**-13  # the relative change of numbers in trials that keep what they are to each other
 TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared; the last not at real size
 
 
@@ -193,21 +194,27 @@ class Trial:
 
 
 def trial(draw, first, i):
-    """The same call with other numbers: each floating argument has its rows and columns in another order, and is
-    multiplied by a factor of its own.
+    """The same call with other numbers.
 
-    The factors are between 7/8 and 1. So zeros, constants, equal rows, infinities, magnitudes and strides stay.
+    Of every second trial each floating argument has its rows and columns in another order, and is multiplied by a
+    factor of its own between 7/8 and 1. In the others its numbers stay in their places, and each is changed by some of
+    its last bits, equal ones equally: so sums that cancel still do, and scores that are nearly equal are. Zeros,
+    constants, equal rows, infinities, magnitudes and strides always stay.
     """
 
     def changed(t, name):
         if t is None or not t.is_floating_point():
             return t
         source = draw.source(f"trial {i}, {name}")
-        factor = 1 - torch.rand((), dtype=torch.float64, **source).item() / 8
-        values = t
-        for dim, size in enumerate(t.shape):
-            values = values.index_select(dim, draw.put(torch.randperm(size, **source)))
-        values = (values.double() * factor).to(t.dtype)
+        random = torch.rand((), dtype=torch.float64, **source).item()
+        if i % 2:
+            change = max(NEAR, 4 * torch.finfo(t.dtype).eps) * (t.double() * (1e3 + 1e3 * random)).sin()
+            values = (t.double() * (1 + change.nan_to_num(0))).to(t.dtype)
+        else:
+            values = t
+            for dim, size in enumerate(t.shape):
+                values = values.index_select(dim, draw.put(torch.randperm(size, **source)))
+            values = (values.double() * (1 - random / 8)).to(t.dtype)
         if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
             return values
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)

@@ -229,7 +229,7 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
     """For each sum that several warps make, the row of the partials of each of its parts.
 
     The same indices as in csrc/cuda: the places of the items as encoder_backward_bins_kernel (embedding/order.cuh) lays
-    them out, long_runs as it fills them, and row_at as sum_window and sum_over_batch (embedding/sums.cuh) have it.
+    them out, long_runs as it fills them, and row_at as sum_long_runs and sum_over_batch (embedding/sums.cuh) have it.
     """
     long_runs = {}
     place = 0
