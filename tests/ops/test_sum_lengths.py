@@ -70,6 +70,15 @@ def test_linear(rows, columns, terms, dtype, product, device):
     assert_complete(ops.linear_backward(some, ones(rows, columns), x, [True, False, False])[0])
 
 
+def test_second_derivative_of_linear(terms, dtype, device):
+    """dx is differentiated for the weight: the sum is over the rows of dout."""
+    dout = windows(64, terms, dtype, device).T.contiguous()
+    x = torch.ones(terms, 40, dtype=dtype, device=device, requires_grad=True)
+    weight = torch.ones(64, 40, dtype=dtype, device=device, requires_grad=True)
+    (dx,) = torch.autograd.grad(ops.linear(x, weight), x, dout, create_graph=True)
+    assert_complete(*torch.autograd.grad(dx, weight, torch.ones_like(dx)))
+
+
 def test_mlp(terms, dtype, product, device):
     """Both weights' gradients; GELU is the identity here, and so is each half of the projection."""
     width, hidden = 64, 128

@@ -58,9 +58,9 @@ class Linear(torch.autograd.Function):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    """dx, dweight and dbias in torch ops."""
+    """dx, dweight and dbias in differentiable ops."""
     rows, dout_rows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
-    return dout @ weight, dout_rows.T @ rows, dout_rows.sum(0)
+    return ops.linear.default(dout, weight.T), ops.linear.default(dout_rows.T, rows.T), dout_rows.sum(0)
 
 
 def tangent(inputs, tangents, outputs):

@@ -85,12 +85,14 @@ class MLP(torch.autograd.Function):
 def backward_formula(
     dout: Tensor, x: Tensor, fc_weight: Tensor, proj_weight: Tensor, pre_gelu: Tensor, post_gelu: Tensor
 ) -> tuple[Tensor, ...]:
-    """dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in torch ops."""
+    """dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in differentiable ops."""
     if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # not kept
         post_gelu = F.gelu(pre_gelu, approximate="tanh")
-    du = torch.ops.aten.gelu_backward(dout @ proj_weight, pre_gelu, approximate="tanh")
+    linear = ops.linear.default
+    du = torch.ops.aten.gelu_backward(linear(dout, proj_weight.T), pre_gelu, approximate="tanh")
     rows, dout_rows, du_rows, post_rows = (t.reshape(-1, t.shape[-1]) for t in (x, dout, du, post_gelu))
-    return du @ fc_weight, du_rows.T @ rows, du_rows.sum(0), dout_rows.T @ post_rows, dout_rows.sum(0)
+    dfc, dproj = linear(du_rows.T, rows.T), linear(dout_rows.T, post_rows.T)
+    return linear(du, fc_weight.T), dfc, du_rows.sum(0), dproj, dout_rows.sum(0)
 
 
 def masked_backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
