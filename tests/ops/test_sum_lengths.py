@@ -134,6 +134,20 @@ def test_attention_probabilities(terms, dtype, device):
         torch.testing.assert_close(found[0].double(), exact, rtol=4 * eps, atol=1e-30)
 
 
+@pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_nan_reaches_every_float8_sum(fast, terms, device):
+    """Also where the other factor is 0, at the first term, the last, and one in between."""
+    one = torch.ones((), device=device)
+    zeros = torch.zeros(16, terms, device=device)
+    for at in (0, terms // 2, terms - 1):
+        b = zeros.clone()
+        b[3, at] = torch.nan
+        found = ops.fp8_matmul(zeros.to(E5M2), b.to(E4M3), one, one, None, torch.float32, fast)
+        assert found[:, 3].isnan().all()
+        assert found.isnan().sum() == 16
+
+
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(("a_format", "b_format"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

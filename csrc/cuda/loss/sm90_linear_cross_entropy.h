@@ -16,6 +16,8 @@ namespace gptkernels::cuda {
 // If E overflows in a row (a loss of more than 69), the row's logits are computed again and fused_classifier's kernel
 // replaces them by dlogits. These are stored in place of E, with factor 1. So `dlogits` (N, Vp) receives E, and for
 // such rows first their logits.
+//
+// dlosses is one number for all rows, or null: dlosses_per_row is false.
 struct ExpClassifier : FusedClassifierForward<bfloat16> {
   const bfloat16* x = nullptr;       // (N, C), row stride x_stride
   const bfloat16* weight = nullptr;  // (Vp, C), row stride weight_stride
