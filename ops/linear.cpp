@@ -48,13 +48,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   Tensor dbias = output_mask.size() > 2 ? allocate_if(bias_wanted, {weight.size(0)}, x) : Tensor();
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[0]) matmul(launcher, matrix(dx), dout_rows, matrix(weight));
-  if (output_mask[1]) {
-    Epilogue epilogue;
-    if (bias_wanted) epilogue.a_sums = dbias;
-    matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x), epilogue);
-  } else if (bias_wanted) {
-    column_sums(launcher, dbias, dout_rows);
-  }
+  if (output_mask[1]) matmul(launcher, matrix(dweight), dout_rows.transposed(), matrix(x));
+  if (bias_wanted) column_sums(launcher, dbias, dout_rows);
   return {dx, dweight, dbias};
 }
 

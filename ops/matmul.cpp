@@ -129,15 +129,6 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 
 #endif
 
-// The product, then a_sums by a pass of their own.
-void matmul_and_sums(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
-                     const Epilogue& epilogue) {
-  Epilogue without = epilogue;
-  without.a_sums.reset();
-  matmul(launcher, out, a, b, without);
-  column_sums(launcher, *epilogue.a_sums, a.transposed());
-}
-
 }  // namespace
 
 #ifdef GPTKERNELS_CUDA
@@ -152,10 +143,7 @@ bool tf32_allowed() {
 }
 
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
-  if (is_transposed(out)) {
-    if (epilogue.a_sums) return matmul_and_sums(launcher, out, a, b, epilogue);
-    return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
-  }
+  if (is_transposed(out)) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
   const bool wide = out.tensor.scalar_type() != a.tensor.scalar_type();
   dispatch_floating(a.tensor, [&]<typename T>() {
     const Matmul<T> p = {.out = wide ? nullptr : start<T>(out),
@@ -179,8 +167,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .dgelu_at = pointer<T>(epilogue.dgelu_at),
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
-                         .column_sums = pointer<T>(epilogue.column_sums),
-                         .a_sums = pointer<T>(epilogue.a_sums)};
+                         .column_sums = pointer<T>(epilogue.column_sums)};
     constexpr bool k16Bits = sizeof(T) == 2;  // their products do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     MatmulPlan plan = matmul_plan(p, handle);
@@ -191,8 +178,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
     launcher.check(status.cuda);
     if (status.cublas != CUBLAS_STATUS_SUCCESS)
       fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
-    if (epilogue.column_sums && !plan.sums) column_sums(launcher, *epilogue.column_sums, out);
-    if (epilogue.a_sums && !plan.sums) column_sums(launcher, *epilogue.a_sums, a.transposed());
+    if (epilogue.column_sums && !plan.own) column_sums(launcher, *epilogue.column_sums, out);
   });
 }
 
@@ -251,7 +237,6 @@ void matmul_by_blas(const Launcher& launcher, const Matrix& out, const Matrix& a
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, const Epilogue& epilogue) {
   if (out.tensor.scalar_type() != a.tensor.scalar_type())
     return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
-  if (epilogue.a_sums) return matmul_and_sums(launcher, out, a, b, epilogue);
   if (out.column_stride != 1) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
   is_own(a, b, epilogue.alpha) ? own_matmul(launcher, out, a, b, epilogue)
                                : matmul_by_blas(launcher, out, a, b, epilogue);

@@ -53,7 +53,6 @@ struct Epilogue {
   OptionalTensor pre_gelu = {};     // (rows, columns): takes the product, and out becomes GELU of it
   OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by the derivative of GELU there
   OptionalTensor column_sums = {};  // (columns), beside dgelu_at: takes the sums over out's rows
-  OptionalTensor a_sums = {};       // (rows), for a dense transposed a: takes the sums of a over its terms
   bool accumulate = false;          // add the product to what is in out; without any of the above
 };
 

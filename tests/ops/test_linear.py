@@ -100,37 +100,8 @@ def test_rows_or_columns_that_lie_apart(dtype, device):
             check((x, weight, wide[0, :16]), randn(x.shape[0], 16, dtype=dtype, device=device))
 
 
-# (rows, K, M) for the kernels for sm_90a, whose tiles are 256 x 256 with steps of 64 terms. The weight's gradient: one
-# tile whose rows all clusters share, parts of tiles and of a step, fewer tiles than clusters, more of them.
-OWN_SIZES = [
-    (1, 8, 8),
-    (130, 72, 200),
-    (40000, 8, 16),
-    (8452, 264, 520),
-    (2500, 1032, 2056),
-    (700, 2056, 2312),
-]
-
-
-@pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "inner", "width"), OWN_SIZES)
-def test_either_product(rows, inner, width, dtype, transposed, product, device):
-    if device.type == "cpu" and rows * inner * width > 1e8:
-        pytest.skip("slow on a CPU, which has one product")
-    x, weight, bias = inputs(rows, inner, width, dtype, device)
-    if transposed:
-        weight = weight.t().contiguous().t()
-    dout = randn(rows, width, dtype=dtype, device=device)
-    names = ("dx", "dweight", "dbias")
-    assert_as_exact_with_gradients(ours, torchs, F.linear, (x, weight, bias), dout, names)
-    assert_as_exact_with_gradients(ours, torchs, F.linear, (x, weight, None), dout, names)
-    assert_same_bits(lambda: ours(x, weight, bias), vary_threads=False)
-    assert_same_bits(lambda: ops.linear_backward(dout, x, weight, [True] * 3), vary_threads=False)
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_special_values_of_either_product(value, product, device):
+def test_infinities_and_nan_stay_in_their_rows_and_columns(value, device):
     """What is not finite stays in its row of x and of the result, and in its columns of the gradients."""
     x, weight, bias = inputs(300, 520, 264, torch.bfloat16, device)
     dout = randn(300, 264, dtype=torch.bfloat16, device=device)
@@ -145,17 +116,6 @@ def test_special_values_of_either_product(value, product, device):
         if a.dim() == 2 and a.shape == weight.shape:
             keep[:, 7] = False
         assert torch.equal(a[keep], b[keep])
-
-
-def test_the_kernel_for_sm_90a_runs(device, sm_90a):
-    """The gradients of c_attn's weight and bias by one product, by default and without a column sum."""
-    x, weight, _ = inputs(65536, 768, 2304, torch.bfloat16, device)
-    dout = randn(65536, 2304, dtype=torch.bfloat16, device=device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        ops.linear_backward(dout, x, weight, [True] * 3)
-    names = [event.key for event in profile.key_averages()]
-    assert sum("matmul_weight_wgmma_kernel" in name for name in names) == 1, names
-    assert not any("column_sum" in name for name in names), names
 
 
 def test_leading_shapes(device):

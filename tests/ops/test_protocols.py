@@ -12,7 +12,7 @@ from protocols.attention_backward_head import backward_head
 from protocols.attention_forward import FORWARD_64, forward, forward_64
 from protocols.checker import CUDA, Deadlock, Fault, WrongData, constant
 from protocols.others import decode, layernorm_ring
-from protocols.products import fp8_gelu, matmul, matmul_weight
+from protocols.products import fp8_gelu, matmul
 
 CAUSAL = [(".xxx", "xxxx"), (".xx", "xxx"), ("x", "x"), (".", "x")]
 RUNS = [("x......x", "xxxxxxxx"), ("xx.....x", "xxxxxxxx"), ("xxx", "...")]  # hidden ones longer than the ring
@@ -78,7 +78,6 @@ MODELS = {
         20_000,
         [partial(matmul, 2, 2, stages=2), partial(matmul, 1, 4), partial(matmul, 3, 2, blocks=1, pairs=2)],
     ),
-    "matmul_weight": (20_000, [partial(matmul_weight, [1, 2, 1], stages=2)]),
     "fp8_gelu": (1_000, [partial(fp8_gelu, 5, 3), partial(fp8_gelu, 5, 2, warps=2, pieces=2)]),
     "layernorm_ring": (50, [partial(layernorm_ring, 7, stages) for stages in (2, 3, 4)]),
     "decode": (
@@ -100,7 +99,6 @@ LARGE = {
         partial(backward_head, 2, 2, 1),
         partial(backward_head, 1, 3, 3, causal=False),
     ],
-    "matmul_weight": [partial(matmul_weight, [1, 3, 1])],
 }
 
 # Waits that can be left out: another wait implies them, or they exist for speed.
@@ -109,7 +107,6 @@ REDUNDANT = {
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
     # It is enough that the loading thread of each block waits.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
-    "matmul_weight": {(f"block *'s {role}", "wait", "cluster_barrier") for role in ("product", "sums")},
     # The receiving warp polls the words themselves. The other warps send only after a receiving warp has sent.
     "decode": {
         ("cluster *, block *: receiving warp", "wait", "own sums"),
@@ -206,7 +203,6 @@ def test_every_wait_and_arrival_is_needed(name):
         (partial(dkey_128, TILES_128, stages=2), Deadlock),
         (partial(backward_head, 1, 2, 2, stages=1), Deadlock),
         (partial(matmul, 3, 2, blocks=1, pairs=2, sums=1), WrongData),
-        (partial(matmul_weight, [2], stages=1), Deadlock),
         (partial(fp8_gelu, 3, 2, stages=1), Deadlock),
         (partial(layernorm_ring, 7, 3, prior=3), WrongData),
     ],
@@ -227,7 +223,6 @@ def test_too_few_buffers(model, fault):
         "gemm/sm90_mainloop.cuh": 8,
         "gemm/sm90_gelu.cu": 3,
         "loss/sm90_linear_cross_entropy.cu": 2,
-        "gemm/sm90_weight_gradient.cu": 8,
         "fp8/sm90_gelu.cu": 11,
         "generate/whole_model/layer_common.cuh": 10,
         "generate/whole_model/attention.cuh": 16,

@@ -1,4 +1,4 @@
-"""Models of gemm/sm90_mainloop.cuh, gemm/sm90_weight_gradient.cu and fp8/sm90_gelu.cu.
+"""Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
 In a cluster, the first write of a block's memory initialises its barriers and the second ends it: nobody may send there
 before the one or after the other.
@@ -6,7 +6,7 @@ before the one or after the other.
 
 from .checker import Buffers, Model, Ring, Staging, constant, ring_size, warps_of
 
-MATMUL, WEIGHT, GELU = "gemm/sm90_mainloop.cuh", "gemm/sm90_weight_gradient.cu", "fp8/sm90_gelu.cu"
+MATMUL, GELU = "gemm/sm90_mainloop.cuh", "fp8/sm90_gelu.cu"
 
 
 class Cluster:
@@ -100,33 +100,6 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
                 p.sync(barrier(tile))
                 p.read(*[own(tile) for own in sums_at])
             cluster.end(p, rank)
-    return cluster.model
-
-
-def matmul_weight(segments, stages=None):
-    """A segment is its number of steps."""
-    stages, blocks = stages or ring_size(WEIGHT, "ring"), constant(WEIGHT, "kCluster")
-    cluster = Cluster(Model(), stages, blocks, 3 * blocks, blocks + 1)
-    for rank in range(blocks):
-        cluster.load(rank, sum(segments))
-
-        p = cluster.begin("sums", rank)
-        for ring in range(sum(segments)):
-            p.wait(cluster.full[rank](ring))
-            p.read(cluster.a_at[rank](ring))
-            p.arrive(cluster.empty[rank](ring))
-        cluster.end(p, rank)
-
-        p = cluster.begin("product", rank)
-        ring = 0
-        for steps in segments:
-            for step in range(steps):
-                cluster.get(p, rank, ring)
-                if step > 0:
-                    cluster.release(p, rank, ring - 1)
-                ring += 1
-            cluster.release(p, rank, ring - 1)
-        cluster.end(p, rank)
     return cluster.model
 
 

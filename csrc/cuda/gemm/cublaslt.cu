@@ -10,10 +10,8 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
 #include "cuda/common/reduce.cuh"
-#include "dispatch.h"
 #include "matmul.h"
 #include "sm90_gelu.h"
-#include "sm90_weight_gradient.h"
 
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
 // out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
@@ -343,13 +341,7 @@ cudaError_t gelu(const Matmul<T>& p, Stream stream) {
 
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
-  switch (own_product(p)) {
-    case OwnProduct::kTiles:
-      return {.own = OwnProduct::kTiles, .sums = p.column_sums != nullptr, .workspace = matmul_sm90_workspace(p)};
-    case OwnProduct::kWeight:
-      return {.own = OwnProduct::kWeight, .sums = p.a_sums != nullptr, .workspace = matmul_sm90_weight_workspace(p)};
-    case OwnProduct::kNone: break;
-  }
+  if (matmul_sm90_serves(p)) return {.own = true, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
   const MatmulPlan plan =
       may_fuse(p) || may_lose_terms(p, compute) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
@@ -363,10 +355,8 @@ template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
   const Matmul<T> first = plan.own_gelu ? without_gelu(p) : p;
   MatmulStatus status;
-  if (plan.own == OwnProduct::kTiles)
+  if (plan.own)
     status.cuda = matmul_sm90(first, workspace, stream);
-  else if (plan.own == OwnProduct::kWeight)
-    status.cuda = matmul_sm90_weight(first, workspace, stream);
   else if (plan.fused)
     status = fused_product(first, plan, workspace, handle, stream);
   else

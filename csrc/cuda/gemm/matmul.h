@@ -1,5 +1,5 @@
-// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernels where these
-// are faster (gemm/dispatch.h). Host code may include this header.
+// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernel where it is
+// faster (gemm/sm90_gelu.h). Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -36,30 +36,22 @@ struct Matmul {
   const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
   accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
   bool accumulate = false;              // add the product to what is there (beta = 1)
-  T* column_sums = nullptr;             // (columns), beside dgelu_at: takes out's sums over the rows, if the plan does
-  T* a_sums = nullptr;                  // (rows), without an epilogue: takes the sums of a over its terms, likewise
+  T* column_sums = nullptr;             // (columns), beside dgelu_at: takes out's sums over the rows, if plan.own
 };
 
 // How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
 // large product on the tensor cores it has several answers, and its first is up to a fifth slower than the best: these
 // are timed, once per shape and user (gemm/algorithm_cache.h).
-enum class OwnProduct {
-  kNone,
-  kTiles,   // matmul_sm90
-  kWeight,  // matmul_sm90_weight
-};
-
 struct MatmulPlan {
-  bool fused;      // by cublasLtMatmul, with an epilogue if any; else by cublasGemmEx, and our kernel adds the bias
-  bool own_gelu;   // GELU and its gradient are computed by our kernels, after the product
-  bool untimed;    // matmul_time may find a faster one
-  OwnProduct own;  // by one of our own kernels instead
-  bool sums;       // writes column_sums and a_sums; else the caller sums
+  bool fused;     // by cublasLtMatmul, with an epilogue if any; else by cublasGemmEx, and our kernel adds the bias
+  bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
+  bool untimed;   // matmul_time may find a faster one
+  bool own;       // by our own kernel (gemm/sm90_gelu.h) instead, with column_sums; else the caller sums
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes of scratch
 
-  // Whether cuBLAS computes it, by the state of its handle; cuBLASLt and our own kernels read none.
-  bool needs_cublas() const { return !fused && own == OwnProduct::kNone; }
+  // Whether cuBLAS computes it, by the state of its handle; cuBLASLt and our own kernel read none.
+  bool needs_cublas() const { return !fused && !own; }
 };
 
 constexpr int64_t kMatmulTimingWorkspace = 32 << 20;

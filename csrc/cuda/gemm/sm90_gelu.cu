@@ -1,4 +1,5 @@
 // Products for sm_90a with a bias and GELU, or with GELU's gradient.
+#include "backend.h"
 #include "cuda/common/partial_sums.cuh"
 #include "cuda/elementwise/gelu.cuh"
 #include "sm90_gelu.h"
@@ -161,26 +162,30 @@ bool built() {
 // Whether sizes and addresses suit the kernels.
 template <typename T>
 bool can_serve(const Matmul<T>& p) {
-  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate && !p.a_sums;
+  const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
   if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed || p.out_ld != p.columns) return false;
   if (!p.dgelu_at && tiles_across(p.columns) * kColumns > kLongestBias) return false;
   return takes(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
+// GELU, and its gradient where a pass for the column sums is saved too (docs/linear.md). Tiles are large: where there
+// are few, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
+template <typename T>
+bool is_faster(const Matmul<T>& p) {
+  constexpr double kBusy = 0.85;
+  return (p.pre_gelu || p.column_sums) && busy(tiles_down(p.rows) * tiles_across(p.columns)) >= kBusy;
+}
+
 }  // namespace
 
 template <typename T>
-bool matmul_sm90_takes(const Matmul<T>& p) {
+bool matmul_sm90_serves(const Matmul<T>& p) {
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    return can_serve(p);
+    const GemmBackend requested = gemm_backend();
+    return requested != GemmBackend::kCublas && can_serve(p) && (requested == GemmBackend::kOwn || is_faster(p));
   }
-}
-
-template <typename T>
-double matmul_sm90_busy(const Matmul<T>& p) {
-  return busy(tiles_down(p.rows) * tiles_across(p.columns));
 }
 
 // The sums of every 64 rows.
@@ -210,8 +215,7 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                              \
-  template bool matmul_sm90_takes<T>(const Matmul<T>&);        \
-  template double matmul_sm90_busy<T>(const Matmul<T>&);       \
+  template bool matmul_sm90_serves<T>(const Matmul<T>&);       \
   template int64_t matmul_sm90_workspace<T>(const Matmul<T>&); \
   template cudaError_t matmul_sm90<T>(const Matmul<T>&, void*, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)

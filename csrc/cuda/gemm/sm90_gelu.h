@@ -6,13 +6,10 @@
 
 namespace gptkernels::cuda {
 
-// Whether matmul_sm90 can compute this product, here. (gemm/dispatch.h: where it does.)
+// True if matmul_sm90 supports this product and is faster than cuBLASLt. The environment variable GPTKERNELS_MATMUL
+// overrides the second condition (gemm/backend.h).
 template <typename T>
-bool matmul_sm90_takes(const Matmul<T>& p);
-
-// How much of the kernel's time the multiprocessors have work, at least.
-template <typename T>
-double matmul_sm90_busy(const Matmul<T>& p);
+bool matmul_sm90_serves(const Matmul<T>& p);
 
 // The size of the workspace in bytes: partial sums for column_sums.
 template <typename T>
