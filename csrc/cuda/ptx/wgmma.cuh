@@ -108,13 +108,13 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
 // D (64 x 64) += A * B, both in shared memory; D = A * B if `accumulate` is 0.
-#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_a, transpose_b)           \
+#define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_64 \
-      "%32, %33, p, 1, 1, %36, %35;\n}"                                                       \
+      "%32, %33, p, 1, 1, 0, %35;\n}"                                                         \
       : GPTKERNELS_ACCUMULATORS_64(d)                                                         \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                   \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
       : "memory")
 
 // The same with A in registers.
@@ -128,13 +128,13 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "memory")
 
 // The same with D (64 x 128).
-#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
+#define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_128 \
-      "%64, %65, p, 1, 1, %68, %67;\n}"                                                         \
+      "%64, %65, p, 1, 1, 0, %67;\n}"                                                           \
       : GPTKERNELS_ACCUMULATORS_128(d)                                                          \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
+      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
       : "memory")
 
 // The same with A in registers.
@@ -147,54 +147,20 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-#define GPTKERNELS_ACCUMULATORS_256(d)                                                                                \
-  GPTKERNELS_ACCUMULATORS_128(d), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]),       \
-      "+f"(d[70]), "+f"(d[71]), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]),         \
-      "+f"(d[78]), "+f"(d[79]), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]),         \
-      "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]),         \
-      "+f"(d[94]), "+f"(d[95]), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]),       \
-      "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), \
-      "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), \
-      "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), \
-      "+f"(d[126]), "+f"(d[127])
-
-#define GPTKERNELS_REGISTERS_256                                                                               \
-  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-  "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
-  "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, %64, "  \
-  "%65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, "  \
-  "%86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, " \
-  "%106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, "     \
-  "%123, %124, %125, %126, %127}, "
-
-// D (64 x 256), both in shared memory.
-#define GPTKERNELS_WGMMA_SS_256(TYPE, d, a, b, accumulate, transpose_a, transpose_b)            \
-  asm volatile(                                                                                 \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                             \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " " GPTKERNELS_REGISTERS_256 \
-      "%128, %129, p, 1, 1, %132, %131;\n}"                                                     \
-      : GPTKERNELS_ACCUMULATORS_256(d)                                                          \
-      : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b), "n"(transpose_a)                     \
-      : "memory")
-
-// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors. kRowsAreK
-// and kARowsAreK say whether the rows of B's and A's panels in shared memory are k (panel_descriptor).
-template <typename T, bool kRowsAreK, bool kARowsAreK = false, int n>
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors; the
+// columns of A's panels in shared memory are k. kRowsAreK says whether the rows of B's are (panel_descriptor).
+template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
-  static_assert(n == 32 || n == 64 || n == 128);
-  constexpr int kTranspose = kRowsAreK ? 1 : 0, kTransposeA = kARowsAreK ? 1 : 0;
+  static_assert(n == 32 || n == 64);
+  constexpr int kTranspose = kRowsAreK ? 1 : 0;
   if constexpr (std::is_same_v<T, bfloat16> && n == 32) {
-    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
-  } else if constexpr (std::is_same_v<T, bfloat16> && n == 64) {
-    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
+    GPTKERNELS_WGMMA_SS_64("bf16", d, a, b, accumulate, kTranspose);
   } else if constexpr (std::is_same_v<T, bfloat16>) {
-    GPTKERNELS_WGMMA_SS_256("bf16", d, a, b, accumulate, kTransposeA, kTranspose);
+    GPTKERNELS_WGMMA_SS_128("bf16", d, a, b, accumulate, kTranspose);
   } else if constexpr (n == 32) {
-    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTransposeA, kTranspose);
-  } else if constexpr (n == 64) {
-    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTransposeA, kTranspose);
+    GPTKERNELS_WGMMA_SS_64("f16", d, a, b, accumulate, kTranspose);
   } else {
-    GPTKERNELS_WGMMA_SS_256("f16", d, a, b, accumulate, kTransposeA, kTranspose);
+    GPTKERNELS_WGMMA_SS_128("f16", d, a, b, accumulate, kTranspose);
   }
 }
 
