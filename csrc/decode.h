@@ -55,13 +55,10 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Bytes of scratch memory: the activations, in float32 (float64 for float64). For a single sequence also the exchange
-// buffer of the whole-model CUDA kernel: the residual and C / 64 partial sums for both halves of every layer.
+// Bytes of scratch memory: the activations, in float32 (float64 for float64).
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
-  const int64_t in_halves = p.batch == 1 ? 2 * p.layer_count * (p.width / 64 + 1) * p.width : 0;
-  const int64_t activations = p.batch * p.width * 8 + in_halves;
-  return static_cast<int64_t>(sizeof(accumulate_t<T>)) * activations;
+  return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;
 }
 
 template <typename T>

@@ -1,7 +1,5 @@
 // One decoding step: the newest token of each of B sequences goes through GPT-2, with earlier keys and values cached.
-//
-// A single 16-bit sequence through a 768-wide model on sm_90 runs all layers in one kernel
-// (generate/whole_model/kernel.cuh). Everything else uses five kernels per layer:
+// Each layer is five kernels:
 //
 //   residual = wte[token] + wpe[position]
 //   for each layer:
@@ -15,13 +13,32 @@
 // All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
 // only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
 // step (weights, lengths, earlier keys and values) before it waits for the kernel that precedes it.
+#include "../../decode.h"
 #include "attention.cuh"
-#include "cuda/generate/whole_model/kernel.cuh"
+#include "cuda/embedding/token.cuh"
 #include "product.cuh"
-#include "token.cuh"
 
 namespace gptkernels::cuda {
 namespace {
+
+struct NewestToken {
+  int64_t position, token;
+};
+
+// Returns the position and the token of sequence b. The host does not read lengths and tokens, so an invalid one fails
+// a device-side assertion.
+template <typename T>
+__device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
+  const int64_t length = p.lengths[b], most = min(p.capacity, p.sequence_length);
+  if (length < 1 || length > most) {
+    device_fail("decode", "a length is outside the cache", "length %lld of sequence %lld is not from 1 to %lld\n",
+                static_cast<long long>(length), static_cast<long long>(b), static_cast<long long>(most));
+    return {0, 0};
+  }
+  const int64_t token = p.sequences[b * p.sequence_length + length - 1];
+  if (token != -1) in_vocabulary(token, p.vocabulary, "decode", b);
+  return {length - 1, max(token, int64_t{0})};
+}
 
 // out (B, C) = wte[token] + wpe[position]. One thread block per row.
 template <typename T>
@@ -34,8 +51,11 @@ __global__ void __launch_bounds__(kDecodeThreads)
     out[b * p.width + i] = widen(p.wte[token * p.width + i]) + widen(p.wpe[position * p.width + i]);
 }
 
+}  // namespace
+
 template <typename T>
-Status decode_by_kernels(const Decode<T>& p, Stream stream) {
+Status decode(const Decode<T>& p, Stream stream) {
+  if (p.batch == 0) return cudaSuccess;
   using A = accumulate_t<T>;
   using Epilogue = DecodeEpilogue<T>;
   const int64_t C = p.width, size = p.batch * C;
@@ -91,16 +111,6 @@ Status decode_by_kernels(const Decode<T>& p, Stream stream) {
   product(residual, p.norm_weight, p.norm_bias, p.head, nullptr, p.head_rows, C,
           {.kind = Epilogue::kLogits, .narrow_out = p.logits});
   return status;
-}
-
-}  // namespace
-
-template <typename T>
-Status decode(const Decode<T>& p, Stream stream) {
-  if (p.batch == 0) return cudaSuccess;
-  if constexpr (sizeof(T) == 2)
-    if (supports_decode_by_halves<T, 768>(p)) return decode_by_halves<T, 768>(p, stream);
-  return decode_by_kernels(p, stream);
 }
 
 #define GPTKERNELS_INSTANTIATE(T) template Status decode<T>(const Decode<T>&, Stream);

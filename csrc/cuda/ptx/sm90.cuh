@@ -62,9 +62,6 @@ __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned b
                "l"(global), "r"(bytes), "r"(barrier)
                : "memory");
 }
-__device__ inline void bulk_load(void* shared, const void* global, unsigned bytes, uint64_t* barrier) {
-  bulk_load(shared_address(shared), global, bytes, shared_address(barrier));
-}
 
 __device__ inline unsigned cluster_rank() {
   unsigned rank;
