@@ -15,7 +15,7 @@ from benchmarks.harness import roof
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
 BEFORE_PRODUCT = re.compile(r"Memset")  # which cuBLAS launches with it
 REDO = "ExpFinish<true>"  # a product of rows that are done again: there are none
-AFTER_PRODUCT = re.compile(r"splitKreduce|weight_segments")  # which adds up what blocks have of a product
+AFTER_PRODUCT = re.compile(r"splitKreduce")  # which adds up what blocks have of a product
 
 # What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
 PRODUCTS = {

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gptkernels
+from gptkernels.block import node
 from gptkernels.swapping.attention_registration import transformers_attention
 from helpers import assert_close_in_scale
 from swapped import T, V, hf_config, needs_transformers, randomised, tokens, transformers
@@ -220,6 +221,27 @@ def test_a_cache_goes_back_and_forth(device):
     out = ours(x[:, :10], use_cache=True)
     out = ours(x[:, 10:], past_key_values=out.past_key_values)
     assert_close_in_scale(out.logits, whole[:, 10:], torch.float32)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gradients_through_the_cache(backend, device, monkeypatch):
+    """A gradient arrives at qkv from outside a block. Only an eager block runs its layer again for it."""
+    torch._dynamo.reset()
+    again = []
+    differentiably = node._differentiably
+    monkeypatch.setattr(node, "_differentiably", lambda *args: again.append(args) or differentiably(*args))
+    ours, theirs = pair(device)
+    x = tokens(device, 0)
+    call = ours if backend is None else torch.compile(ours, backend=backend)
+    for uses_cache in (False, True):
+        for model in (ours, theirs):
+            model.zero_grad()
+            out = (call if model is ours else theirs)(x, labels=x, use_cache=True)
+            caches = out.past_key_values.layers
+            (out.loss + sum((one.keys * one.values).mean() for one in caches if uses_cache)).backward()
+        assert len(again) == (len(caches) if backend is None and uses_cache else 0)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert_close_in_scale(p.grad, q.grad, torch.float32)
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------

@@ -46,7 +46,6 @@ def serves(dtypes: Dtypes, parameters: Sequence[Any]) -> bool:
         and parameters[0] is not None
         and parameters[6] is not None
         and all([t is None or t.requires_grad for t in parameters])
-        and not torch._C._len_torch_dispatch_stack()
     )
 
 

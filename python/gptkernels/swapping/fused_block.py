@@ -76,9 +76,11 @@ def cast_all(planned: Sequence[Planned | None], stream: Tensor) -> Sequence[Plan
     return [None if one is None else one._replace(matrices=next(cast)) for one in planned]
 
 
-def fits(pending: Pending | None, stream: Tensor) -> bool:
-    """Whether a block that is one node can add this to the stream: its bias has the stream's dtype."""
-    return pending is None or pending.bias is None or pending.bias.dtype == stream.dtype
+def fits(planned: Planned, pending: Pending | None, stream: Tensor) -> bool:
+    """Whether the node can add this to the stream: values in the dtype of products, a bias in the stream's."""
+    if pending is None:
+        return True
+    return pending.values.dtype == planned.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)
 
 
 def run(planned: Planned, stream: Tensor, pending: Pending | None, draws: Draws) -> tuple[Tensor, Pending, Tensor]:

@@ -142,7 +142,7 @@ def _layer(
     block: Any, planned: Planned | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
     """As one node where it is planned and that is possible."""
-    if planned is not None and fits(pending, stream):
+    if planned is not None and fits(planned, pending, stream):
         return run(planned, stream, pending, draws)[:2]
     attn = block.attn
     p = attention_dropout(attn) if untouched(attn, "gpt attention") else None

@@ -242,11 +242,13 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
-        dtypes = dtypes_of(hidden, compiled=True) if start == 0 and all(mask is None for mask in masks) else None
+        # A compiled graph that returns a cache has gradients of it, often of zeros: a node would run its layer again.
+        serves = start == 0 and all(mask is None for mask in masks)
+        dtypes = dtypes_of(hidden, compiled=cache is None) if serves else None
         planned = cast_all([_planned(parts, dtypes, hidden) for _, parts in found], hidden)
         pending: Pending | None = None
         for i, ((one, _), plan) in enumerate(zip(found, planned, strict=True)):
-            if plan is None or not fits(pending, hidden):
+            if plan is None or not fits(plan, pending, hidden):
                 hidden, pending = layer(
                     *(hidden, pending, one),
                     lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
