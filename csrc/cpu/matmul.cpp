@@ -44,7 +44,7 @@ Choice choice() {
 }
 
 // True for AMD processors with AVX-512, which MKL does not use there, and small products. Measured on Zen 4 only
-// (docs/linear.md). Large products, which need blocking for the caches, are left to MKL.
+// (docs/notes/linear.md). Large products, which need blocking for the caches, are left to MKL.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));

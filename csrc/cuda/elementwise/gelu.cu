@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
 
 // Packs per thread in the forward. Small blocks that start and end at different times keep reads and writes evenly
 // mixed, so one pack is fastest, except for the exact GELU in 16 bits: its eight elements take many instructions
-// (docs/gelu.md).
+// (docs/notes/gelu.md).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>

@@ -8,7 +8,7 @@ namespace gptkernels::cuda {
 
 // True if fp8_gelu_sm90 supports this product followed by this quantisation (whose x is the product's out), and is
 // faster than two separate kernels. The environment variable GPTKERNELS_MATMUL overrides the second condition
-// (product_choice.h).
+// (gemm/backend.h).
 template <typename T>
 bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass);
 

@@ -12,7 +12,7 @@ constexpr int kRows = 16;  // threads that share a column: blockDim.y
 constexpr int kAhead = 4;  // loads in flight per thread
 
 // A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
-// element would be slower than memory (docs/linear.md).
+// element would be slower than memory (docs/notes/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;

@@ -119,7 +119,7 @@ const void* gelu_matrix(const Matmul<T>& p) {
 
 // cuBLASLt requires a leading dimension divisible by 8 for GELU's matrix. It does not document the accuracy of its
 // tanh; 16-bit results show no difference. For float32 its GELU epilogue is slower than our own kernel after a TF32
-// product (docs/mlp.md).
+// product (docs/notes/mlp.md).
 template <typename T>
 bool may_fuse_gelu(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;

@@ -81,7 +81,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .gelu_alignment = alignment(nullptr)};
 }
 
-constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/fp8.md)
+constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/notes/fp8.md)
 
 Fp8Plan plan_of(const AlgorithmChoice& choice) {
   return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};

@@ -168,8 +168,8 @@ bool can_serve(const Matmul<T>& p) {
   return takes(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// GELU, and its gradient where a pass for the column sums is saved too (docs/linear.md). Tiles are large: where there
-// are few, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
+// GELU, and its gradient where a pass for the column sums is saved too (docs/notes/linear.md). Tiles are large: where
+// there are few, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -613,7 +613,7 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_head_serves(const AttentionBackward<T>& p) {
   // All heads take the same time, and a multiprocessor has one at a time: in the last round some have none. The longer
-  // heads are, the more the other kernels gain by their smaller tiles (docs/attention.md).
+  // heads are, the more the other kernels gain by their smaller tiles (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

@@ -571,7 +571,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 }
 
 // Whether attention/sm90/forward_64.cu, whose tiles have 256 queries, is faster. Where tiles are long and fewer than
-// multiprocessors, twice as many of half the size are done sooner (docs/attention.md has the figures).
+// multiprocessors, twice as many of half the size are done sooner (docs/notes/attention.md has the figures).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, 256) * s.batches * s.heads;
