@@ -36,6 +36,7 @@ struct LayernormBackward {
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
+  T* dresidual;                 // (N, C) or null: dx before dropout, and before its rounding to X
   const X* dout;                // (N, C)
   const T* dsum;                // (N, C) or null: gradient of the sum from its other uses, added to dx
   const T* x;                   // (N, C): the normalised values, i.e. the sum if there is a residual
@@ -47,37 +48,18 @@ struct LayernormBackward {
   int64_t width;                // C
 };
 
-// Additional arguments of the backward if dresidual differs from dx: with dropout of x + x_bias, dx is dropout applied
-// to dresidual; and if X is not T, their dtypes differ.
-template <typename T>
-struct LayernormDropoutBackward {
-  T* dresidual;  // (N, C) or null
-  DropoutArguments arguments;
-};
+// Computes the layernorm, with dropout of x + x_bias if its probability is not 0: element (n, c) has index n * C + c in
+// the dropout mask. With probability 0, seed and offset are not read.
+template <typename T, typename X>
+Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
-template <typename T>
-Status layernorm_forward(const LayernormForward<T>& p, Stream stream);
-
-// Applies dropout to x + x_bias: element (n, c) has index n * C + c in the dropout mask.
-template <typename T>
-Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream);
-
-// The size of the backward's workspace in bytes: partial sums of dweight, dbias and dx_bias over groups of rows.
+// Returns the size of the backward's workspace in bytes: partial sums of dweight, dbias and dx_bias over groups of
+// rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 
-template <typename T>
-Status layernorm_backward(const LayernormBackward<T>& p, Stream stream);
-
-template <typename T>
-Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream);
-
-// Variants for 16-bit X with a float32 residual stream. With probability 0, seed and offset are not read.
-template <typename X>
-Status layernorm_forward_mixed(const LayernormForward<float, X>& p, const DropoutArguments& dropout, Stream stream);
-
-template <typename X>
-Status layernorm_backward_mixed(const LayernormBackward<float, X>& p, const LayernormDropoutBackward<float>& dropout,
-                                Stream stream);
+// Computes the gradients. If dx is wanted, dropout and an X narrower than T require dresidual.
+template <typename T, typename X>
+Status layernorm_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -13,7 +13,7 @@ struct LayernormOutputs {
   Tensor rstd;
 };
 
-// What is dropped out of x + x_bias before it is added to the residual.
+// The dropout of x + x_bias before the addition to the residual.
 struct LayernormDropout {
   double p = 0;
   OptionalTensor seed = {};
@@ -25,13 +25,13 @@ struct LayernormDropout {
   DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
 };
 
-// x of 16 bits beside a float32 stream (the residual, the sum and the parameters): csrc/layernorm.h.
+// Returns whether x has 16 bits and the stream (the residual, the sum and the parameters) is float32.
 inline bool is_mixed(const Tensor& x, const Tensor& stream) {
   const auto narrow = x.scalar_type();
   return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
 }
 
-// fn.template operator()<T, X>() with the stream's dtype and x's, which have been checked.
+// Calls fn.template operator()<T, X>() with the dtypes of the stream and of x, which must be checked before.
 template <typename Fn>
 void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   if (!is_mixed(x, stream)) return dispatch_floating(stream, [&]<typename T>() { fn.template operator()<T, T>(); });
@@ -39,7 +39,7 @@ void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   fn.template operator()<float, float16>();
 }
 
-// What a norm is computed from, each dense; residual, weight, bias and x_bias may be absent.
+// The inputs of a norm. All tensors are dense; residual, weight, bias and x_bias may be absent.
 struct LayernormInputs {
   Tensor x;
   OptionalTensor residual;
@@ -48,7 +48,7 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // The dtype of the stream and of the parameters is this one's.
+  // Returns the tensor that has the dtype of the stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 
@@ -75,7 +75,7 @@ inline LayernormInputs check_layernorm(const char* op, const Tensor& x, const Op
   return {dense(x), dense(residual), dense(weight), dense(bias), dense(x_bias), eps};
 }
 
-// With `out` of no elements where it is not written.
+// Allocates the outputs. `out` has no elements if it is not wanted.
 inline LayernormOutputs allocate_layernorm(const LayernormInputs& inputs, bool out_wanted) {
   const Tensor& x = inputs.x;
   return {.out = allocate_if(out_wanted, shape_of(x), x),
@@ -84,9 +84,9 @@ inline LayernormOutputs allocate_layernorm(const LayernormInputs& inputs, bool o
           .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
 }
 
-// The kernel's arguments.
+// Returns the kernel's arguments.
 template <typename T, typename X>
-LayernormForward<T, X> layernorm_pass(const LayernormInputs& inputs, const LayernormOutputs& outputs) {
+LayernormForward<T, X> layernorm_arguments(const LayernormInputs& inputs, const LayernormOutputs& outputs) {
   return {.out = pointer<X>(outputs.out),
           .mean = pointer<accumulate_t<T>>(outputs.mean),
           .rstd = pointer<accumulate_t<T>>(outputs.rstd),
@@ -105,18 +105,13 @@ inline LayernormOutputs run_layernorm(const Launcher& launcher, const LayernormI
                                       const LayernormDropout& dropout) {
   const LayernormOutputs outputs = allocate_layernorm(inputs, true);
   dispatch_layernorm(inputs.stream(), inputs.x, [&]<typename T, typename X>() {
-    const LayernormForward<T, X> p = layernorm_pass<T, X>(inputs, outputs);
-    if constexpr (!std::is_same_v<T, X>)
-      launcher.check(layernorm_forward_mixed(p, dropout.arguments(), launcher.stream()));
-    else if (dropout.p > 0)
-      launcher.check(layernorm_forward(p, dropout.arguments(), launcher.stream()));
-    else
-      launcher.check(layernorm_forward(p, launcher.stream()));
+    const LayernormForward<T, X> p = layernorm_arguments<T, X>(inputs, outputs);
+    launcher.check(layernorm_forward(p, dropout.arguments(), launcher.stream()));
   });
   return outputs;
 }
 
-// Layernorm of x, or of dropout(x + x_bias) + residual.
+// Computes the layernorm of x or, with a residual, of dropout(x + x_bias) + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                       const OptionalTensor& x_bias = std::nullopt,
@@ -133,10 +128,10 @@ struct LayernormGradients {
   Tensor dresidual;
 };
 
-// `name` is what the op calls x in error messages. dsum is the gradient that reaches the sum by other paths than the
-// norm; it is added to dx. The mask has three entries, or four with dx_bias, or five with dresidual: dx is then
-// dresidual with the dropout applied, in dout's dtype, which may be a narrower one. Without a fourth or fifth entry
-// dx_bias or dresidual is undefined.
+// Computes the gradients of a norm. `name` is the name of x in error messages. dsum is the gradient that reaches the
+// sum by other paths than the norm; it is added to dx. The mask has three entries, a fourth for dx_bias, and a fifth
+// for dresidual. With five entries dx is dresidual after the dropout, in dout's dtype, which may be narrower. Without a
+// fourth or fifth entry dx_bias or dresidual is undefined.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,
@@ -187,6 +182,7 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
                                     .dweight = pointer<T>(dweight),
                                     .dbias = pointer<T>(dbias),
                                     .dx_bias = pointer<T>(dx_bias),
+                                    .dresidual = pointer<T>(dresidual),
                                     .dout = pointer<X>(dout_dense),
                                     .dsum = pointer<T>(dsum_dense),
                                     .x = pointer<T>(x_dense),
@@ -196,13 +192,7 @@ inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& d
                                     .workspace = pointer<void>(partials),
                                     .rows = rows_of(x),
                                     .width = width_of(x)};
-    const LayernormDropoutBackward<T> dropped{pointer<T>(dresidual), dropout.arguments()};
-    if constexpr (!std::is_same_v<T, X>)
-      launcher.check(layernorm_backward_mixed(p, dropped, launcher.stream()));
-    else if (with_residual && dx_made)
-      launcher.check(layernorm_backward(p, dropped, launcher.stream()));
-    else
-      launcher.check(layernorm_backward(p, launcher.stream()));
+    launcher.check(layernorm_backward(p, dropout.arguments(), launcher.stream()));
   });
   if (!output_mask[0]) dx = absent(dout);
   if (with_residual && !output_mask[4]) dresidual = absent(x);

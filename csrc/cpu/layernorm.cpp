@@ -92,13 +92,6 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// The gradient of the residual, if it differs from dx: with dropout of x + x_bias, or if X is not T.
-template <typename T>
-struct Dropped {
-  T* dresidual = nullptr;  // (N, C), or null if dx is also the gradient of the residual
-  Dropout dropout = {};
-};
-
 // The means over a row of g and g * c, where g = dout * weight and c = x - mean:
 //   dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
 template <typename A>
@@ -133,7 +126,7 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
 
 // The second pass: writes a row of dx and of dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
-void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t row, Means<accumulate_t<T>> means,
+void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {
   using A = accumulate_t<T>;
   const T* x = p.x + row * p.width;
@@ -163,8 +156,8 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64
     else
       with(gradient);
   };
-  if (dropped.dresidual) {
-    T* dresidual = dropped.dresidual + row * p.width;
+  if (p.dresidual) {
+    T* dresidual = p.dresidual + row * p.width;
     const auto write_both = [&](int64_t begin, int64_t end, const auto& factor) {
       write_run(begin, end, [&](int64_t i, A found) {
         store(dresidual[i], found);
@@ -172,7 +165,7 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64
         return found * factor(i);
       });
     };
-    for_each_dropout_factor<A>(dropped.dropout, row * p.width, p.width, write_both);
+    for_each_dropout_factor<A>(dropout, row * p.width, p.width, write_both);
   } else {
     write_run(0, p.width, [&](int64_t i, A found) {
       store(dx[i], found);
@@ -182,7 +175,7 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64
 }
 
 template <typename T, typename X>
-void backward_group(const LayernormBackward<T, X>& p, const Dropped<T>& dropped, int64_t group, int64_t groups) {
+void backward_group(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t group, int64_t groups) {
   const int64_t begin = p.rows * group / groups;
   const int64_t end = p.rows * (group + 1) / groups;
   const bool sums_wanted = p.dweight || p.dbias || p.dx_bias;
@@ -190,7 +183,7 @@ void backward_group(const LayernormBackward<T, X>& p, const Dropped<T>& dropped,
   if (sums_wanted) std::fill_n(sums.dweight, 3 * p.width, accumulate_t<T>(0));
   for (int64_t row = begin; row < end; ++row) {
     const auto means = sums_wanted ? gradient_means<true>(p, row, sums) : gradient_means<false>(p, row, sums);
-    if (p.dx) write_dx(p, dropped, row, means, sums.dx_bias);
+    if (p.dx) write_dx(p, dropout, row, means, sums.dx_bias);
   }
 }
 
@@ -226,13 +219,13 @@ void forward(LayernormForward<T, X> p, const Dropout& dropout, Stream stream) {
 }
 
 template <typename T, typename X>
-void backward(LayernormBackward<T, X> p, const Dropped<T>& dropped, Stream stream) {
+void backward(LayernormBackward<T, X> p, const Dropout& dropout, Stream stream) {
   const auto ones = replacement_row(p.weight, p.width, 1);
   if (p.weight == nullptr) p.weight = ones.data();
   const int64_t groups = row_groups(p.rows);
   parallel_for(stream, groups, p.width * (p.rows / groups + 1), [&](int64_t begin, int64_t end) {
     vectorised([&] {
-      for (int64_t group = begin; group < end; ++group) backward_group(p, dropped, group, groups);
+      for (int64_t group = begin; group < end; ++group) backward_group(p, dropout, group, groups);
     });
   });
   if (p.dweight || p.dbias || p.dx_bias)
@@ -242,14 +235,8 @@ void backward(LayernormBackward<T, X> p, const Dropped<T>& dropped, Stream strea
 
 }  // namespace
 
-template <typename T>
-Status layernorm_forward(const LayernormForward<T>& p, Stream stream) {
-  forward(p, {}, stream);
-  return {};
-}
-
-template <typename T>
-Status layernorm_forward(const LayernormForward<T>& p, const DropoutArguments& dropout, Stream stream) {
+template <typename T, typename X>
+Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   forward(p, read(dropout), stream);
   return {};
 }
@@ -259,44 +246,20 @@ int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   return row_groups(rows) * 3 * width * int64_t(sizeof(accumulate_t<T>));
 }
 
-template <typename T>
-Status layernorm_backward(const LayernormBackward<T>& p, Stream stream) {
-  backward(p, {}, stream);
+template <typename T, typename X>
+Status layernorm_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
+  backward(p, read(dropout), stream);
   return {};
 }
 
-template <typename T>
-Status layernorm_backward(const LayernormBackward<T>& p, const LayernormDropoutBackward<T>& dropout, Stream stream) {
-  backward(p, {dropout.dresidual, read(dropout.arguments)}, stream);
-  return {};
-}
-
-template <typename X>
-Status layernorm_forward_mixed(const LayernormForward<float, X>& p, const DropoutArguments& dropout, Stream stream) {
-  forward(p, read(dropout), stream);
-  return {};
-}
-
-template <typename X>
-Status layernorm_backward_mixed(const LayernormBackward<float, X>& p, const LayernormDropoutBackward<float>& dropout,
-                                Stream stream) {
-  backward(p, {dropout.dresidual, read(dropout.arguments)}, stream);
-  return {};
-}
-
-#define GPTKERNELS_INSTANTIATE(T)                                                                    \
-  template Status layernorm_forward<T>(const LayernormForward<T>&, Stream);                          \
-  template Status layernorm_forward<T>(const LayernormForward<T>&, const DropoutArguments&, Stream); \
-  template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);                                \
-  template Status layernorm_backward<T>(const LayernormBackward<T>&, Stream);                        \
-  template Status layernorm_backward<T>(const LayernormBackward<T>&, const LayernormDropoutBackward<T>&, Stream);
-GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
-
-#define GPTKERNELS_INSTANTIATE_MIXED(X)                                                                           \
-  template Status layernorm_forward_mixed<X>(const LayernormForward<float, X>&, const DropoutArguments&, Stream); \
-  template Status layernorm_backward_mixed<X>(const LayernormBackward<float, X>&,                                 \
-                                              const LayernormDropoutBackward<float>&, Stream);
-GPTKERNELS_INSTANTIATE_MIXED(bfloat16)
-GPTKERNELS_INSTANTIATE_MIXED(float16)
+#define GPTKERNELS_INSTANTIATE(T, X)                                                                       \
+  template Status layernorm_forward<T, X>(const LayernormForward<T, X>&, const DropoutArguments&, Stream); \
+  template Status layernorm_backward<T, X>(const LayernormBackward<T, X>&, const DropoutArguments&, Stream);
+#define GPTKERNELS_INSTANTIATE_SAME(T) \
+  GPTKERNELS_INSTANTIATE(T, T)         \
+  template int64_t layernorm_backward_workspace<T>(int64_t, int64_t);
+GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE_SAME)
+GPTKERNELS_INSTANTIATE(float, bfloat16)
+GPTKERNELS_INSTANTIATE(float, float16)
 
 }  // namespace gptkernels::cpu

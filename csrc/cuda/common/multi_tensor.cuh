@@ -23,7 +23,7 @@ struct TensorList {
   void* pointers[kCapacity][kPointers];
 };
 
-// `size` elements of tensor `tensor` of a list, starting at element `begin`.
+// A chunk: `size` elements of tensor `tensor` of a list, starting at element `begin`.
 struct Chunk {
   int tensor;
   int64_t begin;

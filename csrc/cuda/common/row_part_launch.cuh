@@ -96,10 +96,10 @@ inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Returns the smallest block that needs at most kRowItems packs per thread or, if that is more than most_threads, the
+// Returns the smallest block that needs at most kRowItems packs per thread or, if that is more than max_threads, the
 // fewest packs per thread.
-inline BlockShape block_shape(int64_t packs, int arrays, int64_t most_threads) {
-  const int64_t items = std::max<int64_t>(ceil_div(packs, most_threads), kRowItems);
+inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
+  const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
 }
 
@@ -116,30 +116,30 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// Returns the smallest cluster, up to most_blocks, whose blocks have at most cluster_packs packs of the row each (32 or
+// Returns the smallest cluster, up to max_blocks, whose blocks have at most cluster_packs packs of the row each (32 or
 // 64 KB). An SM then has blocks of several rows, some of which load while others compute or synchronise.
-inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t most_blocks, int64_t most_threads) {
+inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t max_blocks, int64_t max_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
-  while (blocks < most_blocks && ceil_div(packs, blocks) > op.cluster_packs + 7) blocks *= 2;
+  while (blocks < max_blocks && ceil_div(packs, blocks) > op.cluster_packs + 7) blocks *= 2;
   const int64_t part = ceil_div(packs, blocks);
-  const int64_t threads = std::min(ceil_div(part, kStep * op.cluster_items) * kStep, most_threads);
+  const int64_t threads = std::min(ceil_div(part, kStep * op.cluster_items) * kStep, max_threads);
   return {blocks, {part, op.arrays, threads}};
 }
 
 // Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape;
 // 1 if it has no clusters.
-template <auto kKernel, int kMostThreads>
-int64_t most_cluster_blocks() {
+template <auto kKernel, int kMaxThreads>
+int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
   return once_a_device([](int) {
     cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     const cudaLaunchConfig_t config =
-        launch_config(kMostBlocks, kMostThreads, max_dynamic_shared_memory<kKernel>(), nullptr, nullptr);
+        launch_config(kMaxClusterBlocks, kMaxThreads, max_dynamic_shared_memory<kKernel>(), nullptr, nullptr);
     int most = 1;
     cudaOccupancyMaxPotentialClusterSize(&most, kKernel, &config);
     int blocks = 1;
-    while (2 * blocks <= std::min(most, kMostBlocks)) blocks *= 2;
+    while (2 * blocks <= std::min(most, kMaxClusterBlocks)) blocks *= 2;
     return blocks;
   });
 }
@@ -152,9 +152,9 @@ template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
   constexpr int kThreads = kRowThreads<Op, kHasHeadTail, true>;
-  const int64_t most_blocks = most_cluster_blocks<kernel, kThreads>();
-  const auto [blocks, block] = cluster_shape(Op::kShapes, line_packs, most_blocks, kThreads);
-  if (most_blocks == 1 || block.shared_bytes > max_dynamic_shared_memory<kernel>()) return false;
+  const int64_t max_blocks = max_cluster_blocks<kernel, kThreads>();
+  const auto [blocks, block] = cluster_shape(Op::kShapes, line_packs, max_blocks, kThreads);
+  if (max_blocks == 1 || block.shared_bytes > max_dynamic_shared_memory<kernel>()) return false;
   cudaLaunchAttribute cluster = cluster_of(static_cast<unsigned>(blocks));
   const cudaLaunchConfig_t config =
       launch_config(static_cast<unsigned>(p.rows * blocks), block.threads, block.shared_bytes, stream, &cluster);

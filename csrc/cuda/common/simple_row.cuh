@@ -26,6 +26,25 @@ void with_packs(bool can_vectorize, const Fn& fn) {
   can_vectorize ? fn(Constant<kPack<T>>{}) : fn(Constant<1>{});
 }
 
+// A thread's part of a sum over a row. Every kRun terms are added up by themselves: in a single long sum of similar
+// numbers the roundings would all go one way.
+template <typename A>
+class LongSum {
+ public:
+  __device__ void add(A term) {
+    run += term;
+    if (++terms % kRun != 0) return;
+    total += run;
+    run = 0;
+  }
+  __device__ A value() const { return total + run; }
+
+ private:
+  static constexpr unsigned kRun = 16;
+  A total = 0, run = 0;
+  unsigned terms = 0;
+};
+
 // Calls fn(column) with the first column of each of this thread's packs.
 template <int kVec, typename Fn>
 __device__ void for_each_pack(int64_t width, const Fn& fn) {

@@ -31,7 +31,7 @@
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// They are in row_part.cuh, row.cuh, ../layernorm_ring.cuh and simple_row.cuh. There are two types for rows in
+// They are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. There are two types for rows in
 // registers because their kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth: it
 // supports any row, with 4 packs per thread. layernorm's kernels are limited by instructions: Row has up to 7 packs per
 // thread and knows at compile time which of them need no bounds check, which saves 3 to 7 % of their time
@@ -52,7 +52,7 @@ namespace gptkernels::cuda {
 // lanes. A default-constructed V must be neutral. Each is meant for one call per kernel: a second call would overwrite
 // shared memory that threads may still be reading, unless a barrier precedes it.
 
-// For teams of one warp or less: their values are already combined.
+// The Combine of teams of one warp or less, whose values are already combined.
 struct NoCombine {
   template <typename V, typename Merge>
   __device__ void operator()(V&, const Merge&) {}
@@ -71,7 +71,7 @@ struct BlockCombine {
   }
 };
 
-constexpr int kMostBlocks = 16;  // blocks of a cluster, at most
+constexpr int kMaxClusterBlocks = 16;  // blocks of a cluster, at most
 
 #if GPTKERNELS_HOPPER
 // Combines over a cluster: each block writes its value to the shared memory of all blocks and waits for theirs. A block
@@ -103,7 +103,7 @@ class ClusterCombine {
 
  private:
   struct Shared {
-    V values[kMostBlocks];
+    V values[kMaxClusterBlocks];
     uint64_t arrivals;
   };
   static __device__ Shared& shared() {
@@ -151,7 +151,7 @@ struct Block {
 // Several rows per block, each with several warps. Every row has its own named barrier. CUDA has 16 of these per block,
 // and few blocks that use so many fit on an SM, so this team is for kernels with one block per SM.
 struct BlockPart {
-  static constexpr int kMostRows = 15;  // rows of a block, at most: barrier 0 is __syncthreads'
+  static constexpr int kMaxRows = 15;  // rows of a block, at most: barrier 0 is __syncthreads'
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }

@@ -4,9 +4,8 @@
 //   dx = rstd * (g - avg(g) - n * avg(g * n)) + dsum
 //   dweight = sum over rows of dout * n,   dbias = sum over rows of dout,   dx_bias = sum over rows of dx
 //
-// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x
-// (DroppedGradient instead of NoDropout), the first line gives dresidual, and dx = dropout(dresidual). If X is narrower
-// than T (RoundedGradient), dresidual is dx before it is rounded to X.
+// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x, or if X is
+// narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded to X.
 //
 // The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. dsum and dresidual are one more array each.
 //
@@ -36,26 +35,6 @@
 
 namespace gptkernels::cuda {
 
-// The kernels' additional argument for dropout of x; NoDropout if there is none.
-template <typename T>
-struct DroppedGradient {
-  static constexpr bool kOn = true;
-  T* dresidual;  // (N, C)
-  DenseDropout<accumulate_t<T>> dropout;
-
-  explicit DroppedGradient(const LayernormDropoutBackward<T>& p) : dresidual(p.dresidual), dropout(p.arguments) {}
-  __device__ auto draw() const { return dropout.draw(); }
-};
-
-// The additional argument without dropout if dx has another dtype than dresidual.
-template <typename T>
-struct RoundedGradient {
-  static constexpr bool kOn = true;
-  T* dresidual;  // (N, C)
-
-  __device__ NoDropout draw() const { return {}; }
-};
-
 // Returns a * b, rounded. The compiler could otherwise fuse it with the subtraction of the average; for a g that is the
 // same in all columns the difference would then not be 0.
 __device__ inline float product(float a, float b) {
@@ -69,14 +48,15 @@ __device__ inline double product(double a, double b) {
 
 // Uses c = x - mean, and the sum of g * c rather than of g * n: the rounding errors of n do not cancel in a short row,
 // and the gradient for a constant dout would not be 0.
-template <typename T, int kVec, typename X, typename Dropped>
+template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
-    layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
+    layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const OptionalDropout<accumulate_t<T>> dropout) {
   using A = accumulate_t<T>;
-  const auto draw = dropped.draw();
+  const auto draw = dropout.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const A mean = p.mean[row], rstd = p.rstd[row];
-    A c[kVec], g[kVec], weight[kVec], sum_g = 0, sum_gc = 0;
+    A c[kVec], g[kVec], weight[kVec];
+    LongSum<A> sum_g, sum_gc;
     const auto load_pack = [&](int64_t column) {
       load_wide<kVec>(c, p.x + row * p.width + column);
       load_wide<kVec>(g, p.dout + row * p.width + column);
@@ -88,68 +68,75 @@ __global__ void __launch_bounds__(kSimpleThreads)
     };
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_pack(column);
-      for (int k = 0; k < kVec; ++k) sum_g += g[k], sum_gc += g[k] * c[k];
+      A part_g = 0, part_gc = 0;
+      for (int k = 0; k < kVec; ++k) part_g += g[k], part_gc += g[k] * c[k];
+      sum_g.add(part_g);
+      sum_gc.add(part_gc);
     });
-    const A avg_g = block_sum(sum_g) / A(p.width);
-    const A slope = block_sum(sum_gc) / A(p.width) * rstd * rstd;
+    const A avg_g = block_sum(sum_g.value()) / A(p.width);
+    const A slope = block_sum(sum_gc.value()) / A(p.width) * rstd * rstd;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       A dsum[kVec] = {};
       load_pack(column);
       if (p.dsum) load_wide<kVec>(dsum, p.dsum + row * p.width + column);
       for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - c[k] * slope) * rstd + dsum[k];
-      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * p.width + column, g);
+      if (p.dresidual) store_narrow<kVec>(p.dresidual + row * p.width + column, g);
       draw.apply(g, row * p.width + column);
       store_row_pack<kVec>(p.dx + row * p.width + column, g);
     });
   }
 }
 
-// Returns the number of sums over the rows: dweight, dbias and, if it is wanted, dx_bias. If X is not T there are
-// always three, which halves the number of kernels to compile.
+// Returns the number of sums over the rows: dweight, dbias and, if it is wanted, dx_bias. The ring kernels that write
+// dresidual are compiled for three only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
-  return p.dx_bias || !std::is_same_v<T, X> ? 3 : 2;
+  return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
 // Returns an element of dx before its rounding to an X narrower than T. dx and dresidual must have been written
 // already.
-template <typename T, typename X, typename Dropped>
-__device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p, const Dropped& dropped, int64_t element) {
+template <typename T, typename X>
+__device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
+                                        const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {
   if constexpr (std::is_same_v<T, X>) {
     return widen(p.dx[element]);
   } else {
-    accumulate_t<T> dx[1] = {widen(dropped.dresidual[element])};
-    dropped.draw().apply(dx, element);
+    accumulate_t<T> dx[1] = {widen(p.dresidual[element])};
+    dropout.draw().apply(dx, element);
     return dx[0];
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds them
-// in four independent sums, whose rounding errors are smaller than those of a single sum and whose loads are in flight
-// together. dx must have been written already.
-template <typename T, typename X, typename Dropped>
-__global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p, const Dropped dropped) {
+// Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds kRun
+// rows in kSums independent sums, whose loads are in flight together, before it adds these to its totals: the rounding
+// errors of a single long sum of similar numbers would add up. dx must have been written already.
+template <typename T, typename X>
+__global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
+                                                  const OptionalDropout<accumulate_t<T>> dropout) {
   using A = accumulate_t<T>;
-  constexpr int kSums = 4;
+  constexpr int kSums = 4, kRun = 32;
   const int64_t column = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (column >= p.width) return;
-  A dweight[kSums] = {}, dbias[kSums] = {}, dx_bias[kSums] = {};
-  for (int64_t first = blockIdx.y; first < p.rows; first += kSums * int64_t(gridDim.y)) {
+  A totals[3] = {};  // dweight, dbias, dx_bias
+  for (int64_t first = blockIdx.y; first < p.rows; first += kRun * int64_t(gridDim.y)) {
+    A sums[3][kSums] = {};
+    const int64_t end = min(p.rows, first + kRun * int64_t(gridDim.y));
+    for (int64_t begin = first; begin < end; begin += kSums * int64_t(gridDim.y)) {
 #pragma unroll
-    for (int k = 0; k < kSums; ++k) {
-      const int64_t row = first + k * int64_t(gridDim.y);
-      if (row >= p.rows) break;
-      const A dout = widen(p.dout[row * p.width + column]);
-      if (p.dx_bias) dx_bias[k] += unrounded_dx(p, dropped, row * p.width + column);
-      dweight[k] += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
-      dbias[k] += dout;
+      for (int k = 0; k < kSums; ++k) {
+        const int64_t row = begin + k * int64_t(gridDim.y);
+        if (row >= end) break;
+        const A dout = widen(p.dout[row * p.width + column]);
+        sums[0][k] += dout * (widen(p.x[row * p.width + column]) - p.mean[row]) * p.rstd[row];
+        sums[1][k] += dout;
+        if (p.dx_bias) sums[2][k] += unrounded_dx(p, dropout, row * p.width + column);
+      }
     }
+    for (int i = 0; i < 3; ++i) totals[i] += (sums[i][0] + sums[i][1]) + (sums[i][2] + sums[i][3]);
   }
-  const auto total = [](const A(&sums)[kSums]) { return (sums[0] + sums[1]) + (sums[2] + sums[3]); };
   A* partial = static_cast<A*>(p.workspace) + int64_t(blockIdx.y) * column_sums(p) * p.width;
-  partial[column] = total(dweight);
-  partial[p.width + column] = total(dbias);
-  if (column_sums(p) == 3) partial[2 * p.width + column] = total(dx_bias);
+  for (int i = 0; i < column_sums(p); ++i) partial[i * p.width + column] = totals[i];
 }
 
 // ---- rows of whole packs that fit into registers and shared memory ----
@@ -159,11 +146,11 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 // in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the sums
 // of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
 
-// Adds the sums of a block's teams (`found`, one per thread and column) and writes them as one row of the workspace.
-// They pass through shared memory, which overwrites the ring, as float4s: (blockDim.y, kArrays, kItems, kVec / 4,
-// blockDim.x), so that neighbouring threads use neighbouring banks.
+// Adds the sums of a block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
+// workspace. They pass through shared memory, which overwrites the ring, as float4s: (blockDim.y, kArrays, kItems, kVec
+// / 4, blockDim.x), so that neighbouring threads use neighbouring banks.
 template <typename R, int kArrays>
-__device__ void write_block_sums(const auto& p, void* shared, const float (&found)[kArrays][R::kItems][R::kVec]) {
+__device__ void write_block_sums(const auto& p, void* shared, const float (&thread_sums)[kArrays][R::kItems][R::kVec]) {
   constexpr int kSums = 4;                                // sums per part
   constexpr int kOneArray = R::kItems * R::kVec / kSums;  // parts of one array
   constexpr int kParts = kArrays * kOneArray;
@@ -175,7 +162,7 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&foun
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int at = part % kOneArray * kSums;
-    const float (&from)[R::kItems][R::kVec] = found[part / kOneArray];
+    const float (&from)[R::kItems][R::kVec] = thread_sums[part / kOneArray];
     Part sum;
     for (int k = 0; k < kSums; ++k) sum.v[k] = from[at / R::kVec][at % R::kVec + k];
     sums[(threadIdx.y * kParts + part) * threads] = sum;
@@ -196,15 +183,17 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&foun
   }
 }
 
-// kArrays is the number of sums over the rows: 2 for dweight and dbias, 3 for these and dx_bias.
-template <typename R, bool kResidual, int kArrays, typename X, typename Dropped>
-__global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual || Dropped::kOn, kArrays>(R::kItems))
-    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropped dropped) {
-  using Ring = RowRing<R, X, kResidual>;
+// kArrays is the number of sums over the rows: 2 for dweight and dbias, 3 for these and dx_bias. Dropout is NoDropout,
+// DenseDropout or, if X is narrower than T, OptionalDropout; with the latter two the kernel writes dresidual.
+template <typename R, int kArrays, typename X, typename Dropout>
+__global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R::kItems))
+    layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropout dropout) {
+  using T = typename R::T;
+  using Ring = RowRing<R, X>;
   constexpr int kVec = R::kVec;
   extern __shared__ __align__(16) unsigned char shared[];
   const int width = static_cast<int>(p.width);
-  const auto draw = dropped.draw();
+  const auto draw = dropout.draw();
   Ring ring(shared, p.x, p.dout, p.dsum, p.rows, width, stages);
   R weight;
   weight.fill(1);
@@ -213,7 +202,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
   float next_mean = row < p.rows ? p.mean[row] : 0.0f;
   float next_rstd = row < p.rows ? p.rstd[row] : 0.0f;
 
-  float found[kArrays][R::kItems][kVec] = {};
+  float thread_sums[kArrays][R::kItems][kVec] = {};
   auto* dx = p.dx + row * width;
   for (int slot = 0; row < p.rows; row += Ring::step(), dx += Ring::step() * width, slot ^= 1) {
     const float mean = next_mean;
@@ -246,8 +235,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
       for (int k = 0; k < kVec; ++k) g[k] = d[k];
       weigh(i, n, g);
       for (int k = 0; k < kVec; ++k) {
-        found[0][i][k] += d[k] * n[k];
-        found[1][i][k] += d[k];
+        thread_sums[0][i][k] += d[k] * n[k];
+        thread_sums[1][i][k] += d[k];
         sums[0] += g[k];
         sums[1] += g[k] * n[k];
       }
@@ -261,24 +250,31 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kResidual 
       dout.stay_packed();
       weight.stay_packed();
     }
-    dout.each(width, [&](int i, float (&g)[kVec]) {
-      float n[kVec];
-      float dsum[kVec] = {};
-      weigh(i, n, g);
-      if constexpr (kResidual) load_wide<kVec>(dsum, Ring::dsum(x_row, width) + R::column(i));
-      for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
-      if constexpr (Dropped::kOn) store_narrow<kVec>(dropped.dresidual + row * width + R::column(i), g);
-      draw.apply(g, row * width + R::column(i));
-      if constexpr (kArrays == 3)
-        for (int k = 0; k < kVec; ++k) found[2][i][k] += g[k];
-      store_row_pack<kVec>(dx + R::column(i), g);
-    });
+    // A check of p.dsum at every pack would make the compiler compute n and g again in this pass.
+    const auto write_dx = [&](auto with_dsum) {
+      dout.each(width, [&](int i, float (&g)[kVec]) {
+        float n[kVec];
+        float dsum[kVec] = {};
+        weigh(i, n, g);
+        if constexpr (with_dsum.value) load_wide<kVec>(dsum, Ring::dsum(x_row, width) + R::column(i));
+        for (int k = 0; k < kVec; ++k) g[k] = (g[k] - avg_g - n[k] * avg_gn) * rstd + dsum[k];
+        if constexpr (Dropout::kOn) store_narrow<kVec>(p.dresidual + row * width + R::column(i), g);
+        draw.apply(g, row * width + R::column(i));
+        if constexpr (kArrays == 3)
+          for (int k = 0; k < kVec; ++k) thread_sums[2][i][k] += g[k];
+        store_row_pack<kVec>(dx + R::column(i), g);
+      });
+    };
+    if (p.dsum)
+      write_dx(std::true_type());
+    else
+      write_dx(std::false_type());
   }
   // Teams that have no row in the block's last iteration still pass its barrier. The kernel does not need this, but
   // compute-sanitizer's racecheck compares threads by the number of barriers they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
-  if (p.workspace) write_block_sums<R>(p, shared, found);
+  if (p.workspace) write_block_sums<R>(p, shared, thread_sums);
 }
 
 }  // namespace gptkernels::cuda

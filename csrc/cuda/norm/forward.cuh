@@ -43,16 +43,17 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
 
 // ---- any row: one block per row, which reads the row again in each pass ----
 
-template <typename T, int kVec, typename X, typename Dropout>
+template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
-    layernorm_forward_simple_kernel(const LayernormForward<T, X> p, const Dropout dropout) {
+    layernorm_forward_simple_kernel(const LayernormForward<T, X> p, const OptionalDropout<accumulate_t<T>> dropout) {
   using A = accumulate_t<T>;
   const auto draw = dropout.draw();
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const T* x_row = p.sum + row * p.width;
     if constexpr (std::is_same_v<T, X>)
       if (!p.residual) x_row = p.x + row * p.width;
-    A x[kVec], sum = 0, rests = 0, squares = 0;
+    A x[kVec];
+    LongSum<A> sum, rests, squares;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
       if (p.residual) {  // the later passes read the sum; a thread reads only what it wrote itself
@@ -63,14 +64,19 @@ __global__ void __launch_bounds__(kSimpleThreads)
         store(p.sum + row * p.width + column, rounded);
         widen(x, rounded);
       }
-      for (int k = 0; k < kVec; ++k) sum += x[k];
+      A part = 0;
+      for (int k = 0; k < kVec; ++k) part += x[k];
+      sum.add(part);
     });
-    const A mean = block_sum(sum) / A(p.width);
+    const A mean = block_sum(sum.value()) / A(p.width);
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, x_row + column);
-      for (int k = 0; k < kVec; ++k) rests += x[k] - mean, squares += (x[k] - mean) * (x[k] - mean);
+      A rest = 0, square = 0;
+      for (int k = 0; k < kVec; ++k) rest += x[k] - mean, square += (x[k] - mean) * (x[k] - mean);
+      rests.add(rest);
+      squares.add(square);
     });
-    const Moments<A> m = moments(mean, block_sum(rests), block_sum(squares), A(1) / A(p.width), p.eps);
+    const Moments<A> m = moments(mean, block_sum(rests.value()), block_sum(squares.value()), A(1) / A(p.width), p.eps);
     if (threadIdx.x == 0) p.mean[row] = m.mean + m.rest, p.rstd[row] = m.rstd;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       A weight[kVec], bias[kVec];
@@ -156,7 +162,8 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
 
 // One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
 // evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache. Keeping them in
-// registers would leave room for fewer rows per SM.
+// registers would leave room for fewer rows per SM. Dropout is NoDropout, DenseDropout or, if X is narrower than T,
+// OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,

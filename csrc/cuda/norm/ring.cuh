@@ -39,7 +39,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
   constexpr int kMaxStages = 4;
   constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
   const int64_t fitting = max_shared_bytes / (2 * row_bytes);
-  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMostRows);
+  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
@@ -53,23 +53,25 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
           .shared_bytes = stages * height * row_bytes};
 }
 
-// R is the Row that a team loads from the ring. Rows of x, dout and, with kDsum, dsum pass through the ring together.
-// dout has the dtype X, which may be narrower than T. Rows consist of whole 16-byte packs of every array.
-template <typename R, typename X, bool kDsum>
+// R is the Row that a team loads from the ring. Rows of x, dout and, if it is not null, dsum pass through the ring
+// together. dout has the dtype X, which may be narrower than T. Rows consist of whole 16-byte packs of every array.
+template <typename R, typename X>
 class RowRing {
   using T = typename R::T;
 
  public:
   __device__ RowRing(void* shared, const T* x, const X* dout, const T* dsum, int64_t rows, int width, int stages)
-      : width_(width),
-        stages_(stages),
-        left_(static_cast<int>(rows > R::Team::row() ? (rows - R::Team::row() - 1) / step() + 1 : 0)) {
-    stage_step_ = static_cast<int>(blockDim.y) * kRow * width;
-    read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * kRow * width;
-    x_ = x + R::Team::row() * width;
-    dout_ = dout + R::Team::row() * width;
-    if constexpr (kDsum) dsum_ = dsum + R::Team::row() * width;
-    row_step_ = step() * width;
+      : x_(x + R::Team::row() * width),
+        end_(x + rows * width),
+        dout_(dout + R::Team::row() * width),
+        dsum_(dsum ? dsum + R::Team::row() * width : nullptr),
+        row_step_(step() * width),
+        width_(width),
+        stages_(stages) {
+    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // over all arrays
+    stage_step_ = static_cast<int>(blockDim.y) * row_elements;
+    read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * row_elements;
+#pragma unroll 1
     for (int i = 0; i < stages - 1; ++i) copy();
   }
 
@@ -98,8 +100,7 @@ class RowRing {
 
  private:
   // Shared memory is counted in elements of X, the narrower dtype.
-  static constexpr int kWide = sizeof(T) / sizeof(X);             // elements of X per element of T
-  static constexpr int kRow = kDsum ? 2 * kWide + 1 : kWide + 1;  // elements of X per column, over all arrays
+  static constexpr int kWide = sizeof(T) / sizeof(X);  // elements of X per element of T
 
   // Returns the stage after `stage`.
   __device__ X* after(X* stage) const {
@@ -109,11 +110,10 @@ class RowRing {
 
   // Starts copying one more row. Beyond the last row it commits an empty group, because next() counts groups.
   __device__ void copy() {
-    if (left_ > 0) {
+    if (x_ < end_) {
       copy(write_, x_);
       copy(write_ + kWide * width_, dout_);
-      if constexpr (kDsum) copy(write_ + (kWide + 1) * width_, dsum_);
-      --left_;
+      if (dsum_) copy(write_ + (kWide + 1) * width_, dsum_);
     }
     write_ = after(write_);
     __pipeline_commit();
@@ -128,7 +128,8 @@ class RowRing {
     from += row_step_;
   }
 
-  const T* x_;
+  const T* x_;    // the next row to copy
+  const T* end_;  // the end of the last row
   const X* dout_;
   const T* dsum_;
   int64_t row_step_;
@@ -138,7 +139,6 @@ class RowRing {
   int width_;
   int stage_step_;
   int stages_;
-  int left_;  // rows whose copy has not started
 };
 
 }  // namespace gptkernels::cuda

@@ -2,17 +2,19 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "cuda/common/launch.cuh"
 #include "cuda/common/row.cuh"
 
 namespace gptkernels::cuda {
 
-constexpr int kLeastItems = 3;  // packs per thread if several warps share a row; fewer are never the cheapest
-constexpr int kMostItems = 4;
-constexpr int kMostWarpItems = 7;  // packs per thread if one warp has a row
+constexpr int kMinItems = 3;  // packs per thread if several warps share a row; fewer are never the cheapest
+constexpr int kMaxItems = 4;
+constexpr int kMaxWarpItems = 7;  // packs per thread if one warp has a row
 
 // True for rows with more than 40 elements per thread. Their 16-bit packs stay packed from one pass to the next,
 // because the float32 values would need too many registers.
@@ -34,12 +36,11 @@ constexpr int forward_max_threads(int items) {
 }
 
 // The same for the backward. A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for
-// the row's normalised values and gradients between the two passes (packed in T beyond 40 elements), and 40 others, or
-// 48 with a residual.
-template <typename T, bool kResidual, int kArrays>
+// the row's normalised values and gradients between the two passes (packed in T beyond 40 elements), and 48 others.
+template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
-  return max_threads((kResidual ? 48 : 40) + items * kPack<T> * (sizeof(T) + 4 * kArrays + 2 * kept) / 4);
+  return max_threads(48 + items * kPack<T> * (sizeof(T) + 4 * kArrays + 2 * kept) / 4);
 }
 
 struct RowShape {
@@ -52,16 +53,16 @@ struct RowShape {
 // row's end, and on the row's sums, which cost as much as about 20 elements. If a block has several multi-warp rows
 // (BlockPart), a row also pays for its share of the warps that are left over.
 template <typename T, typename Team, typename MaxThreads>
-RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_threads) {
+RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;
   RowShape best = {};
   int64_t least = 0;
-  for (int items = most_warp_items; items > 0; --items) {
+  for (int items = max_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
     if (threads * (items - 1) >= packs && items > 1)
       continue;  // with one item less, these threads would still hold the row
     const int64_t most = max_threads(items);
-    if (threads > most || (threads > kWarp && (items < kLeastItems || items > kMostItems))) continue;
+    if (threads > most || (threads > kWarp && (items < kMinItems || items > kMaxItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
     const int64_t cost = shared * (items * kPack<T> + kSumsCost);
     if (best.items == 0 || cost < least) best = {int(threads), items, packs == threads * items}, least = cost;
@@ -69,21 +70,59 @@ RowShape row_shape(int64_t packs, int most_warp_items, const MaxThreads& max_thr
   return best;
 }
 
-// Calls fn(std::type_identity<R>()), where R is the Row of this shape: with the team Warp if one warp has a row, else
-// with Team.
-template <typename T, typename Team, int kMostWarpItems, typename Fn>
-void with_row(const RowShape& shape, const Fn& fn) {
-  const auto with_items = [&](auto team, auto items) {
-    using RowTeam = typename decltype(team)::type;
-    if (shape.full)
-      fn(std::type_identity<Row<T, RowTeam, items.value, items.value>>());
-    else
-      fn(std::type_identity<Row<T, RowTeam, items.value, items.value - 1>>());
+// An instance of a kernel is compiled for rows of up to `items` packs per thread, of which the first `unguarded` are
+// within the row for every thread.
+struct RowInstance {
+  int items;
+  int unguarded;
+};
+
+// The instances for rows that one warp has, in the order in which a row tries them. Those without guarded packs are for
+// GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. In 16 bits the last one is for 1600; in float32
+// the widths from 1024 on take several warps. docs/notes/layernorm.md has the cost of an instance and the slower
+// widths.
+template <typename T>
+constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
+template <typename T>
+  requires(sizeof(T) == 2)
+constexpr auto kWarpInstances<T> =
+    std::to_array<RowInstance>({{1, 0}, {2, 1}, {3, 3}, {4, 4}, {4, 2}, {5, 5}, {5, 4}, {7, 5}});
+
+// The instances for rows that several warps share.
+constexpr auto kTeamInstances = std::to_array<RowInstance>({{kMinItems, 2}, {kMaxItems, 3}});
+
+// Calls fn(std::type_identity<R>()), where R is the Row of the first instance that supports this shape. Instances of
+// more than kMax packs per thread are not compiled.
+template <typename T, typename Team, const auto& kInstances, int kMax, typename Fn>
+void with_instance(const RowShape& shape, const Fn& fn) {
+  const int within = shape.full ? shape.items : shape.items - 1;  // packs within the row for every thread
+  bool found = false;
+  const auto try_instance = [&](auto i) {
+    constexpr RowInstance kInstance = kInstances[i.value];
+    if constexpr (kInstance.items <= kMax) {
+      if (found || kInstance.items < shape.items || kInstance.unguarded > within) return;
+      found = true;
+      fn(std::type_identity<Row<T, Team, kInstance.items, kInstance.unguarded>>());
+    }
   };
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (try_instance(Constant<i>()), ...);
+  }(std::make_index_sequence<kInstances.size()>());
+}
+
+// The same for a row that one warp has.
+template <typename T, int kMaxWarpItems, typename Fn>
+void with_warp_row(const RowShape& shape, const Fn& fn) {
+  with_instance<T, Warp, kWarpInstances<T>, kMaxWarpItems>(shape, fn);
+}
+
+// The same for any row: R's team is Warp if one warp has the row, else Team.
+template <typename T, typename Team, int kMaxWarpItems, typename Fn>
+void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)
-    with_constant<1, kMostWarpItems>(shape.items, [&](auto i) { with_items(std::type_identity<Warp>(), i); });
+    with_warp_row<T, kMaxWarpItems>(shape, fn);
   else
-    with_constant<kLeastItems, kMostItems>(shape.items, [&](auto i) { with_items(std::type_identity<Team>(), i); });
+    with_instance<T, Team, kTeamInstances, kMaxItems>(shape, fn);
 }
 
 }  // namespace gptkernels::cuda
