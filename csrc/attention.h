@@ -17,6 +17,8 @@ struct HeadsView {
   int64_t batch;
   int64_t head;
   int64_t token;
+
+  constexpr T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
 // A query sees the keys that satisfy all conditions. A query that sees no key has out = 0 and logsumexp = -inf.
@@ -42,6 +44,17 @@ struct AttentionSizes {
   int64_t queries;    // Tq
   int64_t keys;       // Tk
   int64_t head_size;  // HS
+};
+
+// The query head `index` of all batches, and the key head that it reads.
+struct QueryHead {
+  int64_t index;  // batch * NH + head
+  int64_t batch;
+  int64_t head;
+  int64_t key_head;
+
+  constexpr QueryHead(const AttentionSizes& s, int64_t index)
+      : index(index), batch(index / s.heads), head(index % s.heads), key_head(head / (s.heads / s.key_heads)) {}
 };
 
 template <typename T>
@@ -79,7 +92,8 @@ struct AttentionBackward {
   void* workspace = nullptr;  // attention_backward_workspace bytes
 };
 
-// The factor of dquery and dkey. It is 0 for a single key: the softmax is then constant, so the exact gradient is 0.
+// Returns the factor of dquery and dkey. It is 0 for a single key: the softmax is then constant, so the exact gradient
+// is 0.
 template <typename T>
 constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;

@@ -1,1 +1,1 @@
-"""Models of how warps, blocks and clusters wait for each other, explored by tests/ops/test_protocols.py."""
+"""Models of synchronisation between warps, thread blocks and clusters, explored by tests/ops/test_protocols.py."""

@@ -1,20 +1,22 @@
-"""Models of the two kernels of attention/sm90/backward.cu.
+"""Models of the two kernels of attention/sm90/backward.cu, which load by backward_loader.cuh and skip hidden blocks by
+backward_mask.cuh.
 
-A tile has, for each of its halves, a string with a letter for each block: "x" where the half's queries (keys) see it,
-"." where it is hidden by a mask, or by causality: without ``masked`` hidden blocks come first, and are at most one.
+A tile has a string for each of its halves, with a letter for each block: "x" if the half's queries (keys) see it, "."
+if a mask or causality hides it. Without ``masked`` at most one block is hidden, the first.
 """
 
-from .checker import Buffers, Model, Staging, constant, load_tiles, ring_size, warps_of
+from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
 
 FILE = "attention/sm90/backward.cu"
+MASK = "attention/sm90/backward_mask.cuh"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):
-    """The kernel of dq, or of dk and dv, where ``group`` query heads share the keys of a tile."""
-    stages = stages or ring_size(FILE, "ring")
-    most_passed = constant(FILE, "kMostPassed", kStages=stages) if most_passed is None else most_passed
+    """Model the kernel of dq, or of dk and dv, where ``group`` query heads share the keys of a tile."""
+    stages = stages or find_ring_size(FILE, "ring")
+    most_passed = find_constant(MASK, "kMostPassed", kStages=stages) if most_passed is None else most_passed
     model = Model()
-    tile_at = Buffers(model, "tile", ring_size(FILE, "at"), 2 * warps)
+    tile_at = Buffers(model, "tile", find_ring_size(FILE, "at"), 2 * warps)
     blocks = Buffers(model, "block", stages, 2 * warps)
     out = [Staging(model, ("out", warpgroup), warps) for warpgroup in range(2)]
     load_tiles(model.process("loader"), tile_at, [len(tile[0]) * group for tile in tiles], blocks)
@@ -24,7 +26,7 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Waits for the next block that the warpgroup computes; False after the last."""
+            """Wait for the next block that the warpgroup computes; return False after the last."""
             nonlocal ring, block, passed
             before, passed = passed, 0
             while block < len(seen):
@@ -44,10 +46,10 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
             while more:
                 now = ring
                 ring, block = ring + 1, block + 1
-                more = find_own()  # the scores ahead
+                more = find_own()  # the next block's scores
                 p.read(blocks(now), *[tile_at(at)] * dkey)
                 if freed is not None:
-                    blocks.free(p, freed)  # the products of the block before are complete
+                    blocks.free(p, freed)  # the previous block's products are complete
                 freed = now
             if freed is not None:
                 blocks.free(p, freed)
@@ -57,4 +59,4 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
             out[warpgroup].store(p, warp)
         tile_at.get(p, len(tiles))
 
-    return warps_of(model, 2, warps, compute)
+    return add_warps(model, 2, warps, compute)

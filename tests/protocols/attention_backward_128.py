@@ -3,21 +3,21 @@
 A tile is (blocks, passed): its blocks of keys (queries), and how many of the first each half passes over, at most one.
 """
 
-from .checker import Buffers, Model, Ring, constant, ring_size, warps_of
+from .checker import Buffers, Model, Ring, add_warps, find_constant, find_ring_size
 
 FILE = "attention/sm90/backward_128.cu"
 
 
 def dquery_128(tiles, keys=None, values=None, warps=1):
-    douts, ahead, end = ring_size(FILE, "dout"), constant(FILE, "kAhead"), len(tiles)
+    douts, ahead, end = find_ring_size(FILE, "dout"), find_constant(FILE, "kAhead"), len(tiles)
     model = Model(dquery_full=2 * warps)
-    next_tile = Buffers(model, "tile", 1, 2 * warps + 1)  # with its query and out
+    next_tile = Buffers(model, "tile", 1, 2 * warps + 1)  # includes its query and out
     loaded_tile, tile_taken, tile_wanted = map(Ring, ("loaded tile", "tile_taken", "tile_wanted"))
     dout_empty, dquery_full = Ring("dout_empty", douts), Ring("dquery_full", douts)
     dout_at = [[Ring(("dout", i, j), douts, writes=2) for j in range(warps)] for i in range(2)]  # rows of each warp
     all_douts = [rows for half in dout_at for rows in half]
-    key_at = Buffers(model, "key", keys or ring_size(FILE, "key"), 2 * warps)
-    value_at = Buffers(model, "value", values or ring_size(FILE, "value"), 2 * warps)
+    key_at = Buffers(model, "key", keys or find_ring_size(FILE, "key"), 2 * warps)
+    value_at = Buffers(model, "value", values or find_ring_size(FILE, "value"), 2 * warps)
 
     p = model.process("storing thread")
     for tile in range(end + 1):
@@ -88,7 +88,7 @@ def dquery_128(tiles, keys=None, values=None, warps=1):
                 tile += 1
                 more = begin_tile()
             if more:
-                key_at.get(p, key)  # the scores ahead
+                key_at.get(p, key)  # the next scores
             p.read(*[rows(tile_dout) for rows in own_douts])
             value_at.free(p, value)
             value += 1
@@ -106,17 +106,17 @@ def dquery_128(tiles, keys=None, values=None, warps=1):
             if more:
                 p.read(key_at(key))
 
-    return warps_of(model, 2, warps, compute)
+    return add_warps(model, 2, warps, compute)
 
 
 def dkey_128(tiles, group=1, stages=None, warps=1):
     model, end = Model(gradients_full=2 * warps), len(tiles)
-    tile_at = Buffers(model, "tile", ring_size(FILE, "at"), 1)
+    tile_at = Buffers(model, "tile", find_ring_size(FILE, "at"), 1)
     gradients_full = Ring("gradients_full", tile_at.size)
-    # Keys and values: the rows of each warp.
+    # Each warp has its rows of keys and values.
     rows_at = [[Ring(("rows", i, j), tile_at.size, writes=2) for j in range(warps)] for i in range(2)]
     all_rows = [rows for half in rows_at for rows in half]
-    blocks = Buffers(model, "block", stages or ring_size(FILE, "ring"), 2 * warps)
+    blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2 * warps)
 
     p = model.process("storing thread")
     for at in range(end + 1):
@@ -193,4 +193,4 @@ def dkey_128(tiles, group=1, stages=None, warps=1):
                 read_operands()
             probabilities()
 
-    return warps_of(model, 2, warps, compute)
+    return add_warps(model, 2, warps, compute)

@@ -1,17 +1,17 @@
 """A model of attention/sm90/backward_one_pass.cu, with lengths in blocks of 64."""
 
-from .checker import Buffers, Model, Ring, Staging, constant, ring_size
+from .checker import Buffers, Model, Ring, Staging, find_constant, find_ring_size
 
 FILE = "attention/sm90/backward_one_pass.cu"
 
 
 def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None, dquery_warps=1):
-    tile_buffers, head_buffers, helpers = (constant(FILE, name) for name in ("kTiles", "kHeads", "kHelpers"))
+    tile_buffers, head_buffers, helpers = (find_constant(FILE, name) for name in ("kTiles", "kHeads", "kHelpers"))
     model, tiles = Model(), (keys + 1) // 2
     key_at = Buffers(model, "tile", tile_buffers, 2 + dquery_warps)
     value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]  # dv is stored through them
-    blocks = Buffers(model, "block", stages or ring_size(FILE, "ring"), 2)
-    parts = [Buffers(model, ("part", warpgroup), constant(FILE, "kParts"), dquery_warps) for warpgroup in range(2)]
+    blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2)
+    parts = [Buffers(model, ("part", warpgroup), find_constant(FILE, "kParts"), dquery_warps) for warpgroup in range(2)]
     statistics_empty = Ring("statistics_empty", head_buffers)
     statistics_full = [Ring(("statistics_full", block), head_buffers) for block in range(queries)]
     statistics = [[Ring(("statistics", block, i), head_buffers) for i in range(helpers)] for block in range(queries)]

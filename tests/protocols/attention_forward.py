@@ -1,17 +1,27 @@
-"""Models of attention/sm90/forward_64.cu and attention/sm90/forward.cu."""
+"""Models of attention/sm90/forward.cu, with four warpgroups and with two."""
 
-from .checker import Buffers, Model, Ring, Staging, constant, load_tiles, ring_size, warps_of
+import re
 
-FORWARD_64, FORWARD = "attention/sm90/forward_64.cu", "attention/sm90/forward.cu"
+from .checker import CUDA, Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size, load_tiles
+
+FORWARD = "attention/sm90/forward.cu"
 
 
-def forward_64(tiles, stages=None, most_skipped=None, warpgroups=2):
-    """A tile is how many blocks of keys each group of its queries sees; 1 where a group is beyond the last query."""
-    stages = stages or ring_size(FORWARD_64, "stage")
-    most_skipped = constant(FORWARD_64, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
+def find_stages(name):
+    """Find kStages, the last argument of a ForwardTile."""
+    return int(re.search(rf"using {name} = ForwardTile<[^;]*, (\d+)>;", (CUDA / FORWARD).read_text())[1])
+
+
+MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourWarpgroups"))
+
+
+def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2):
+    """A tile is how many key tiles each group of its queries sees, 1 if the group is beyond the last query."""
+    stages = stages or find_stages("FourWarpgroups")
+    most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
     model = Model()
-    queries = Buffers(model, "query", ring_size(FORWARD_64, "query"), warpgroups)
-    keys = Buffers(model, "stage", stages, warpgroups)  # and values
+    queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups)
+    keys = Buffers(model, "stage", stages, warpgroups)  # keys and values
     load_tiles(model.process("loader"), queries, map(max, tiles), keys)
 
     def compute(p, group, _):
@@ -48,21 +58,21 @@ def forward_64(tiles, stages=None, most_skipped=None, warpgroups=2):
                 p.read(*[keys(slot)] * (not more))
                 queries.free(p, of_slot)  # store_out
 
-    return warps_of(model, warpgroups, 1, compute)
+    return add_warps(model, warpgroups, 1, compute)
 
 
-def forward(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
-    """A tile is its number of blocks of keys, which both warpgroups compute."""
-    stages = stages or ring_size(FORWARD, "key")
+def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
+    """A tile is its number of key tiles, which both warpgroups compute."""
+    stages = stages or find_stages("TwoWarpgroups")
     model = Model(turn=2 * warps)
-    queries = Buffers(model, "query", ring_size(FORWARD, "query"), warpgroups * warps)
+    queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups * warps)
     keys, values = (Buffers(model, name, stages, warpgroups * warps) for name in ("key", "value"))
     out = [Staging(model, ("out", warpgroup), warps) for warpgroup in range(warpgroups)]
     load_tiles(model.process("loader"), queries, tiles, keys, values)
 
     def compute(p, warpgroup, warp):
         key = query = tile = 0
-        value = None  # of p v under way
+        value = None  # number of the p v product in flight
         turns, turn = [Ring(("turn", i)) for i in range(2)], [0, 0]
         model.arrivals |= {own.name: 2 * warps for own in turns}
 
@@ -92,7 +102,7 @@ def forward(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=
                 queries.get(p, query)
                 more = query < len(tiles)
             if more:
-                keys.get(p, key)  # the scores ahead
+                keys.get(p, key)  # the next scores
                 p.read(queries(query))
             if not turns_at_exponentials and value is not None:
                 turn_to_other()
@@ -107,7 +117,7 @@ def forward(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=
             next_value = 0 if value is None else value + 1
             p.wait(values.full(next_value))
             if more:
-                p.read(queries(query), keys(key))  # the scores ahead are complete
+                p.read(queries(query), keys(key))  # the next scores are complete
             if value is not None:
                 values.free(p, value)
                 if first:
@@ -125,4 +135,4 @@ def forward(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=
         p.read(values(value))
         out[warpgroup].store(p, warp)
 
-    return warps_of(model, warpgroups, warps, compute)
+    return add_warps(model, warpgroups, warps, compute)

@@ -1,11 +1,12 @@
-"""A model checker for protocols of waiting: explores every interleaving of a few processes.
+"""A model checker for synchronisation protocols: explores every interleaving of a few processes.
 
-A process is a list of operations, recorded once by a function that is written like the kernel's code. What a process
-does must not depend on the interleaving, so each choice that the data makes (blocks seen, tiles taken) is a model of
-its own. The state of a model is then how far each process is: phases of barriers and contents of buffers follow.
+A process is a list of operations, recorded once by a function that is written like the kernel's code. The operations of
+a process must not depend on the interleaving, so each choice by the data (visible blocks, tiles) is a separate model.
+The state of a model is then the position of each process, which determines the barriers' phases and the buffers'
+contents.
 
-A wait, the accesses after it and the arrivals after these are one step, because no other process can see them apart. A
-copy by TMA is a step of its own, of a process that copies in the background.
+A wait, the accesses after it and the arrivals after these are one step, because no other process can observe a state in
+between. A copy by TMA is a separate step, of a process that copies in the background.
 """
 
 import itertools
@@ -21,43 +22,43 @@ class Fault(AssertionError):
 
 
 class Deadlock(Fault):
-    """Some processes have not ended, and none of them can move."""
+    """Some processes have not ended, and none of them can continue."""
 
 
 class WrongPhase(Fault):
-    """A barrier is more than one phase away from what a process waits for, or not in the phase that it arrives in."""
+    """A barrier is more than one phase from the one that a process waits for or arrives in."""
 
 
 class WrongData(Fault):
     """A buffer is read before it is written or after it is overwritten."""
 
 
-def constant(file, name, **known):
-    """Computes an integer constant from a kernel's source; ``known`` replaces constants that it is computed from."""
+def find_constant(file, name, **known):
+    """Compute an integer constant from a kernel's source; ``known`` has values of constants that it depends on."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
     for expression in re.findall(rf"constexpr (?:int|unsigned) (?:\w+ = [^;]*, )?{name} = ([^;,]+)[;,]", source):
         if "::" not in expression:
-            value = re.sub(r"[A-Za-z]\w*", lambda match: str(constant(file, match[0], **known)), expression)
+            value = re.sub(r"[A-Za-z]\w*", lambda match: str(find_constant(file, match[0], **known)), expression)
             assert re.fullmatch(r"[\d\s()+*-]+", value), f"{file}: {name} = {value} cannot be computed"
             return eval(value)
     raise LookupError(f"{file} has no constant {name}")
 
 
-def ring_size(file, name):
-    """Finds how many buffers a kernel's ring has; ``name`` is a RingPosition in it."""
+def find_ring_size(file, name):
+    """Find how many buffers a kernel's ring has; ``name`` is a RingPosition in it."""
     found = set(re.findall(rf"RingPosition<(\w+)> (?:\w+, )*{name}\b", (CUDA / file).read_text()))
     assert len(found) == 1, f"{file}: {name} is a position in {found or 'no ring'}"
     size = found.pop()
-    return int(size) if size.isdigit() else constant(file, size)
+    return int(size) if size.isdigit() else find_constant(file, size)
 
 
 class Ring:
-    """Barriers or buffers that are used in turn: number n of all uses is use n // size of item n % size.
+    """Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
 
-    As a barrier's phase, use -1 counts as complete: the kernels wait for it with parity 1. ``writes`` is how often a
-    buffer is written in one use.
+    As a barrier's phase, use -1 is complete: the kernels wait for it with parity 1. ``writes`` is the number of writes
+    of a buffer in one use.
     """
 
     def __init__(self, name, size=1, writes=1):
@@ -68,7 +69,7 @@ class Ring:
 
 
 class Buffers(Ring):
-    """A ring of buffers with a barrier for "full" and one for "empty" each: ``readers`` free one after each use."""
+    """A ring of buffers with barriers "full" and "empty" each; ``readers`` release a buffer after each use."""
 
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
@@ -76,7 +77,7 @@ class Buffers(Ring):
         model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement, and the bytes
 
     def fill(self, p, *others):
-        """Loads the next use, when the one before in its buffer is freed: the kernels' ``phase ^ 1``."""
+        """Load the next use after the buffer's previous use is released: the kernels' ``phase ^ 1``."""
         p.wait(self.empty(self.filled - self.size))
         p.load(self.full(self.filled), self(self.filled), *others)
         self.filled += 1
@@ -86,17 +87,17 @@ class Buffers(Ring):
         p.read(self(n))
 
     def free(self, p, n):
-        """Ends the last read of use n."""
+        """End the last read of use n."""
         p.read(self(n))
         p.arrive(self.empty(n))
 
     def skip(self, p, n):
-        p.wait(self.full(n))  # or the buffer may still be another reader's
+        p.wait(self.full(n))  # otherwise another reader may still use the buffer
         p.arrive(self.empty(n))
 
 
 class Staging:
-    """A buffer through which the warps of a warpgroup store their results: the first one reads all of it, or all do."""
+    """A buffer for a warpgroup's results; its first warp reads all rows, or every warp does."""
 
     def __init__(self, model, name, warps, all_read=False):
         self.barrier, self.stored, self.all_read = Ring((name, "barrier")), [0] * warps, all_read
@@ -116,7 +117,7 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    """Loads tiles, each with so many blocks, and then the mark that says that there are no more."""
+    """Load tiles with these counts of blocks, and then the mark of the end."""
     for count in [*counts, 0]:
         tile.fill(p)
         for _ in range(count):
@@ -124,7 +125,7 @@ def load_tiles(p, tile, counts, *blocks):
                 ring.fill(p)
 
 
-def warps_of(model, warpgroups, warps, run):
+def add_warps(model, warpgroups, warps, run):
     for warpgroup in range(warpgroups):
         for warp in range(warps):
             run(model.process(f"warpgroup {warpgroup}, warp {warp}"), warpgroup, warp)
@@ -132,41 +133,41 @@ def warps_of(model, warpgroups, warps, run):
 
 
 class Process:
-    """Records what one thread, or threads that do the same together, do."""
+    """Records the operations of one thread, or of threads that do the same."""
 
     def __init__(self, model, name):
         self.model, self.name, self.operations, self.issued = model, name, [], 0
 
     def wait(self, barrier):
-        """Waits until the barrier's phase is complete, by its parity."""
+        """Wait until the barrier's phase is complete, by its parity."""
         self.operations.append(("wait", *barrier))
 
     def reach(self, counter):
-        """Waits until a counter, which has no parity, has passed the value."""
+        """Wait until a counter, which has no parity, has passed the value."""
         self.operations.append(("reach", *counter))
 
     def arrive(self, *barriers):
         self.operations += [("arrive", *barrier) for barrier in barriers]
 
     def sync(self, barrier):
-        """Arrives and waits: bar.sync, or a barrier of a cluster."""
+        """Arrive and wait, as bar.sync or a cluster's barrier does."""
         self.arrive(barrier)
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Reads the contents that this write has left. A read that takes time is recorded at its begin and end."""
+        """Read the contents of this write; a read that takes time is recorded at its start and end."""
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
         self.operations += [("write", *buffer) for buffer in buffers]
 
     def load(self, barrier, *buffers):
-        """Announces bytes to a barrier and starts their copy, which arrives there as well."""
+        """Announce bytes to a barrier and start their copy, which arrives there as well."""
         self.arrive(barrier)
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Starts a copy, which arrives at the barrier at its end. Copies keep their order only within one ring."""
+        """Start a copy, which arrives at the barrier at its end; copies are ordered only within one ring."""
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
         self.arrive((issued, copies.issued))
@@ -176,17 +177,17 @@ class Process:
         copies.arrive(barrier)
 
 
-def family(key):
-    """Returns the name of a barrier without its numbers."""
+def strip_numbers(key):
+    """Return the name of a barrier without its numbers."""
     return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
-def earlier_in(operations, key):
+def find_earlier(operations, key):
     return sum(kind in ("arrive", "write") and other == key for kind, other, _ in operations)
 
 
 class Model:
-    """Processes, and how many arrivals complete a phase of each kind of barrier (1 if not given)."""
+    """Processes, and the number of arrivals that complete a phase of each kind of barrier (default 1)."""
 
     def __init__(self, **arrivals):
         self.arrivals, self.processes = arrivals, {}
@@ -195,27 +196,27 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """Lists where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
+        """List where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
         return {
-            (re.sub(r"\d+", "*", process.name), kind, family(key))
+            (re.sub(r"\d+", "*", process.name), kind, strip_numbers(key))
             for process in self.processes.values()
             for kind, key, _ in process.operations
-            if kind in ("wait", "reach", "arrive") and "copies" not in f"{process.name} {family(key)}"
+            if kind in ("wait", "reach", "arrive") and "copies" not in f"{process.name} {strip_numbers(key)}"
         }
 
     def mutants(self, place, change):
-        """Yields the model with one process's operations there changed, for each process of the role in turn."""
+        """Yield the model with one process's operations there changed, for each process of the role."""
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
                 original, process.operations = process.operations, []
                 for kind, key, n in original:
-                    here = (kind, family(key)) == place[1:]
+                    here = (kind, strip_numbers(key)) == place[1:]
                     process.operations += change(kind, key, n) if here else [(kind, key, n)]
                 yield self
                 process.operations = original
 
     def compile(self):
-        """Joins operations to steps, and tabulates arrivals and writes by how far a process is."""
+        """Join operations to steps, and tabulate arrivals and writes by the position of each process."""
         self.programs, self.totals = [], defaultdict(list)
         for index, process in enumerate(self.processes.values()):
             steps, arrived = [], True
@@ -227,12 +228,12 @@ class Model:
                 arrived = kind == "arrive"
             self.programs.append(steps)
             for key in {key for step in steps for kind, key, _ in step if kind in ("arrive", "write")}:
-                table = [0, *itertools.accumulate(earlier_in(step, key) for step in steps)]
+                table = [0, *itertools.accumulate(find_earlier(step, key) for step in steps)]
                 self.totals[key].append((index, table))
         self.programs = [
             [
                 [
-                    (kind, key, n, earlier_in(step[:i], key), self.totals[key], self.arrivals.get(key[0], 1))
+                    (kind, key, n, find_earlier(step[:i], key), self.totals[key], self.arrivals.get(key[0], 1))
                     for i, (kind, key, n) in enumerate(step)
                 ]
                 for step in steps
@@ -241,7 +242,7 @@ class Model:
         ]
 
     def perform(self, state, process, step):
-        """Returns whether the process can make the step now; raises a Fault if the step is wrong."""
+        """Return whether the process can make the step now; raise a Fault if the step is wrong."""
         for kind, key, n, total, totals, arrivals in step:
             for index, table in totals:
                 total += table[state[index]]
@@ -267,7 +268,7 @@ class Model:
         return list(self.processes)[process]
 
     def explore(self):
-        """Visits all states, those after the same number of steps together; returns how many there are."""
+        """Visit all states, level by level in the number of steps; return how many there are."""
         self.compile()
         programs = [[*steps, None] for steps in self.programs]
         level, states = {(0,) * len(programs)}, 0

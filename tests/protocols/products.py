@@ -4,16 +4,16 @@ In a cluster, the first write of a block's memory initialises its barriers and t
 before the one or after the other.
 """
 
-from .checker import Buffers, Model, Ring, Staging, constant, ring_size, warps_of
+from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size
 
 MATMUL, GELU = "gemm/sm90_mainloop.cuh", "fp8/sm90_gelu.cu"
 
 
 class Cluster:
-    """The barriers, buffers and loading threads of the blocks that share an operand."""
+    """The barriers, buffers and loading threads of thread blocks that share an operand."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """``threads`` of the whole cluster; ``arrivals`` that free a stage."""
+        """Create ``threads`` for the whole cluster; ``arrivals`` release a stage."""
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -21,7 +21,7 @@ class Cluster:
         )
         self.b_at = [[Ring(("b", rank, part), stages) for part in self.blocks] for rank in self.blocks]
         model.arrivals[self.met.name] = threads
-        model.arrivals |= {full.name: 1 + blocks for full in self.full}  # the loading thread, and the bytes of each
+        model.arrivals |= {full.name: 1 + blocks for full in self.full}  # the loading thread, and each block's bytes
         model.arrivals |= {empty.name: arrivals for empty in self.empty}
 
     def begin(self, name, rank, initialises=False):
@@ -54,7 +54,7 @@ class Cluster:
         self.read(p, rank, ring)
 
     def release(self, p, rank, ring):
-        """Says to the loading threads of all blocks that a stage was read."""
+        """Tell the loading threads of all blocks that a stage was read."""
         self.read(p, rank, ring)
         for other in self.blocks:
             p.read(self.alive(other))
@@ -62,8 +62,8 @@ class Cluster:
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    """``pairs`` warps of a product and as many that finish their rows; these add column sums in ``sums`` buffers."""
-    stages, blocks = stages or ring_size(MATMUL, "ring"), blocks or constant(MATMUL, "kCluster")
+    """Each of ``pairs`` warps computes a product that another warp finishes, adding column sums in ``sums`` buffers."""
+    stages, blocks = stages or find_ring_size(MATMUL, "ring"), blocks or find_constant(MATMUL, "kCluster")
     cluster = Cluster(Model(), stages, blocks, blocks * (1 + 2 * pairs), blocks * pairs)
     for rank in range(blocks):
         cluster.load(rank, tiles * steps)
@@ -104,10 +104,10 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
-    """``warps`` of one warpgroup in each pair, which transpose pieces together."""
-    pairs = constant(GELU, "kPairs")
+    """A pair has ``warps`` of one warpgroup, which transpose pieces together."""
+    pairs = find_constant(GELU, "kPairs")
     model = Model(all=pairs * warps, turn=warps)
-    a_at, b_at = Buffers(model, "a", stages or ring_size(GELU, "ring"), warps), Buffers(model, "weights", 1, 0)
+    a_at, b_at = Buffers(model, "a", stages or find_ring_size(GELU, "ring"), warps), Buffers(model, "weights", 1, 0)
     turn, everybody = [Ring(("turn", pair)) for pair in range(pairs)], Ring("all")
     model.arrivals |= {of.name: warps for of in turn}
     largest = [Ring(("largest", i)) for i in range(pairs * warps)]
@@ -139,4 +139,4 @@ def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
             p.read(*[of() for of in largest])
 
     transposed = [Staging(model, ("transposed", pair), warps, all_read=True) for pair in range(pairs)]
-    return warps_of(model, pairs, warps, compute)
+    return add_warps(model, pairs, warps, compute)

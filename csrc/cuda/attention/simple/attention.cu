@@ -1,80 +1,111 @@
-// Attention by ordinary multiply-adds, for every dtype, head size, mask and device: what float64 uses, and whatever the
-// tensor cores' kernels do not serve. Tiles of 64 queries by 64 keys; a thread of 256 has 4 x 4 of a tile's scores, at
-// rows 4 * ty + i and columns tx + 16 * j.
+// Attention by ordinary multiply-adds, for every dtype, head size, mask and device. float64 uses these kernels, and so
+// do all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
+// rows by 64 columns; a thread has rows 4 * ty + i and columns tx + 16 * j of each.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
-#include "cuda/attention/lowest_bias.cuh"
 #include "cuda/attention/variants.h"
 #include "cuda/common/launch.cuh"
+#include "cuda/common/reduce.cuh"
 #include "cuda/elementwise/dropout.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kSimtTile = 64;
-constexpr int kSimtThreads = 256;
+constexpr int kTile = 64;
+constexpr int kThreads = 256;
 
-// ---- what a query sees, and what dropout keeps ----------------------------------------------------------------------
+// ---- what a query sees ----------------------------------------------------------------------------------------------
 
-// Whether query i sees key j, and the bias of their score.
+// Returns whether query i sees key j, and sets the bias of their score.
 template <typename T>
-__device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t h, int64_t i,
+__device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, const QueryHead& head, int64_t i,
                      int64_t j, accumulate_t<T>& bias) {
   using A = accumulate_t<T>;
   bias = 0;
   if (i >= sizes.queries || j >= sizes.keys) return false;
   if (mask.causal && j > i + mask.query_offset) return false;
-  if (mask.key_begin && j < mask.key_begin[b]) return false;
-  if (mask.key_end && j >= mask.key_end[b]) return false;
-  const int64_t at = b * mask.batch + h * mask.head + i * mask.query + j * mask.key;
+  if (mask.key_begin && j < mask.key_begin[head.batch]) return false;
+  if (mask.key_end && j >= mask.key_end[head.batch]) return false;
+  const int64_t at = head.batch * mask.batch + head.head * mask.head + i * mask.query + j * mask.key;
   if (mask.allowed && !mask.allowed[at]) return false;
   if (mask.bias) bias = static_cast<A>(mask.bias[at]);
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys from `first` to `end` are all that the queries [row, row + rows) may see by causality and bounds. Others are
-// not read: what is there need not be a number.
-template <typename T>
-__device__ void key_range(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t row, int rows,
-                          int64_t& first, int64_t& end) {
-  first = 0;
-  end = sizes.keys;
-  if (mask.causal) end = min(end, max(row + rows + mask.query_offset, int64_t{0}));
-  if (mask.key_begin) first = max(first, static_cast<int64_t>(mask.key_begin[b]));
-  if (mask.key_end) end = min(end, static_cast<int64_t>(mask.key_end[b]));
-}
+// The keys [begin, end) are those that the tile of queries from `row` on may see by causality and bounds. The kernels
+// do not read other keys, which may be NaN.
+struct KeyRange {
+  int64_t begin = 0;
+  int64_t end;
+
+  template <typename T>
+  __device__ KeyRange(const AttentionMask<T>& mask, const AttentionSizes& sizes, int64_t b, int64_t row)
+      : end(sizes.keys) {
+    if (mask.causal) end = min(end, max(row + kTile + mask.query_offset, int64_t{0}));
+    if (mask.key_begin) begin = max(begin, static_cast<int64_t>(mask.key_begin[b]));
+    if (mask.key_end) end = min(end, static_cast<int64_t>(mask.key_end[b]));
+  }
+};
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Rows of shared memory are padded by 16 bytes, so that neighbouring ones begin in other banks. What is staged for
-// scores takes as many bytes whatever they are summed as.
+// Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks. A chunk of columns
+// has as many bytes in float64 as in float32.
 template <typename A>
-struct SimtShape {
+struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
-  static constexpr int kChunk = 128 / sizeof(A);  // columns of HS at a time, for scores
+  static constexpr int kChunk = 128 / sizeof(A);  // columns of HS that multiply_rows loads at a time
   static constexpr int kChunkPitch = kChunk + kVector;
-  static constexpr int kRowsAtATime = 16;  // of what weights are multiplied with
-  static constexpr int kWeightPitch = kSimtTile + kVector;
+  static constexpr int kRowsAtATime = 16;  // rows that add_weighted_rows loads at a time
+  static constexpr int kWeightPitch = kTile + kVector;
 };
 
-// scores = rows of x times rows of y, both (64, HS), summed as S; rows beyond the end count as 0. The terms of a chunk
-// of columns are summed by themselves: a single sum over 256 columns has several times the rounding error.
+// Shared memory consists of kTiles tiles of weights and the rows that the two products load.
+template <typename A, int kColumns, int kTiles>
+struct Shared {
+  using Shape = TileShape<A>;
+  static constexpr int kScoreRows = 2 * kTile * Shape::kChunkPitch;
+  static constexpr int kWeightedRows = Shape::kRowsAtATime * 16 * kColumns;
+
+  A tiles[kTiles][kTile * Shape::kWeightPitch];
+  alignas(16) A rows[kScoreRows > kWeightedRows ? kScoreRows : kWeightedRows];
+};
+
+// Rows of one head's tensor. Those from `count` on are not read and count as 0.
+template <typename T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  int64_t count;
+
+  __device__ Rows from(int64_t row) const { return {data + row * stride, stride, count - row}; }
+};
+
+template <typename T>
+__device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, int64_t count) {
+  return {t.at(b, h, 0), t.token, count};
+}
+
+// tile = x times y^T, both (64, HS), with sums of type S. Each chunk of columns has its own sum: a single sum over 256
+// columns has several times the rounding error. Masks and dropout then loop over the tile in shared memory, because 16
+// copies of their code would be too many.
 template <typename S, typename T>
-__device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64_t x_stride, int64_t x_rows, const T* y,
-                              int64_t y_stride, int64_t y_rows, int head_size, accumulate_t<T>* shared) {
-  using Shape = SimtShape<S>;
+__device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
+                              accumulate_t<T>* shared) {
+  using A = accumulate_t<T>;
+  using Shape = TileShape<S>;
   S(*xs)[Shape::kChunkPitch] = reinterpret_cast<S(*)[Shape::kChunkPitch]>(shared);
-  S(*ys)[Shape::kChunkPitch] = xs + kSimtTile;
+  S(*ys)[Shape::kChunkPitch] = xs + kTile;
   S sums[4][4] = {};
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   for (int start = 0; start < head_size; start += Shape::kChunk) {
     __syncthreads();
-    for (int i = threadIdx.x; i < kSimtTile * Shape::kChunk; i += kSimtThreads) {
+    for (int i = threadIdx.x; i < kTile * Shape::kChunk; i += kThreads) {
       const int row = i / Shape::kChunk, column = i % Shape::kChunk;
       const bool inside = start + column < head_size;
-      xs[row][column] = inside && row < x_rows ? static_cast<S>(x[row * x_stride + start + column]) : S(0);
-      ys[row][column] = inside && row < y_rows ? static_cast<S>(y[row * y_stride + start + column]) : S(0);
+      xs[row][column] = inside && row < x.count ? static_cast<S>(x.data[row * x.stride + start + column]) : S(0);
+      ys[row][column] = inside && row < y.count ? static_cast<S>(y.data[row * y.stride + start + column]) : S(0);
     }
     __syncthreads();
     S part[4][4] = {};
@@ -104,24 +135,25 @@ __device__ void multiply_rows(accumulate_t<T> (&scores)[4][4], const T* x, int64
 #pragma unroll
   for (int i = 0; i < 4; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) scores[i][j] = static_cast<accumulate_t<T>>(sums[i][j]);
+    for (int j = 0; j < 4; ++j)
+      tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64 x HS) += weights (64 x 64, in shared memory) times rows of x. A thread has rows 4 * ty + i and columns
-// tx + 16 * c. The terms of a stage are summed by themselves: the rounding error of a sum over thousands of rows then
-// grows with the number of stages.
+// sums (64, HS) += weights (64, 64) in shared memory times rows of x. A thread has rows 4 * ty + i and columns
+// tx + 16 * c. Each stage of rows has its own sum: the rounding error of a sum over thousands of rows then grows with
+// the number of stages.
 template <typename T, int kColumns>
-__device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights, const T* x,
-                                  int64_t x_stride, int64_t x_rows, int head_size, accumulate_t<T>* shared) {
+__device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
+                                  const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
   using A = accumulate_t<T>;
-  using Shape = SimtShape<A>;
+  using Shape = TileShape<A>;
   constexpr int kWidth = 16 * kColumns;
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  for (int start = 0; start < kSimtTile && start < x_rows; start += Shape::kRowsAtATime) {
+  for (int start = 0; start < kTile && start < x.count; start += Shape::kRowsAtATime) {
     __syncthreads();
-    for (int i = threadIdx.x; i < Shape::kRowsAtATime * kWidth; i += kSimtThreads) {
+    for (int i = threadIdx.x; i < Shape::kRowsAtATime * kWidth; i += kThreads) {
       const int row = start + i / kWidth, column = i % kWidth;
-      shared[i] = column < head_size && row < x_rows ? static_cast<A>(x[row * x_stride + column]) : A(0);
+      shared[i] = column < head_size && row < x.count ? static_cast<A>(x.data[row * x.stride + column]) : A(0);
     }
     __syncthreads();
     A part[4][kColumns] = {};
@@ -144,127 +176,93 @@ __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const ac
   }
 }
 
-// A thread's scores to shared memory: what masks and dropout do with them is a loop there, not 16 copies of it.
-template <typename A>
-__device__ void store_scores(A* to, const A (&scores)[4][4]) {
-  const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+// Stores a thread's columns of one row, times `factor`.
+template <typename T, int kColumns>
+__device__ void store_row(T* to, const accumulate_t<T> (&sums)[kColumns], accumulate_t<T> factor, int head_size) {
+  const int tx = threadIdx.x % 16;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) to[(4 * ty + i) * SimtShape<A>::kWeightPitch + tx + 16 * j] = scores[i][j];
-}
-
-template <typename A>
-__device__ A row_max(A x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x = max(x, __shfl_xor_sync(~0u, x, step));
-  return x;
-}
-
-template <typename A>
-__device__ A row_sum(A x) {
-#pragma unroll
-  for (int step = 8; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-// Shared memory: one or two tiles of weights, and what is staged for either product.
-template <typename A, int kColumns>
-constexpr int simt_shared_bytes(int tiles) {
-  using Shape = SimtShape<A>;
-  const int products = 2 * kSimtTile * Shape::kChunkPitch;
-  const int rows = Shape::kRowsAtATime * 16 * kColumns;
-  return (tiles * kSimtTile * Shape::kWeightPitch + (products > rows ? products : rows)) * static_cast<int>(sizeof(A));
+  for (int c = 0; c < kColumns; ++c)
+    if (tx + 16 * c < head_size) to[tx + 16 * c] = static_cast<T>(sums[c] * factor);
 }
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
 template <typename T, typename S, int kColumns>
-__global__ void __launch_bounds__(kSimtThreads)
-    attention_forward_simt_kernel(const __grid_constant__ AttentionForward<T> p) {
+__global__ void __launch_bounds__(kThreads)
+    attention_forward_simple_kernel(const __grid_constant__ AttentionForward<T> p) {
   using A = accumulate_t<T>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  A* weights = reinterpret_cast<A*>(shared_bytes);
-  A* staged = weights + kSimtTile * SimtShape<A>::kWeightPitch;
+  auto& shared = *reinterpret_cast<Shared<A, kColumns, 1>*>(shared_bytes);
+  A* weights = shared.tiles[0];
   const AttentionSizes& s = p.sizes;
   const DropoutDraw dropout(p.dropout);
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const int64_t tiles = (s.queries + kSimtTile - 1) / kSimtTile;
+  const int64_t tiles = (s.queries + kTile - 1) / kTile;
   for (int64_t work = blockIdx.x; work < tiles * s.batches * s.heads; work += gridDim.x) {
-    const int64_t head = work / tiles;  // of all batches
-    const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
-    const int64_t row = (tiles - 1 - work % tiles) * kSimtTile;
-    const T* query = p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token;
-    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
-    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+    const QueryHead head(s, work / tiles);
+    const int64_t row = (tiles - 1 - work % tiles) * kTile;
+    const Rows<T> query = rows_of(p.query, head.batch, head.head, s.queries).from(row);
 
     A out[4][kColumns] = {}, maximum[4], sum[4] = {};
 #pragma unroll
     for (int i = 0; i < 4; ++i) maximum[i] = -static_cast<A>(INFINITY);
-    int64_t first, end;
-    key_range(p.mask, s, b, row, kSimtTile, first, end);
-    for (int64_t start = first; start < end; start += kSimtTile) {
-      {
-        A scores[4][4];
-        multiply_rows<S>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                         end - start, s.head_size, staged);
-        store_scores(weights, scores);
-      }
+    const KeyRange range(p.mask, s, head.batch, row);
+    const Rows<T> key = rows_of(p.key, head.batch, head.key_head, range.end);
+    const Rows<T> value = rows_of(p.value, head.batch, head.key_head, range.end);
+    for (int64_t start = range.begin; start < range.end; start += kTile) {
+      multiply_rows<S>(weights, query, key.from(start), s.head_size, shared.rows);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        A* own = weights + (4 * ty + i) * SimtShape<A>::kWeightPitch + tx;
+        A* scores = weights + (4 * ty + i) * TileShape<A>::kWeightPitch + tx;
         A largest = maximum[i];
 #pragma unroll 1
-        for (int j = 0; j < kSimtTile; j += 16) {
+        for (int j = 0; j < kTile; j += 16) {
           A bias;
-          const bool seen = sees(p.mask, s, b, h, row + 4 * ty + i, start + tx + j, bias);
-          own[j] = seen ? fma(own[j], static_cast<A>(p.scale), bias) : -static_cast<A>(INFINITY);
-          largest = max(largest, own[j]);
+          const bool seen = sees(p.mask, s, head, row + 4 * ty + i, start + tx + j, bias);
+          scores[j] = seen ? fma(scores[j], static_cast<A>(p.scale), bias) : -static_cast<A>(INFINITY);
+          largest = max(largest, scores[j]);
         }
-        largest = row_max(largest);
+        largest = warp_reduce<FiniteMax, 16>(largest);
         const A origin = largest == -static_cast<A>(INFINITY) ? A(0) : largest;
         const A rescale = exp(maximum[i] - origin);
         maximum[i] = largest;
         A part = 0;
 #pragma unroll 1
-        for (int j = 0; j < kSimtTile; j += 16) {
-          const A weight = exp(own[j] - origin);
+        for (int j = 0; j < kTile; j += 16) {
+          const A weight = exp(scores[j] - origin);
           part += weight;
-          own[j] = dropout.drops() && !dropout.keeps(head, row + 4 * ty + i, start + tx + j) ? A(0) : weight;
+          const bool dropped = dropout.drops() && !dropout.keeps(head.index, row + 4 * ty + i, start + tx + j);
+          scores[j] = dropped ? A(0) : weight;
         }
         sum[i] = sum[i] * rescale + part;
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) out[i][c] *= rescale;
       }
-      add_weighted_rows<T, kColumns>(out, weights, value + start * p.value.token, p.value.token, end - start,
-                                     s.head_size, staged);
+      add_weighted_rows(out, weights, value.from(start), s.head_size, shared.rows);
       __syncthreads();
     }
 
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const A total = row_sum(sum[i]);
+      const A total = warp_reduce<Sum, 16>(sum[i]);
       const int64_t at = row + 4 * ty + i;
       if (at >= s.queries) continue;
       const A factor = total == 0 ? A(0) : static_cast<A>(dropout.keep_scale) / total;
-      T* to = p.out.data + b * p.out.batch + h * p.out.head + at * p.out.token;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(out[i][c] * factor);
+      store_row(p.out.at(head.batch, head.head, at), out[i], factor, s.head_size);
       if (tx == 0)
-        p.logsumexp[head * s.queries + at] = total == 0 ? -static_cast<A>(INFINITY) : maximum[i] + log(total);
+        p.logsumexp[head.index * s.queries + at] = total == 0 ? -static_cast<A>(INFINITY) : maximum[i] + log(total);
     }
   }
 }
 
-// What the backward knows of each row. The first kernel writes delta, that for dq the correction.
+// Two numbers for each query that the backward keeps. The first kernel writes delta, the one for dq the correction.
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
-  A* correction;  // of exp(score - logsumexp)
+  A* correction;  // multiplies exp(score - logsumexp)
 };
 
-// delta for each row: a warp each.
+// Each warp computes delta of one query.
 template <typename T>
 __global__ void attention_backward_delta_kernel(const __grid_constant__ AttentionBackward<T> p,
                                                 accumulate_t<T>* delta) {
@@ -274,153 +272,127 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
   const int64_t rows = s.batches * s.heads * s.queries;
   for (int64_t row = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) / 32; row < rows;
        row += gridDim.x * static_cast<int64_t>(blockDim.x) / 32) {
-    const int64_t i = row % s.queries, head = row / s.queries, b = head / s.heads, h = head % s.heads;
-    const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head + i * p.dout.token;
-    const T* out = p.out.data + b * p.out.batch + h * p.out.head + i * p.out.token;
+    const int64_t i = row % s.queries, head = row / s.queries;
+    const T* dout = p.dout.at(head / s.heads, head % s.heads, i);
+    const T* out = p.out.at(head / s.heads, head % s.heads, i);
     A sum = 0;
     for (int64_t c = lane; c < s.head_size; c += 32) sum += static_cast<A>(dout[c]) * static_cast<A>(out[c]);
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    sum = warp_reduce<Sum>(sum);
     if (lane == 0) delta[row] = p.dlogsumexp ? sum - p.dlogsumexp[row] : sum;
   }
 }
 
-// Of query i and key j: the product of q and k becomes P (times what dropout does), that of dout and v becomes dS.
-// Returns the probability, without dropout; `correction` multiplies it.
+// For query i and key j: `weight` is the product of q and k and becomes P (times dropout's factor), `gradient` is the
+// product of dout and v and becomes dS. Returns P without dropout; `correction` multiplies it.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,
-                                               int64_t b, int64_t h, int64_t head, int64_t i, int64_t j,
-                                               accumulate_t<T>& weight, accumulate_t<T>& gradient) {
+                                               const QueryHead& head, int64_t i, int64_t j, accumulate_t<T>& weight,
+                                               accumulate_t<T>& gradient) {
   using A = accumulate_t<T>;
-  const int64_t row = head * p.sizes.queries + i;
+  const int64_t row = head.index * p.sizes.queries + i;
   A bias;
-  if (!sees(p.mask, p.sizes, b, h, i, j, bias) || p.logsumexp[row] == -static_cast<A>(INFINITY)) {
+  if (!sees(p.mask, p.sizes, head, i, j, bias) || p.logsumexp[row] == -static_cast<A>(INFINITY)) {
     weight = gradient = 0;
     return 0;
   }
-  const A origin = bias - p.logsumexp[row];
-  // Rounded once. A far bias takes the score's place, as in the forward.
-  A probability = exp(bias <= kFarBias ? origin : fma(weight, static_cast<A>(p.scale), origin));
+  // The score is rounded as in the forward: the gradients of nearly equal keys cancel only if their probabilities are
+  // those that the output was computed with.
+  A probability = exp(fma(weight, static_cast<A>(p.scale), bias) - p.logsumexp[row]);
   if (correction) probability *= correction[row];
-  const A factor = !dropout.drops() ? A(1) : dropout.keeps(head, i, j) ? static_cast<A>(dropout.keep_scale) : A(0);
+  const A factor = !dropout.drops()                  ? A(1)
+                   : dropout.keeps(head.index, i, j) ? static_cast<A>(dropout.keep_scale)
+                                                     : A(0);
   weight = probability * factor;
   gradient = probability * (gradient * factor - delta[row]);
   return probability;
 }
 
 template <typename T, typename S, int kColumns>
-__global__ void __launch_bounds__(kSimtThreads)
-    attention_backward_dquery_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
-                                          const RowStatistics<accumulate_t<T>> rows) {
+__global__ void __launch_bounds__(kThreads)
+    attention_backward_dquery_simple_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                            const RowStatistics<accumulate_t<T>> statistics) {
   using A = accumulate_t<T>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  A* weights = reinterpret_cast<A*>(shared_bytes);
-  A* gradients = weights + kSimtTile * SimtShape<A>::kWeightPitch;
-  A* staged = gradients + kSimtTile * SimtShape<A>::kWeightPitch;
+  auto& shared = *reinterpret_cast<Shared<A, kColumns, 2>*>(shared_bytes);
+  auto& [weights, gradients] = shared.tiles;
   const AttentionSizes& s = p.sizes;
   const DropoutDraw dropout(p.dropout);
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  const int64_t tiles = (s.queries + kSimtTile - 1) / kSimtTile;
+  const int64_t tiles = (s.queries + kTile - 1) / kTile;
   for (int64_t work = blockIdx.x; work < tiles * s.batches * s.heads; work += gridDim.x) {
-    const int64_t head = work / tiles;
-    const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
-    const int64_t row = (tiles - 1 - work % tiles) * kSimtTile;
-    const T* query = p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token;
-    const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head + row * p.dout.token;
-    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
-    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+    const QueryHead head(s, work / tiles);
+    const int64_t row = (tiles - 1 - work % tiles) * kTile;
+    const Rows<T> query = rows_of(p.query, head.batch, head.head, s.queries).from(row);
+    const Rows<T> dout = rows_of(p.dout, head.batch, head.head, s.queries).from(row);
 
     A dquery[4][kColumns] = {}, sum[4] = {};
-    int64_t first, end;
-    key_range(p.mask, s, b, row, kSimtTile, first, end);
-    for (int64_t start = first; start < end; start += kSimtTile) {
-      {
-        A scores[4][4], dweights[4][4];
-        multiply_rows<S>(scores, query, p.query.token, s.queries - row, key + start * p.key.token, p.key.token,
-                         end - start, s.head_size, staged);
-        multiply_rows<S>(dweights, dout, p.dout.token, s.queries - row, value + start * p.value.token, p.value.token,
-                         end - start, s.head_size, staged);
-        store_scores(weights, scores);
-        store_scores(gradients, dweights);
-      }
+    const KeyRange range(p.mask, s, head.batch, row);
+    const Rows<T> key = rows_of(p.key, head.batch, head.key_head, range.end);
+    const Rows<T> value = rows_of(p.value, head.batch, head.key_head, range.end);
+    for (int64_t start = range.begin; start < range.end; start += kTile) {
+      multiply_rows<S>(weights, query, key.from(start), s.head_size, shared.rows);
+      multiply_rows<S>(gradients, dout, value.from(start), s.head_size, shared.rows);
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll 1
-        for (int j = tx; j < kSimtTile; j += 16) {
-          const int at = (4 * ty + i) * SimtShape<A>::kWeightPitch + j;
-          sum[i] += weight_and_gradient<T>(p, dropout, rows.delta, nullptr, b, h, head, row + 4 * ty + i, start + j,
-                                           weights[at], gradients[at]);
+        for (int j = tx; j < kTile; j += 16) {
+          const int at = (4 * ty + i) * TileShape<A>::kWeightPitch + j;
+          sum[i] += weight_and_gradient(p, dropout, statistics.delta, nullptr, head, row + 4 * ty + i, start + j,
+                                        weights[at], gradients[at]);
         }
-      add_weighted_rows<T, kColumns>(dquery, gradients, key + start * p.key.token, p.key.token, end - start,
-                                     s.head_size, staged);
+      add_weighted_rows(dquery, gradients, key.from(start), s.head_size, shared.rows);
       __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int64_t at = row + 4 * ty + i;
-      const A total = row_sum(sum[i]);
+      const int64_t at = row + 4 * ty + i, index = head.index * s.queries + at;
+      const A total = warp_reduce<Sum, 16>(sum[i]);
       if (at >= s.queries) continue;
-      const int64_t index = head * s.queries + at;
       const A correction = logsumexp_correction(total, p.logsumexp[index]);
-      if (tx == 0) rows.correction[index] = correction;
-      const A factor = correction * static_cast<A>(gradient_scale(p));
-      T* to = p.dquery.data + b * p.dquery.batch + h * p.dquery.head + at * p.dquery.token;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c)
-        if (tx + 16 * c < s.head_size) to[tx + 16 * c] = static_cast<T>(dquery[i][c] * factor);
+      if (tx == 0) statistics.correction[index] = correction;
+      store_row(p.dquery.at(head.batch, head.head, at), dquery[i], correction * static_cast<A>(gradient_scale(p)),
+                s.head_size);
     }
   }
 }
 
-// Rows of the tile are keys, columns queries.
+// A tile's rows are keys here, and its columns are queries.
 template <typename T, typename S, int kColumns>
-__global__ void __launch_bounds__(kSimtThreads)
-    attention_backward_dkey_simt_kernel(const __grid_constant__ AttentionBackward<T> p,
-                                        const RowStatistics<accumulate_t<T>> rows) {
+__global__ void __launch_bounds__(kThreads)
+    attention_backward_dkey_simple_kernel(const __grid_constant__ AttentionBackward<T> p,
+                                          const RowStatistics<accumulate_t<T>> statistics) {
   using A = accumulate_t<T>;
   extern __shared__ __align__(16) uint8_t shared_bytes[];
-  A* weights = reinterpret_cast<A*>(shared_bytes);
-  A* gradients = weights + kSimtTile * SimtShape<A>::kWeightPitch;
-  A* staged = gradients + kSimtTile * SimtShape<A>::kWeightPitch;
+  auto& shared = *reinterpret_cast<Shared<A, kColumns, 2>*>(shared_bytes);
+  auto& [weights, gradients] = shared.tiles;
   const AttentionSizes& s = p.sizes;
   const DropoutDraw dropout(p.dropout);
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
   const int64_t group = s.heads / s.key_heads;
-  const int64_t tiles = (s.keys + kSimtTile - 1) / kSimtTile;
+  const int64_t tiles = (s.keys + kTile - 1) / kTile;
   for (int64_t work = blockIdx.x; work < tiles * s.batches * s.key_heads; work += gridDim.x) {
     const int64_t b = work / tiles / s.key_heads, key_head = work / tiles % s.key_heads;
-    const int64_t row = work % tiles * kSimtTile;
-    const T* key = p.key.data + b * p.key.batch + key_head * p.key.head + row * p.key.token;
-    const T* value = p.value.data + b * p.value.batch + key_head * p.value.head + row * p.value.token;
+    const int64_t row = work % tiles * kTile;
+    const Rows<T> key = rows_of(p.key, b, key_head, s.keys).from(row);
+    const Rows<T> value = rows_of(p.value, b, key_head, s.keys).from(row);
 
     A dkey[4][kColumns] = {}, dvalue[4][kColumns] = {};
-    const int64_t first =
-        p.mask.causal ? max(row - p.mask.query_offset, int64_t{0}) / kSimtTile * kSimtTile : int64_t{0};
+    const int64_t first = p.mask.causal ? max(row - p.mask.query_offset, int64_t{0}) / kTile * kTile : int64_t{0};
     for (int64_t h = key_head * group; h < (key_head + 1) * group; ++h) {
-      const int64_t head = b * s.heads + h;
-      const T* query = p.query.data + b * p.query.batch + h * p.query.head;
-      const T* dout = p.dout.data + b * p.dout.batch + h * p.dout.head;
-      for (int64_t start = first; start < s.queries; start += kSimtTile) {
-        {
-          A scores[4][4], dweights[4][4];
-          multiply_rows<S>(scores, key, p.key.token, s.keys - row, query + start * p.query.token, p.query.token,
-                           s.queries - start, s.head_size, staged);
-          multiply_rows<S>(dweights, value, p.value.token, s.keys - row, dout + start * p.dout.token, p.dout.token,
-                           s.queries - start, s.head_size, staged);
-          store_scores(weights, scores);
-          store_scores(gradients, dweights);
-        }
+      const QueryHead head(s, b * s.heads + h);
+      const Rows<T> query = rows_of(p.query, b, h, s.queries), dout = rows_of(p.dout, b, h, s.queries);
+      for (int64_t start = first; start < s.queries; start += kTile) {
+        multiply_rows<S>(weights, key, query.from(start), s.head_size, shared.rows);
+        multiply_rows<S>(gradients, value, dout.from(start), s.head_size, shared.rows);
 #pragma unroll 1
         for (int e = 0; e < 16; ++e) {
-          const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * SimtShape<A>::kWeightPitch + j;
-          weight_and_gradient<T>(p, dropout, rows.delta, rows.correction, b, h, head, start + j, row + i, weights[at],
-                                 gradients[at]);
+          const int i = 4 * ty + e / 4, j = tx + 16 * (e % 4), at = i * TileShape<A>::kWeightPitch + j;
+          weight_and_gradient(p, dropout, statistics.delta, statistics.correction, head, start + j, row + i,
+                              weights[at], gradients[at]);
         }
-        add_weighted_rows<T, kColumns>(dvalue, weights, dout + start * p.dout.token, p.dout.token, s.queries - start,
-                                       s.head_size, staged);
-        add_weighted_rows<T, kColumns>(dkey, gradients, query + start * p.query.token, p.query.token, s.queries - start,
-                                       s.head_size, staged);
+        add_weighted_rows(dvalue, weights, dout.from(start), s.head_size, shared.rows);
+        add_weighted_rows(dkey, gradients, query.from(start), s.head_size, shared.rows);
         __syncthreads();
       }
     }
@@ -428,85 +400,78 @@ __global__ void __launch_bounds__(kSimtThreads)
     for (int i = 0; i < 4; ++i) {
       const int64_t at = row + 4 * ty + i;
       if (at >= s.keys) continue;
-      T* dkey_to = p.dkey.data + b * p.dkey.batch + key_head * p.dkey.head + at * p.dkey.token;
-      T* dvalue_to = p.dvalue.data + b * p.dvalue.batch + key_head * p.dvalue.head + at * p.dvalue.token;
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) {
-        if (tx + 16 * c >= s.head_size) continue;
-        dkey_to[tx + 16 * c] = static_cast<T>(dkey[i][c] * static_cast<A>(gradient_scale(p)));
-        dvalue_to[tx + 16 * c] = static_cast<T>(dvalue[i][c]);
-      }
+      store_row(p.dkey.at(b, key_head, at), dkey[i], static_cast<A>(gradient_scale(p)), s.head_size);
+      store_row(p.dvalue.at(b, key_head, at), dvalue[i], A(1), s.head_size);
     }
   }
 }
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// fn.template operator()<S, columns of 16 that hold the head>(), S as what scores are summed.
+// Calls fn.template operator()<S, kColumns>(), where a thread's kColumns columns hold the head.
 template <typename S, typename Fn>
-Status for_simt_columns(int64_t head_size, const Fn& fn) {
+Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
   if (head_size <= 64) return fn.template operator()<S, 4>();
   if (head_size <= 128) return fn.template operator()<S, 8>();
   return fn.template operator()<S, 16>();
 }
 
-// An error of a score is one of its probability. Few scores of float32 are summed as float64: torch's product of a
-// vector has hardly an error, because many threads sum short parts of a row.
+// S is the type of the scores' sums: an error of a score is a relative error of its probability. It is float64 for few
+// float32 scores: torch's product of a vector has hardly an error, because many threads sum short parts of a row.
 template <typename T, typename Fn>
-Status for_simt_shape(const AttentionSizes& s, const Fn& fn) {
+Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;
   if constexpr (std::is_same_v<T, float>)
-    if (s.queries < kFew || s.keys < kFew) return for_simt_columns<double>(s.head_size, fn);
-  return for_simt_columns<accumulate_t<T>>(s.head_size, fn);
+    if (s.queries < kFew || s.keys < kFew) return for_columns<double>(s.head_size, fn);
+  return for_columns<accumulate_t<T>>(s.head_size, fn);
 }
 
 }  // namespace
 
 template <typename T>
-Status attention_forward_simt(const AttentionForward<T>& p, Stream stream) {
-  return for_simt_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
-    constexpr auto kKernel = attention_forward_simt_kernel<T, S, kColumns>;
-    constexpr int kShared = simt_shared_bytes<accumulate_t<T>, kColumns>(1);
+Status attention_forward_simple(const AttentionForward<T>& p, Stream stream) {
+  return for_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
+    constexpr auto kKernel = attention_forward_simple_kernel<T, S, kColumns>;
+    constexpr int kShared = sizeof(Shared<accumulate_t<T>, kColumns, 1>);
     if (max_dynamic_shared_memory<kKernel>() < kShared) return cudaErrorInvalidConfiguration;
-    const int64_t tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
-    kKernel<<<grid_size(tiles), kSimtThreads, kShared, stream>>>(p);
+    const int64_t tiles = ceil_div(p.sizes.queries, kTile) * p.sizes.batches * p.sizes.heads;
+    kKernel<<<grid_size(tiles), kThreads, kShared, stream>>>(p);
     return cudaGetLastError();
   });
 }
 
 template <typename T>
-int64_t attention_backward_simt_workspace(const AttentionSizes& s) {
+int64_t attention_backward_simple_workspace(const AttentionSizes& s) {
   return 2 * s.batches * s.heads * s.queries * static_cast<int64_t>(sizeof(accumulate_t<T>));
 }
 
 template <typename T>
-Status attention_backward_simt(const AttentionBackward<T>& p, Stream stream) {
+Status attention_backward_simple(const AttentionBackward<T>& p, Stream stream) {
   using A = accumulate_t<T>;
-  A* delta = static_cast<A*>(p.workspace);
-  const RowStatistics<A> rows = {delta, delta + p.sizes.batches * p.sizes.heads * p.sizes.queries};
   constexpr int kWarps = 4;
-  attention_backward_delta_kernel<T>
-      <<<grid_size(ceil_div(p.sizes.batches * p.sizes.heads * p.sizes.queries, kWarps)), 32 * kWarps, 0, stream>>>(
-          p, delta);
-  return for_simt_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
-    constexpr auto kDquery = attention_backward_dquery_simt_kernel<T, S, kColumns>;
-    constexpr auto kDkey = attention_backward_dkey_simt_kernel<T, S, kColumns>;
-    constexpr int kShared = simt_shared_bytes<A, kColumns>(2);
+  const int64_t rows = p.sizes.batches * p.sizes.heads * p.sizes.queries;
+  A* delta = static_cast<A*>(p.workspace);
+  const RowStatistics<A> statistics = {delta, delta + rows};
+  attention_backward_delta_kernel<T><<<grid_size(ceil_div(rows, kWarps)), 32 * kWarps, 0, stream>>>(p, delta);
+  return for_shape<T>(p.sizes, [&]<typename S, int kColumns>() -> Status {
+    constexpr auto kDquery = attention_backward_dquery_simple_kernel<T, S, kColumns>;
+    constexpr auto kDkey = attention_backward_dkey_simple_kernel<T, S, kColumns>;
+    constexpr int kShared = sizeof(Shared<A, kColumns, 2>);
     if (max_dynamic_shared_memory<kDquery>() < kShared || max_dynamic_shared_memory<kDkey>() < kShared)
       return cudaErrorInvalidConfiguration;
-    const int64_t query_tiles = ceil_div(p.sizes.queries, kSimtTile) * p.sizes.batches * p.sizes.heads;
-    const int64_t key_tiles = ceil_div(p.sizes.keys, kSimtTile) * p.sizes.batches * p.sizes.key_heads;
-    kDquery<<<grid_size(query_tiles), kSimtThreads, kShared, stream>>>(p, rows);
-    kDkey<<<grid_size(key_tiles), kSimtThreads, kShared, stream>>>(p, rows);
+    const int64_t query_tiles = ceil_div(p.sizes.queries, kTile) * p.sizes.batches * p.sizes.heads;
+    const int64_t key_tiles = ceil_div(p.sizes.keys, kTile) * p.sizes.batches * p.sizes.key_heads;
+    kDquery<<<grid_size(query_tiles), kThreads, kShared, stream>>>(p, statistics);
+    kDkey<<<grid_size(key_tiles), kThreads, kShared, stream>>>(p, statistics);
     return cudaGetLastError();
   });
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                                \
-  template int64_t attention_backward_simt_workspace<T>(const AttentionSizes&);  \
-  template Status attention_forward_simt<T>(const AttentionForward<T>&, Stream); \
-  template Status attention_backward_simt<T>(const AttentionBackward<T>&, Stream);
+#define GPTKERNELS_INSTANTIATE(T)                                                  \
+  template int64_t attention_backward_simple_workspace<T>(const AttentionSizes&);  \
+  template Status attention_forward_simple<T>(const AttentionForward<T>&, Stream); \
+  template Status attention_backward_simple<T>(const AttentionBackward<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 #undef GPTKERNELS_INSTANTIATE
 

@@ -1,27 +1,26 @@
-// Attention's backward for sm_90a with a block for each head: the scores are computed once, five products in all for
-// the seven of attention/sm90/backward.cu. It serves heads of up to 1024 queries and 64 channels, where there are
-// enough of them to keep the multiprocessors busy.
+// The backward of attention for sm_90a with one thread block per head. It computes the scores once, and needs five
+// matmuls instead of the seven of attention/sm90/backward.cu. It supports heads of up to 1024 queries and 64 channels,
+// if there are enough heads to keep the SMs busy.
 //
-// A block walks over its head's tiles of 128 keys, and in each over the blocks of 64 queries that see it. Its four
-// warpgroups are
+// A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
+// four warpgroups are
 //
-//   - one that loads; two of its warps compute D = sum(g out) - dlogsumexp of the head that comes next,
-//   - two that have 64 keys each: they sum dk and dv in registers, and hand dS^T over in shared memory to
-//   - one that computes dq of the block of queries for these keys, and adds it to the sums of the tiles before.
+//   - one that loads tiles, two of whose warps compute D = sum(g out) - dlogsumexp of the next head,
+//   - two with 64 keys each, which sum dk and dv in registers and pass dS^T in shared memory to the last one,
+//   - one that computes dq of the block of queries for these keys, and adds it to the sums of earlier tiles.
 //
-// Those sums are in global memory, in a buffer of the block that the L2 cache keeps. Only one thread ever touches an
-// element of it, so that the terms are added in the order of the tiles: no semaphores, and the same bits every time.
+// These sums are in global memory, in a buffer of the thread block that stays in the L2 cache. Only one thread accesses
+// an element, so terms are added in the order of the tiles without semaphores, and results are bitwise reproducible.
 #include <utility>
 
-#include "backward.cuh"
-#include "cuda/attention/variants.h"
+#include "backward_softmax.cuh"
 #include "cuda/ptx/cache_policy.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 128;  // of a tile: keys, 64 for each of two warpgroups
-constexpr int kBlock = 64;  // of what a tile walks over: queries
+constexpr int kRows = 128;  // keys of a tile, 64 for each of two warpgroups
+constexpr int kBlock = 64;  // queries of a block
 constexpr int kMostQueries = 1024;
 constexpr int kMostBlocks = kMostQueries / kBlock;
 constexpr int kThreads = 4 * kWarpgroup;
@@ -29,10 +28,10 @@ constexpr int kTiles = 2;    // buffers for keys and values
 constexpr int kStages = 4;   // buffers for queries and dout
 constexpr int kParts = 2;    // buffers for a warpgroup's dS^T
 constexpr int kHeads = 2;    // buffers for a head's statistics
-constexpr int kHelpers = 2;  // warps that compute statistics, each of kHelperRows queries of every block
+constexpr int kHelpers = 2;  // warps that compute statistics, each for kHelperRows queries of every block
 constexpr int kHelperRows = kBlock / kHelpers;
-constexpr int kSums = kBlock * 64;  // of dq, for a block of queries
-constexpr int kKeyWarps = 8;        // of the two warpgroups that have keys
+constexpr int kSums = kBlock * 64;  // elements of dq for a block of queries
+constexpr int kKeyWarps = 8;        // warps of the two warpgroups that have keys
 constexpr int kDqueryWarps = 4;
 
 // Shared memory, in bytes.
@@ -58,16 +57,16 @@ struct HeadBackward {
   CUtensorMap dkey, dvalue;             // boxes of 16
   const float* logsumexp;
   const float* dlogsumexp;
-  float* sums;  // of dq: for each block kSums for each block of queries, in the order in which threads have them
+  float* sums;  // sums of dq: kSums for each thread block and block of queries, in the order of the registers
   Sm90Problem<T> problem;
-  int blocks;  // of queries
-  int tiles;   // of keys
+  int blocks;  // blocks of queries
+  int tiles;   // tiles of keys
 };
 
 #if GPTKERNELS_WGMMA
 
-// Buffers in shared memory and their barriers, by address. A buffer is full by the bytes that are loaded, or by the
-// warps that write it; it is empty by the warps that have read it.
+// The addresses of the buffers in shared memory and of their barriers. "full" completes when the bytes are loaded or
+// the warps have written them. "empty" completes when the warps have read the buffer.
 struct Shared {
   uint32_t first;
 
@@ -108,7 +107,7 @@ struct Shared {
       barrier_init(block_full(i), 1);
       barrier_init(block_empty(i), kKeyWarps);
     }
-    for (int i = 0; i < 2 * kParts; ++i) {  // of either warpgroup
+    for (int i = 0; i < 2 * kParts; ++i) {  // for both warpgroups
       barrier_init(part_full(0, i), kKeyWarps / 2);
       barrier_init(part_empty(0, i), kDqueryWarps);
     }
@@ -123,12 +122,12 @@ struct Shared {
 
 // ---- the walk -------------------------------------------------------------------------------------------------------
 
-// Blocks of queries in the order in which a tile takes them: every second tile goes back the way that the one before
-// came, so that what the L2 cache could not keep is what was used longest ago.
+// The order in which a tile processes the blocks of queries. Odd tiles process them in reverse, so that a tile starts
+// with the blocks that the previous tile used last, which are still in the L2 cache.
 struct BlockWalk {
   int block;
   int step;
-  int left;  // with this one
+  int left;  // including this one
 
   __device__ BlockWalk(int begin, int end, int tile)
       : block(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
@@ -138,7 +137,7 @@ struct BlockWalk {
   }
 };
 
-// The first block with a query that sees key `key` or a later one.
+// Returns the first block with a query that sees key `key` or a later one.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -149,12 +148,12 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
   return {first_block<kCausal>(p, tile * kRows), p.blocks, tile};
 }
 
-// The half of a tile that a warpgroup has. Where it is causal one half has a block more: they take it in turn.
+// Returns a warpgroup's half of a tile. The halves alternate: one has a block more under the causal mask.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// The first block that the 64 keys from `key` on take part in; none where they are beyond the end.
+// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if these are beyond the end.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -189,7 +188,7 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
   }
 }
 
-// The product of two rows in shared memory.
+// Returns the dot product of two rows in shared memory.
 template <typename T>
 __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   float even = 0, odd = 0;
@@ -208,7 +207,7 @@ __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   return even + odd;
 }
 
-// Where a query's statistics are in its block's, so that those of a thread's 16 columns are next to each other.
+// Returns the index of a query's statistics in its block, where those of a thread's 16 columns are adjacent.
 __device__ inline int statistics_place(int query) {
   return query % 8 / 2 * 16 + query / 8 * 2 + query % 2;
 }
@@ -217,7 +216,7 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// -logsumexp * log2(e) and D of all heads that the block takes, by a helper; at most one head ahead.
+// Computes -logsumexp * log2(e) and D for all heads of the thread block, at most one head ahead of their use.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -247,7 +246,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
       const bool last = block + 1 == p.blocks;
       load(last ? index + gridDim.x : index, last ? 0 : block + 1);
       const uint32_t place = (block * kBlock + statistics_place(own)) * 4;
-      // Of no key seen, or no query, P = 0.
+      // P is 0 for a query that sees no key, and beyond the last query.
       store_shared(shared.bias(at.slot) + place, logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E);
       store_shared(shared.delta(at.slot) + place, sum - dlogsumexp);
       __syncwarp();
@@ -258,7 +257,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// A warp's 16 channels of 64 keys, transposed: A operands.
+// Loads a warp's 16 channels of 64 keys, transposed, as A operands.
 __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -267,7 +266,7 @@ __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int wa
                              panel + panel_offset(16 * i + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 }
 
-// The warpgroup's dq^T, 64 channels of 64 queries, times `factor` and rounded, to shared memory as dq.
+// Stores the warpgroup's dq^T (64 channels, 64 queries), times `factor` and rounded, in shared memory as dq.
 template <typename T>
 __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
@@ -280,7 +279,7 @@ __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t
   }
 }
 
-// dq^T = k^T dS^T: keys are in registers during a tile.
+// Computes dq^T = k^T dS^T. The keys stay in registers during a tile.
 template <typename T, bool kCausal>
 __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   constexpr int kBarrier = 1;
@@ -289,7 +288,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   const int heads = p.problem.batches * p.problem.heads;
   float* const own_sums = p.sums + static_cast<int64_t>(blockIdx.x) * p.blocks * kSums + thread * 4;
   float dquery[32];
-  uint32_t keys[2][16];  // of either warpgroup's half
+  uint32_t keys[2][16];  // for both warpgroups' halves
   RingPosition<kTiles> at;
   RingPosition<kParts> part[2];
   const auto multiply_part = [&](int warpgroup, bool accumulate) {
@@ -305,7 +304,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
     barrier_arrive_if(lane == 0, shared.part_empty(warpgroup, part[warpgroup].slot));
     part[warpgroup].advance();
   };
-  // dq of the parts of some warpgroups, in their order.
+  // Computes dq from the parts of some warpgroups, in their order.
   const auto multiply_parts = [&]<int... kWarpgroups>(bool accumulate) {
     (wait_for_part(kWarpgroups), ...);
     wgmma_fence();
@@ -334,7 +333,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // The block's last tile adds to what the others have summed.
+        // The last tile of a block of queries starts from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -375,7 +374,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// A thread's 16 statistics of a block.
+// Loads a block's statistics for the thread's 16 columns, which are queries.
 __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -385,14 +384,14 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
                  : "memory");
 }
 
-// Scores of a thread's two keys, `own_key` and 8 after it, with the queries of a block: -inf where a query does not see
-// the key, and of keys beyond the end, which have no part in dq.
+// Masks the scores of a thread's two keys, own_key and own_key + 8, with the queries of a block. A score becomes -inf
+// if the query does not see the key, or if the key is beyond the end and must not contribute to dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = own_key + 8 * r;
-    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query to see it
+    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query that sees it
     if (key >= p.problem.keys) limit = kBlock;
     limit -= 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -403,7 +402,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
   }
 }
 
-// With queries as columns: S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q.
+// Computes, with queries as columns: S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q.
 template <typename T, bool kCausal>
 __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shared, int warpgroup) {
   const int lane = threadIdx.x % 32;
@@ -435,7 +434,8 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
       const int own_first = own_first_block<kCausal>(p, first_key);
       BlockWalk walk(own_first, p.blocks, tile);
-      // Blocks that only the other warpgroup computes: the first ones of the queries.
+      // Only the other warpgroup computes the first blocks of queries. This warpgroup skips them while it uses no other
+      // block, so that the loader never waits for a stage that this warpgroup releases later.
       const int others = own_first - first_block<kCausal>(p, tile * kRows);
       const auto pass_over = [&] {
         for (int i = 0; i < others; ++i) {
@@ -445,7 +445,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
         }
       };
       if (tile % 2 == 0) pass_over();
-      // After a tile's last block nobody reads what is computed.
+      // After a tile's last block the results are not used.
       const auto start_block = [&](bool any) {
         if (any) barrier_wait(shared.block_full(ring.slot), ring.phase);
         pin_registers(scores);
@@ -481,14 +481,14 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           }
           complete(last);
           load_statistics(of_query, delta + block * kBlock * 4);
-          wgmma_wait<0>();  // dp, and dk of the block before
+          wgmma_wait<0>();  // dp, and dk of the previous block
           barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty(max(freed, 0)));
           freed = slot;
           pin_registers(dp);
           pin_registers(weights);
           pin_registers(ds);
           accumulators_to_a<T>(weights, scores);
-          multiply_add<T>(dvalue, weights, panel_descriptor(shared.dout(slot)), true);
+          multiply_add<T>(dvalue, weights, shared.dout(slot), true);
 #pragma unroll
           for (int i = 0; i < 32; ++i) dp[i] = scores[i] * (dp[i] - of_query[i / 4 * 2 + i % 2]);
           accumulators_to_a<T>(ds, dp);
@@ -504,7 +504,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           ring.advance();
           walk.advance();
           start_block(walk.left > 0);
-          multiply_add<T>(dkey, ds, panel_descriptor(shared.query(slot)), true);
+          multiply_add<T>(dkey, ds, shared.query(slot), true);
           wgmma_wait<2>();  // the next block's scores
         }
         wgmma_wait<0>();
@@ -514,7 +514,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // Each warp stores its own 16 rows: dv by way of those of the values, which nobody else reads.
+      // Each warp stores its own 16 rows. It stages dv in its rows of the values, which no other warp reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();
@@ -550,18 +550,18 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 
-  // 512 registers for each thread of a warpgroup, in all.
+  // The register counts per thread of the four warpgroups add up to 512.
   const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (role == 0) {
-    give_registers<32>();
+    dealloc_registers<32>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp > 0 && warp <= kHelpers) compute_statistics(p, shared, warp - 1);
     if (threadIdx.x == 0) load_tiles<T, kCausal>(p, shared);
   } else if (role == 3) {
-    give_registers<96>();
+    dealloc_registers<96>();
     sum_dquery<T, kCausal>(p, shared);
   } else {
-    take_registers<192>();
+    alloc_registers<192>();
     sum_dkey_and_dvalue<T, kCausal>(p, shared, role - 1);
   }
 }
@@ -611,15 +611,15 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 }  // namespace
 
 template <typename T>
-bool attention_backward_sm90_head_serves(const AttentionBackward<T>& p) {
-  // All heads take the same time, and a multiprocessor has one at a time: in the last round some have none. The longer
-  // heads are, the more the other kernels gain by their smaller tiles (docs/notes/attention.md).
+bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
+  // All heads take the same time, and an SM processes one at a time, so some SMs are idle in the last round. The longer
+  // the heads are, the more the other kernels gain by their smaller tiles (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads, places = ceil_div(heads, multiprocessors()) * multiprocessors();
   return s.head_size <= 64 && s.queries > 0 && s.queries <= kMostQueries && s.keys > 0 && s.heads == s.key_heads &&
-         !has_mask(p.mask) && !has_bounds(p.mask) && p.dropout.probability == 0 && p.mask.query_offset >= 0 &&
+         !has_mask(p.mask) && p.dropout.probability == 0 && p.mask.query_offset >= 0 &&
          heads >= (s.queries <= kShort ? kBusyWithShort : kBusy) * places;
 }
 
@@ -634,7 +634,7 @@ Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream
 }
 
 #define INSTANTIATE(T)                                                                     \
-  template bool attention_backward_sm90_head_serves<T>(const AttentionBackward<T>&);       \
+  template bool attention_backward_sm90_head_supports<T>(const AttentionBackward<T>&);     \
   template int64_t attention_backward_sm90_head_workspace<T>(const AttentionBackward<T>&); \
   template Status attention_backward_sm90_head<T>(const AttentionBackward<T>&, Stream);
 INSTANTIATE(bfloat16)

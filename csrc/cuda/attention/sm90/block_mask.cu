@@ -1,4 +1,4 @@
-// Reads an attention mask once for the kernels for sm_90a (attention/sm90/block_mask.cuh says what they get).
+// Reads an attention mask once for the kernels for sm_90a, and writes block_mask.cuh's arrays.
 #include <cmath>
 
 #include "block_mask.cuh"
@@ -7,14 +7,14 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // of a thread block
+constexpr int kWarps = 8;  // in a thread block
 
-// A mask of E, bool or the dtype of queries.
+// A mask of E: bool, or the dtype of the queries.
 template <typename E>
 struct MaskElements {
   const E* data;
   int64_t batch, head, query, key;
-  int64_t batches, heads;  // of the mask: 1 where it is broadcast
+  int64_t batches, heads;  // 1 if the mask is broadcast
   int queries, keys;
   bool causal;
   int query_offset;
@@ -23,7 +23,7 @@ struct MaskElements {
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;
   }
-  // The keys that query `at` may see.
+  // The end of the keys that query `at` may see.
   __device__ int end(int at) const { return causal ? max(min(keys, at + query_offset + 1), 0) : keys; }
 };
 
@@ -31,15 +31,15 @@ constexpr int kChunkBytes = 16;
 template <typename E>
 constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(E));
 
-// 16 bytes of a row as elements.
+// Loads 16 bytes of a row.
 template <typename E>
 __device__ void load_chunk(E (&elements)[kChunk<E>], const E* from) {
   *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<const uint4*>(from));
 }
 
-// ---- rows of nothing but far values ---------------------------------------------------------------------------------
+// ---- rows that have a shift -----------------------------------------------------------------------------------------
 
-// The largest value of those seen so far, and how many have it.
+// The largest value so far, and how often it occurred.
 struct Largest {
   float value = -INFINITY;
   int count = 0;
@@ -50,14 +50,13 @@ struct Largest {
   }
 };
 
-// A warp for each row of the mask, until it finds a value that makes the row an ordinary one. Where masks are causal a
-// query mostly sees the key of its own position: that is looked at first.
+// Each warp finds the shift of a row of the mask. It ends when it finds a value above kFar: the row has none. It first
+// reads the value of the query's own position, which causal masks show.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   const int rows = blocks.bit_blocks * kMaskBlock, lane = threadIdx.x % 32;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *blocks.has_added = 0;  // until the next kernel finds one
   if (at >= static_cast<int64_t>(blocks.heads) * rows) return;
   const int row = static_cast<int>(at % rows);
   const int end = row < mask.queries || mask.query == 0 ? mask.end(row) : 0;
@@ -94,10 +93,10 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// A warp's 32 rows of 32 bits, transposed: bit i of lane l becomes bit l of lane i.
+// Transposes a warp's 32 rows of 32 bits: bit i of lane l becomes bit l of lane i.
 __device__ uint32_t transpose_bits(uint32_t x) {
   const int lane = threadIdx.x % 32;
-  uint32_t lower = 0xFFFF;  // of every 2 s bits the lower s
+  uint32_t lower = 0xFFFF;  // the lower s of every 2 s bits
 #pragma unroll
   for (int s = 16; s > 0; s /= 2) {
     const uint32_t y = __shfl_xor_sync(~0u, x, s);
@@ -107,7 +106,7 @@ __device__ uint32_t transpose_bits(uint32_t x) {
   return x;
 }
 
-// The bits of a row of 64 in the order in which four threads have their columns (MaskBlocks::query_bits).
+// Returns the bits of a row of 64 in the order in which four threads have the columns (MaskBlocks::query_bits).
 __device__ uint2 for_accumulators(uint64_t row) {
   uint32_t part[4];
 #pragma unroll
@@ -120,10 +119,10 @@ __device__ uint2 for_accumulators(uint64_t row) {
   return {part[0] | part[1] << 16, part[2] | part[3] << 16};
 }
 
-// What a row of 64 elements says.
+// The bits of a row of 64 elements.
 struct SeenRow {
   uint64_t bits = 0;
-  bool added = false;  // a key that is seen has more to it than its bit
+  bool added = false;  // a seen key has a value to add, or the row a shift
 
   __device__ void take(int i, bool seen, bool more) {
     bits |= static_cast<uint64_t>(seen) << i;
@@ -137,12 +136,12 @@ struct SeenRow {
       if (shift == 0)
         take(i, !(x <= kFarHidden), x != 0);
       else
-        take(i, x == shift, false);
+        take(i, x == shift, true);
     } else {
       take(i, x != -INFINITY, x != shift);
     }
   }
-  // The same of 16 bytes.
+  // The same for 16 bytes.
   __device__ void take_chunk(int i, const bool* from, float) {
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
@@ -168,7 +167,7 @@ struct SeenRow {
   }
 };
 
-// A warp for each block: lanes have rows.
+// Each warp classifies a block; a lane has two rows.
 template <typename E>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_mask_blocks_kernel(const __grid_constant__ MaskElements<E> mask,
@@ -178,10 +177,9 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int strip = static_cast<int>(blockIdx.x / chunks % blocks.bit_blocks);
   const int mask_head = static_cast<int>(blockIdx.x / chunks / blocks.bit_blocks);
   const int first_key = key_block * kMaskBlock;
-  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // have these rows
+  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // they see the same keys
 
   uint64_t rows[2];
-  uint32_t shifted[2];
   bool added = false, any = false, all = true;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -190,7 +188,6 @@ __global__ void __launch_bounds__(32 * kWarps)
     const int count = inside ? min(max(mask.end(query) - first_key, 0), kMaskBlock) : 0;
     SeenRow row;
     const float shift = inside && blocks.rows ? blocks.row(mask_head, query).shift : 0;
-    shifted[r] = __ballot_sync(~0u, shift != 0);
     if (count > 0) {
       const E* from = mask.row(mask_head, query) + first_key * mask.key;
       if (mask.in_chunks && first_key + kMaskBlock <= mask.keys) {
@@ -210,14 +207,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   added = __any_sync(~0u, added);
   all = __all_sync(~0u, all);
   const int kind = !any ? kMaskHidden : added ? kMaskAdded : all ? kMaskSeen : kMaskBits;
-  if (blocks.rows && lane == 0) {
-    if (kind == kMaskAdded) *blocks.has_added = 1;  // whoever writes it
-    if (key_block == 0) {
-      uint64_t* to = blocks.shifted_rows(mask_head, strip);
-      to[0] = to[1] = static_cast<uint64_t>(shifted[1]) << 32 | shifted[0];
-      if (strip == blocks.bit_blocks - 1) to[2] = to[3] = 0;
-    }
-  }
 
   const int first_block = all_queries ? 0 : strip;
   const bool is_last = all_queries || strip == blocks.query_blocks - 1;

@@ -1,13 +1,16 @@
-// What the attention kernels for sm_90a read in place of a mask. A kernel before them reads the mask once; it says of
-// each block of 64 queries and 64 keys what a kernel has to do there, and has a bit for each element: whether the query
-// sees the key, by the mask, by causality, and since there is such a key at all.
+// The arrays that the attention kernels for sm_90a read in place of a mask. A kernel that runs before them reads the
+// mask once. It classifies each block of 64 queries and 64 keys, and writes a bit for each element that says whether
+// the query sees the key: by the mask, by causality, and because there is such a key.
 //
-// An additive mask may have values so low that one of them is like -inf beside any other key that the query sees:
-// Hugging Face's models write torch.finfo(dtype).min, -3.4e38 for bfloat16. Those bits are 0. Where a query has only
-// such values (kFar and less, far beyond what a score of this size can be added to), its probabilities are uniform over
-// the keys of the largest one: the bits are those keys, its scores count as 0 (a uniform row), and the value is its
-// shift, what its logsumexp is without the sum. float16's lowest, -65504, is not beyond all scores: where a query has
-// only values of -1024 and less, the largest is its shift too, and only what they differ from it is added.
+// An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key: Hugging
+// Face's models write torch.finfo(dtype).min, -3.4e38 for bfloat16. The bits of those keys are 0. A query may also have
+// only such values, of kFar and less, for example if all the keys before it are padding. Then
+//
+//   - in bfloat16, a score that is added to such a value is rounded away. The probabilities are uniform over the keys
+//     that have the largest value: the bits show these keys, and their scores count as 0.
+//   - in float16 the lowest value, -65504, does not round a score away: the difference from the largest value is added.
+//
+// The largest value is the row's shift, which its logsumexp contains, and the class of its blocks is kMaskAdded.
 #pragma once
 
 #include <type_traits>
@@ -17,34 +20,34 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMaskBlock = 64;  // queries, and keys
+constexpr int kMaskBlock = 64;  // queries and keys of a block
 
 enum MaskClass : int {
   kMaskHidden = 0,  // no query sees a key
-  kMaskBits = 1,    // the bits are all that there is to know, beside which rows are uniform
-  kMaskAdded = 2,   // and there are values to add
+  kMaskBits = 1,    // the bits say which keys are seen
+  kMaskAdded = 2,   // the same, and there are values to add, or rows that have a shift
   kMaskSeen = 3,    // every query sees every key
 };
 
-// A row that has a value above this is an ordinary one: -2^100, or -2^10.
+// A row has a shift if it has no value above this: -2^100, or -2^10.
 template <typename T>
 constexpr float kFar = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
-constexpr float kFarHidden = -1.3292279957849159e36f;  // -2^120: in bfloat16's ordinary rows as good as -inf
+constexpr float kFarHidden = -1.3292279957849159e36f;  // -2^120: hides a key in bfloat16's rows without a shift
 
-// Of a row of the mask: its shift, 0 for ordinary rows, and log2 of the number of keys that have this value.
+// A row's shift, 0 if it has none, and log2 of the number of keys that have this value.
 struct MaskRow {
   float shift;
   float log2_count;
 };
 
-// The classes of two neighbouring rows of blocks, a tile's.
+// The classes of two neighbouring rows of blocks, which a tile of 128 queries or keys has.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
-  int words;  // of 8 blocks
+  int words;  // each has 8 blocks
 
 #ifdef __CUDACC__
-  // Of word i: a bit at the lowest byte of every kUnits neighbouring blocks that are not all hidden.
+  // Returns, for word i, a bit at the lowest byte of every kUnits neighbouring blocks that are not all hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
@@ -54,20 +57,23 @@ struct SeenBlocks {
   template <int kUnits>
   __device__ int count() const {
     int n = 0;
+#pragma unroll 1
     for (int i = 0; i < words; ++i) n += __popcll(seen<kUnits>(i));
     return n;
   }
-  // What a kernel needs of `kUnits` blocks from `block` on: the classes of the first row in the lower 16 bits, those of
-  // the second in the upper.
+  // Returns the classes of kUnits blocks from `block` on: the first row's in the lower 16 bits, the second's in the
+  // upper.
   template <int kUnits>
   __device__ uint32_t classes(int block) const {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;
     return *reinterpret_cast<const uint16_t*>(first + block) | *reinterpret_cast<const uint16_t*>(second + block) << 16;
   }
-  // apply(block) of each kUnits blocks that are not all hidden, from the last on.
+  // Calls apply(block) for the first of every kUnits blocks that are not all hidden, from the last on.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
+#pragma unroll 1  // fewer registers
     for (int i = words - 1; i >= 0; --i)
+#pragma unroll 1
       for (uint64_t x = seen<kUnits>(i); x;) {
         const int bit = 63 - __clzll(static_cast<long long>(x));
         x ^= 1ull << bit;
@@ -78,21 +84,19 @@ struct SeenBlocks {
 };
 
 struct MaskBlocks {
-  uint8_t* classes;      // (mask heads, query_pitch, key_pitch): those of no query or key are hidden
+  uint8_t* classes;      // (mask heads, query_pitch, key_pitch); blocks beyond the last query or key are hidden
   uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): the same; for the backward
-  uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4), in blocks kMaskBits and kMaskAdded
+  uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4), of classes kMaskBits and kMaskAdded
   uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4): for the backward
-  MaskRow* rows;         // (mask heads, bit_blocks, 64), or null: all rows are ordinary
-  int batch, head;       // mask heads from one batch, and from one head, to the next
+  MaskRow* rows;         // (mask heads, bit_blocks, 64), or null: no row has a shift
+  int batch, head;       // strides of mask heads
   int heads;             // mask heads
   int query_blocks;
-  int bit_blocks;   // query_blocks, or 1 where all queries see the same
+  int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
   int query_pitch;  // multiples of 8 blocks
   int key_pitch;
-  uint64_t* shifted;  // (mask heads, bit_blocks + 1, 2), of additive masks: a bit for each row that has a shift, twice
-  int* has_added;     // whether a block is kMaskAdded; of additive masks
 
-  // Places of all arrays in `memory`; returns the bytes they take.
+  // Places all arrays in `memory`, and returns how many bytes they need.
   template <typename T>
   int64_t lay_out(const AttentionMask<T>& mask, const AttentionSizes& s, bool backward, void* memory) {
     const auto up = [](int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; };
@@ -115,14 +119,12 @@ struct MaskBlocks {
     place(bits, blocks * kMaskBlock * 4);
     place(key_bits, backward ? blocks * kMaskBlock * 4 : 0);
     place(rows, mask.bias ? mask_heads * bit_blocks * kMaskBlock : 0);
-    place(shifted, mask.bias ? mask_heads * (bit_blocks + 1) * 2 : 0);
-    place(has_added, mask.bias ? 1 : 0);
     return bytes;
   }
 
 #ifdef __CUDACC__
   __device__ int mask_head(int of_batch, int of_head) const { return of_batch * batch + of_head * head; }
-  // The classes of two rows of blocks: of queries, and of keys.
+  // Return the classes of two rows of blocks, from a block of queries or of keys on.
   __device__ SeenBlocks of_queries(int of_head, int query_block) const {
     const uint8_t* row = classes + (static_cast<int64_t>(of_head) * query_pitch + query_block) * key_pitch;
     return {row, row + key_pitch, key_pitch / 8};
@@ -133,22 +135,18 @@ struct MaskBlocks {
   }
   __device__ int bit_block(int query_block) const { return bit_blocks == 1 ? 0 : query_block; }
 
-  // A thread's part of the bits of one of its rows, as it has accumulators (wgmma.cuh): bit 2t + e is column 8t + 2c +
-  // e, c the thread's place in its four.
+  // Returns a thread's bits of one of its rows, in the order of its accumulators (wgmma.cuh): bit 2t + e is column 8t +
+  // 2c + e, where c is the thread's place among the four that have the row.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // The same where rows are keys and columns queries.
+  // The same if rows are keys and columns are queries.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
   __device__ int64_t bits_at(int of_head, int query_block, int key_block) const {
     const int block = (of_head * bit_blocks + bit_block(query_block)) * key_pitch + key_block;  // below 2^30
     return static_cast<int64_t>(block) * (kMaskBlock * 4);
-  }
-  // Which of 64 queries have a shift, in 16 bytes as copies are; none after the last.
-  __device__ uint64_t* shifted_rows(int of_head, int query_block) const {
-    return shifted + (static_cast<int64_t>(of_head) * (bit_blocks + 1) + bit_block(query_block)) * 2;
   }
   __device__ MaskRow row(int of_head, int query) const {
     if (!rows) return {0, 0};

@@ -1,4 +1,4 @@
-// What the attention kernels for sm_90a share: barriers, the order of tiles, and which keys a query sees.
+// Parts that the attention kernels for sm_90a share: arguments, dropout, and which calls they support.
 #pragma once
 
 #include <cmath>
@@ -18,21 +18,12 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Keeps what x (never -inf) is computed from ahead of what follows, where the assembler would move it behind a wait: a
-// store that never happens needs x.
+// Makes ptxas compute x, which is never -inf, before the following code. Otherwise it would move the computation behind
+// a wait. A store that is never executed depends on x.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
                : "memory");
-}
-
-__device__ inline float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-__device__ inline bool quad_any(bool x) {
-  return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
 }
 
 __device__ inline float quad_sum(float x) {
@@ -40,48 +31,11 @@ __device__ inline float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-__device__ inline bool is_far(float reference, float factor) {
-  return fabsf(reference) * factor > kFarFromZero && reference != -INFINITY;
-}
-
-// Makes scores of rows whose reference is far from 0 relative to it: the reference of what is left is 0.
-template <int kScores>
-__device__ void subtract_far(float (&scores)[kScores], float (&reference)[2], float factor) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (!is_far(reference[r], factor)) continue;
-#pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) scores[i / 2 * 4 + i % 2 + 2 * r] -= reference[r];
-    reference[r] = 0;
-  }
-}
-
-// A thread's scores of its two rows to exponentials relative to the rows' references, in units of 1 / factor; their
-// sums.
-template <int kScores>
-__device__ void exponentials(float (&scores)[kScores], float (&sums)[2], const float (&reference)[2], float factor) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float bias = reference[r] == -INFINITY ? 0 : -reference[r] * factor;
-    float even = 0, odd = 0;
-#pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-      float& x = scores[4 * i + 2 * r];
-      float& y = scores[4 * i + 2 * r + 1];
-      x = exp2_approximately(fmaf(x, factor, bias));
-      y = exp2_approximately(fmaf(y, factor, bias));
-      even += x;
-      odd += y;
-    }
-    sums[r] = even + odd;
-  }
-}
-
 #endif
 
-// ---- which keys a query sees ----------------------------------------------------------------------------------------
+// ---- arguments ------------------------------------------------------------------------------------------------------
 
-// What a kernel needs to know beside q, k and v. The plain form, causal or not, is compiled without the rest.
+// The arguments of a call other than its tensors.
 template <typename T>
 struct Sm90Problem {
   int queries;
@@ -119,51 +73,19 @@ CUtensorMap panel_map(const HeadsView<T>& t, const AttentionSizes& sizes, int64_
 
 #if GPTKERNELS_WGMMA
 
-// ---- the keys of a padded sequence ----------------------------------------------------------------------------------
-
-// Those that are no padding: from begin to before end, none where end <= begin.
-struct KeyRange {
-  int begin;
-  int end;
-
-  template <typename T>
-  __device__ static KeyRange of(const Sm90Problem<T>& problem, int batch) {
-    const AttentionMask<T>& mask = problem.mask;
-    return {mask.key_begin ? min(max(mask.key_begin[batch], 0), problem.keys) : 0,
-            mask.key_end ? min(max(mask.key_end[batch], 0), problem.keys) : problem.keys};
-  }
-
-  __device__ bool has(int key) const { return begin <= key && key < end; }
-  __device__ bool has_all(int key, int count) const { return begin <= key && key + count <= end; }
-};
-
-// Sets the rows of keys or values in shared memory that are padding to 0, by all warps of a warpgroup: a probability of
-// 0 times what may be there would not be 0. `first_key` is the first row's.
-template <int kRows, int kPanels>
-__device__ void clear_padding(uint32_t shared, KeyRange range, int first_key, int barrier) {
-  const int row = threadIdx.x % kWarpgroup;
-  if (row < kRows && !range.has(first_key + row))
-    for (int i = 0; i < kPanels; ++i)
-      for (int chunk = 0; chunk < 8; ++chunk)
-        asm volatile(
-            "st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + (i * kRows + row) * kPanelRowBytes + 16 * chunk),
-            "r"(0)
-            : "memory");
-  fence_async_shared();
-  warpgroup_barrier(barrier);
-}
-
 // ---- dropout --------------------------------------------------------------------------------------------------------
-//
+
 template <typename T>
 __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// Groups of philox.h's are drawn two at a time: with more there are no registers, with one the chain is too long.
+// Both functions draw two of philox.h's groups at a time. More would need too many registers, and with one the chain of
+// dependent instructions would be too long.
 
-// apply(i, whether d[i] is kept, whether d[i + 1] is) for every second element of a thread's n scores d, whose rows are
-// queries and columns keys. `query` is the warp's first, `key` the block's. Two neighbouring 16x8 tiles are one group.
+// Calls apply(i, whether d[i] is kept, whether d[i + 1] is) for every second element of a thread's n scores d, whose
+// rows are queries and columns keys. `query` is the warp's first row, `key` the first column. Two neighbouring 16x8
+// tiles are one group.
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -181,8 +103,8 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
   }
 }
 
-// The same where rows are keys and columns queries. Two lanes whose keys are neighbours need halves of the same two
-// groups: each draws one, and gives the other its halves.
+// Like for_kept, but rows are keys and columns are queries. Two lanes with neighbouring keys need halves of the same
+// two groups. Each lane draws one group, and the two exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -196,11 +118,11 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // query + 8 * half; the lower bits are of `key`, the upper of key + 8
+      for (int half = 0; half < 2; ++half) {  // query + 8 * half; lower bits belong to `key`, upper bits to key + 8
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
-        const uint32_t first = odd ? got : own, second = odd ? own : got;  // of two neighbouring queries
+        const uint32_t first = odd ? got : own, second = odd ? own : got;  // bits of two neighbouring queries
         const int at = 8 * (j + i) + 4 * half;
         apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));
         apply(at + 2, dropout.keeps_upper(first), dropout.keeps_upper(second));
@@ -210,11 +132,11 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 
 #endif
 
-// ---- what these kernels serve ---------------------------------------------------------------------------------------
+// ---- which calls the kernels support --------------------------------------------------------------------------------
 
 template <typename T>
-bool suits_tma(const HeadsView<T>& t, const AttentionSizes& s, int64_t heads, int64_t tokens) {
-  return tma_takes<std::remove_const_t<T>>(t.data, t.token, tokens, t.head, heads, t.batch, s.batches);
+bool tma_supports(const HeadsView<T>& t, const AttentionSizes& s, int64_t heads, int64_t tokens) {
+  return tma_supports<std::remove_const_t<T>>(t.data, t.token, tokens, t.head, heads, t.batch, s.batches);
 }
 
 template <typename T>
@@ -222,10 +144,10 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Causal or not, keys of padded sequences, nothing else that hides a key, dropout that keeps something, and sizes that
-// 32 bits index.
+// Returns whether a kernel supports a call, apart from its mask and head size. The GPU must have wgmma and TMA, dropout
+// must keep some elements, the sizes must fit into 32 bits, and TMA must support the tensors.
 template <typename T, auto kKernel, typename Params>
-bool sm90_serves(const Params& p) {
+bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
   const AttentionMask<T>& mask = p.mask;
@@ -233,8 +155,8 @@ bool sm90_serves(const Params& p) {
          dropout_threshold(p.dropout.probability) < 1 << 16 && std::abs(mask.query_offset) < kLargest &&
          s.queries < kLargest && s.keys < kLargest &&
          s.batches * s.heads * (ceil_div(s.queries, 128) + ceil_div(s.keys, 128)) < kLargest &&
-         suits_tma(p.query, s, s.heads, s.queries) && suits_tma(p.key, s, s.key_heads, s.keys) &&
-         suits_tma(p.value, s, s.key_heads, s.keys) && suits_tma(p.out, s, s.heads, s.queries);
+         tma_supports(p.query, s, s.heads, s.queries) && tma_supports(p.key, s, s.key_heads, s.keys) &&
+         tma_supports(p.value, s, s.key_heads, s.keys) && tma_supports(p.out, s, s.heads, s.queries);
 }
 
 }  // namespace gptkernels::cuda

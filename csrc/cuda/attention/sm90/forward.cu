@@ -1,51 +1,59 @@
-// Attention's forward for sm_90a, for more than 64 channels, dropout, padded sequences, and few long tiles;
-// attention/sm90/forward_64.cu has the rest. A block has one warpgroup that loads and two that compute, each on 64
-// queries.
+// The forward of attention for sm_90a. One thread of a thread block issues the loads, and two or four warpgroups each
+// compute 64 queries of a query tile:
 //
-// A warpgroup works on key blocks one after the other, without a break between tiles. While it does the softmax of
-// block j, the tensor cores do p v of block j - 1 and q k^T of block j + 1:
+//   for each query tile, the longest first:
+//     loader:      load q
+//     warpgroup:   O = 0, sum = 0
+//     for each key tile j that the queries see, from the last to the first:
+//       loader:    wait until stage j of the ring is empty; load k(j) and v(j) into it
+//       warpgroup: wait until stage j is full
+//                  S(j) = q k(j)'; masked scores are set to -inf
+//                  P(j) = exp2(S(j) * factor - reference * factor)
+//                  sum += P(j);  O += P(j) v(j); release stage j
+//     warpgroup:   store O / sum and the logsumexp
 //
-//   tensor cores  | p v(0)   q k(2) | p v(1)   q k(3) | ...
-//   softmax       |       of 1      |       of 2      | ...
+// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. After the last one of
+// a query tile, it is the first iteration of the next query tile. There are two schedules:
 //
-// The exponentials are taken relative to a reference for each row that need not be the row's maximum: that of the first
-// block, as long as the sums stay small enough. So later blocks need no maximum.
-#include "common.cuh"
+//   four warpgroups, one buffer of scores      two warpgroups, two buffers of scores
+//     start S(j+1)                               start S(j+1)
+//     start O += P(j) v(j)                       compute P(j), while S(j+1) and O += P(j-1) v(j-1) run
+//     wait for S(j+1) only                       wait for both
+//     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
+//     wait for O
+//
+// With four warpgroups, others compute while one waits, which is faster for up to 64 channels. Each thread then has 112
+// registers. They are too few for 128 channels, dropout or masks, which use two warpgroups with 240 per thread.
+// softmax.cuh explains why the reference need not be the row's maximum.
+#include <cstddef>
+
 #include "cuda/attention/variants.h"
 #include "cuda/common/launch.cuh"
-#include "forward_64.h"
-#include "masks.cuh"
+#include "forward_mask.cuh"
+#include "loader.cuh"
+#include "softmax.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-template <int HS, bool kDropout>
-struct ForwardShape {
-  static constexpr int kRows = 128;                               // queries of a tile: 64 for each warpgroup
-  static constexpr int kKeys = HS == 64 && !kDropout ? 128 : 64;  // of a block; drawing a mask needs registers
+// Sizes of a kernel for HS channels. The ring has kStages stages of kKeys keys and values.
+template <int HS, int kWarpgroups_, int kKeys_, int kStages_>
+struct ForwardTile {
+  static constexpr int kWarpgroups = kWarpgroups_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr bool kOneBuffer = kWarpgroups == 4;  // the schedule
+  static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kPanels = HS / kPanelColumns;
-  static constexpr int kStages = 4;
-  static constexpr bool kTurnsAtExponentials = HS == 64;
-  static constexpr int kThreads = 3 * kWarpgroup;
-  static constexpr int kQueryPanel = kRows * kPanelRowBytes;
-  static constexpr int kQueryBytes = kPanels * kQueryPanel;
-  static constexpr int kKeyPanel = kKeys * kPanelRowBytes;
-  static constexpr int kKeyBytes = kPanels * kKeyPanel;
-  static constexpr int kOutPanel = 64 * kPanelRowBytes;
-  // Shared memory: queries (2), keys (kStages), values (kStages), out (2 warpgroups), barriers, tiles (2), masked
-  // blocks.
-  static constexpr int kKeysAt = 2 * kQueryBytes;
-  static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kOutAt = kValuesAt + kStages * kKeyBytes;
-  static constexpr int kBarriersAt = kOutAt + 2 * kPanels * kOutPanel;
-  static constexpr int kBarriers = 4 + 4 * kStages;
-  static constexpr int kTilesAt = kBarriersAt + kBarriers * 8;
-  static constexpr int kMaskedAt = kTilesAt + 2 * 16;  // of the ring's buffers, under a mask
-  static constexpr int kShiftedAt = kMaskedAt + kStages * static_cast<int>(sizeof(MaskedBlock));  // of tiles (2)
-  static constexpr int kSharedBytes = kShiftedAt + 2 * 2 * kShiftedBytes + 1024;  // aligned to 1024 by the kernel
+  static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
+  static constexpr int kQueryPanel = kRows * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanel;
+  static constexpr int kKeyPanel = kKeys * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanel;
+  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // a warp or a warpgroup stores its rows of out together
 };
 
-constexpr int64_t kCounterBytes = 256;  // of the workspace, before what a mask wants
+using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
+template <int HS, bool kDropout>  // dropout's random numbers need registers, so a tile has fewer keys
+using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
+
+constexpr int64_t kCounterBytes = 256;  // the workspace begins with TileOrder's counter; the mask's arrays follow
 
 template <typename T>
 struct Sm90Forward {
@@ -56,536 +64,591 @@ struct Sm90Forward {
   Sm90Mask mask;
 };
 
-// A tile of queries: its first, its head of all batches, and how many key blocks its queries see: at least one (where
-// they see none, a masked one), 0 after the last tile.
+// The loader writes this for the computing warpgroups with each query tile.
 struct alignas(16) QueryTile {
-  int row;
-  int head;
-  int blocks;
+  Queries queries;
+  int key_tiles;  // the number of loaded key tiles, at least one; 0 if there are no more query tiles
+};
+
+// Shared memory. Each buffer has two barriers: "full" completes when it is loaded, "empty" when the warps have read it.
+template <typename Tile>
+struct Shared {
+  struct Stage {
+    uint8_t key[Tile::kKeyBytes], value[Tile::kKeyBytes];
+  };
+  struct Layout {
+    uint8_t query[2][Tile::kQueryBytes];
+    uint8_t out[Tile::kQueryBytes];
+    Stage stage[Tile::kStages];
+    uint64_t query_full[2], query_empty[2];
+    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // kOneBuffer: these are for keys and values
+    uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
+    QueryTile tile[2];                                               // the one in each buffer of queries
+    MaskedBlock block[Tile::kStages];                                // the one in each stage, under a BlockMask
+  };
+
+#if GPTKERNELS_WGMMA
+  Layout* layout;
+  uint32_t first;
+
+  __device__ explicit Shared(uint8_t* bytes)
+      : layout(reinterpret_cast<Layout*>(bytes)), first(static_cast<uint32_t>(__cvta_generic_to_shared(bytes))) {}
+
+  // Addresses in shared memory.
+  __device__ uint32_t at(size_t offset, int i, int bytes) const {
+    return first + static_cast<uint32_t>(offset) + i * bytes;
+  }
+  __device__ uint32_t query(int i) const { return at(offsetof(Layout, query), i, Tile::kQueryBytes); }
+  __device__ uint32_t out() const { return at(offsetof(Layout, out), 0, 0); }
+  __device__ uint32_t key(int i) const { return at(offsetof(Layout, stage), i, 2 * Tile::kKeyBytes); }
+  __device__ uint32_t value(int i) const { return key(i) + Tile::kKeyBytes; }
+  __device__ uint32_t query_full(int i) const { return at(offsetof(Layout, query_full), i, 8); }
+  __device__ uint32_t query_empty(int i) const { return at(offsetof(Layout, query_empty), i, 8); }
+  __device__ uint32_t key_full(int i) const { return at(offsetof(Layout, key_full), i, 8); }
+  __device__ uint32_t key_empty(int i) const { return at(offsetof(Layout, key_empty), i, 8); }
+  __device__ uint32_t value_full(int i) const { return at(offsetof(Layout, value_full), i, 8); }
+  __device__ uint32_t value_empty(int i) const { return at(offsetof(Layout, value_empty), i, 8); }
+  __device__ QueryTile& tile(int i) const { return layout->tile[i]; }
+  __device__ MaskedBlock& block(int i) const { return layout->block[i]; }
+
+  __device__ void init_barriers() const {
+    constexpr int kComputingWarps = 4 * Tile::kWarpgroups;
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(query_full(i), 1);
+      barrier_init(query_empty(i), kComputingWarps);
+    }
+    for (int i = 0; i < Tile::kStages; ++i) {
+      barrier_init(key_full(i), 1);
+      barrier_init(key_empty(i), kComputingWarps);
+      if (Tile::kOneBuffer) continue;
+      barrier_init(value_full(i), 1);
+      barrier_init(value_empty(i), kComputingWarps);
+    }
+    mbarrier_init_fence();
+  }
+#endif
 };
 
 #if GPTKERNELS_WGMMA
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
-__global__ void __launch_bounds__(ForwardShape<HS, kDropout>::kThreads, 1)
-    attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
-  using Shape = ForwardShape<HS, kDropout>;
-  constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys, kPanels = Shape::kPanels;
-  constexpr int kScores = kKeys / 2, kOut = HS / 2;  // accumulators of a thread
-  constexpr bool kMasked = kMasks != Masks::kNone;
-  constexpr int kUnits = kKeys / kMaskBlock;
+// ---- the loader -----------------------------------------------------------------------------------------------------
 
-  extern __shared__ uint8_t shared_bytes[];
-  const uint32_t shared = (static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes)) + 1023) / 1024 * 1024;
-  QueryTile* tiles = reinterpret_cast<QueryTile*>(
-      shared_bytes + (shared - static_cast<uint32_t>(__cvta_generic_to_shared(shared_bytes))) + Shape::kTilesAt);
-  MaskedBlock* masked = reinterpret_cast<MaskedBlock*>(reinterpret_cast<uint8_t*>(tiles) + Shape::kMaskedAt -
-                                                       Shape::kTilesAt);  // kMasked: beside the ring's buffers
-  // Additive masks of bfloat16: rows that have a shift are uniform, and there is a loop for masks without added blocks.
-  // (float16's lowest values make most blocks added ones, for which one loop alone was faster.)
-  constexpr bool kUniform = has_uniform_rows<T>(kMasks);
-  // kUniform: which rows of either half of a tile have a shift.
-  const auto shifted_at = [&](int slot, int half) {
-    return shared + Shape::kShiftedAt + (2 * slot + half) * kShiftedBytes;
-  };
-  const uint32_t barriers = shared + Shape::kBarriersAt;
-  const auto query_full = [&](int i) { return barriers + 8 * i; };
-  const auto query_empty = [&](int i) { return barriers + 8 * (2 + i); };
-  const auto key_full = [&](int i) { return barriers + 8 * (4 + i); };
-  const auto key_empty = [&](int i) { return barriers + 8 * (4 + kStages + i); };
-  const auto value_full = [&](int i) { return barriers + 8 * (4 + 2 * kStages + i); };
-  const auto value_empty = [&](int i) { return barriers + 8 * (4 + 3 * kStages + i); };
-
-  constexpr int kConsumerWarps = 8;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < 2; ++i) {
-      barrier_init(query_full(i), 1);
-      barrier_init(query_empty(i), kConsumerWarps);
+template <typename T, typename Tile, typename Mask>
+__device__ void load_tiles(const Sm90Forward<T>& p, const Shared<Tile>& shared) {
+  RingPosition<2> query;
+  RingPosition<Tile::kStages> stage;
+  int index = p.order.first();
+  for (int round = 1;; ++round) {
+    const uint32_t query_full = shared.query_full(query.slot);
+    barrier_wait(shared.query_empty(query.slot), query.phase ^ 1);
+    TileOrder::Tile found;
+    if (!p.order.find(index, found)) {
+      shared.tile(query.slot).key_tiles = 0;
+      barrier_arrive(query_full);
+      return;
     }
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(key_full(i), 1);
-      barrier_init(key_empty(i), kConsumerWarps);
-      barrier_init(value_full(i), 1);
-      barrier_init(value_empty(i), kConsumerWarps);
-    }
-    mbarrier_init_fence();
-  }
-  __syncthreads();
-
-  if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
-    if (threadIdx.x != 0) return;
-    RingPosition<2> query;
-    RingPosition<kStages> key;
-    const auto load = [&](const CUtensorMap& map, uint32_t to, uint32_t full, int block, int head, int batch) {
-      mbarrier_expect(full, Shape::kKeyBytes);
-      for (int i = 0; i < kPanels; ++i)
-        tma_load(to + i * Shape::kKeyPanel, map, i * kPanelColumns, block * kKeys, head, batch, full);
-    };
-    for (int index = p.order.first();; index = p.order.take()) {
-      barrier_wait(query_empty(query.slot), query.phase ^ 1);
-      TileOrder::Tile found;
-      if (!p.order.find(index, found)) {
-        if constexpr (kBounds) tiles[query.slot].head = 0;  // whose range is looked up, for nobody
-        tiles[query.slot].blocks = 0;
-        barrier_arrive(query_full(query.slot));
-        return;
-      }
-      const int row = found.tile * Shape::kRows;
-      const int batch = found.head / p.problem.heads, head = found.head % p.problem.heads;
-      int first_block = 0, end = p.problem.keys;
-      if constexpr (kBounds) {
-        const KeyRange range = KeyRange::of(p.problem, batch);
-        first_block = range.begin / kKeys;
-        end = range.end;
-      }
-      if constexpr (kCausal) end = min(end, row + Shape::kRows + p.problem.query_offset);
-      int blocks = max((end + kKeys - 1) / kKeys - first_block, 1);
-      SeenBlocks seen;
-      int mask_head = 0;
-      if constexpr (kMasked) {
-        mask_head = p.mask.blocks.mask_head(batch, head);
-        seen = p.mask.blocks.of_queries(mask_head, row / kMaskBlock);
-        blocks = max(seen.count<kUnits>(), 1);
-      }
-      tiles[query.slot] = {row, found.head, blocks};
-      const int key_head = head / p.problem.group;
-      mbarrier_expect(query_full(query.slot), Shape::kQueryBytes + (kUniform ? 2 * kShiftedBytes : 0));
-      if constexpr (kUniform)
-        for (int half = 0; half < 2; ++half)
-          bulk_load(shifted_at(query.slot, half), p.mask.blocks.shifted_rows(mask_head, row / kMaskBlock + half),
-                    kShiftedBytes, query_full(query.slot));
-      for (int i = 0; i < kPanels; ++i)
-        tma_load(shared + query.slot * Shape::kQueryBytes + i * Shape::kQueryPanel, p.query, i * kPanelColumns, row,
-                 head, batch, query_full(query.slot));
-      query.advance();
-      const auto load_block = [&](int block) {
-        barrier_wait(key_empty(key.slot), key.phase ^ 1);
-        if constexpr (kMasked) masked[key.slot] = {block * kKeys, seen.classes<kUnits>(block * kUnits), mask_head, 0};
-        load(p.key, shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes, key_full(key.slot), first_block + block,
-             key_head, batch);
-        barrier_wait(value_empty(key.slot), key.phase ^ 1);
-        load(p.value, shared + Shape::kValuesAt + key.slot * Shape::kKeyBytes, value_full(key.slot),
-             first_block + block, key_head, batch);
-        key.advance();
+    const Queries queries = {found.tile * Tile::kRows, found.head % p.problem.heads, found.head / p.problem.heads};
+    const typename Mask::template KeyTiles<Tile::kKeys> key_tiles(p.problem, p.mask, queries, Tile::kRows);
+    shared.tile(query.slot) = {queries, key_tiles.count};
+    mbarrier_expect(query_full, Tile::kQueryBytes);
+    load_panels<Tile::kPanels>(shared.query(query.slot), Tile::kQueryPanel, p.query, queries.first, queries.head,
+                               queries.batch, query_full);
+    query.advance();
+    const int key_head = queries.head / p.problem.group;
+    key_tiles.for_each_from_last([&](int tile) {
+      const auto load = [&](const CUtensorMap& map, uint32_t to, uint32_t full) {
+        load_panels<Tile::kPanels>(to, Tile::kKeyPanel, map, tile * Tile::kKeys, key_head, queries.batch, full);
       };
-      if constexpr (kMasked) {
-        seen.for_each_from_last<kUnits>([&](int unit) { load_block(unit / kUnits); });
-        if (seen.count<kUnits>() == 0) load_block(0);
+      const uint32_t full = shared.key_full(stage.slot);
+      barrier_wait(shared.key_empty(stage.slot), stage.phase ^ 1);
+      if constexpr (Mask::kBlocks) shared.block(stage.slot) = key_tiles.block(tile);
+      if constexpr (Tile::kOneBuffer) {
+        mbarrier_expect(full, 2 * Tile::kKeyBytes);
+        load(p.key, shared.key(stage.slot), full);
+        load(p.value, shared.value(stage.slot), full);
       } else {
-        for (int block = blocks - 1; block >= 0; --block) load_block(block);
+        const uint32_t value_full = shared.value_full(stage.slot);
+        mbarrier_expect(full, Tile::kKeyBytes);
+        load(p.key, shared.key(stage.slot), full);
+        barrier_wait(shared.value_empty(stage.slot), stage.phase ^ 1);
+        mbarrier_expect(value_full, Tile::kKeyBytes);
+        load(p.value, shared.value(stage.slot), value_full);
       }
-    }
+      stage.advance();
+    });
+    index = p.order.after(round);
   }
+}
 
-  take_registers<240>();
+// ---- a computing warpgroup ------------------------------------------------------------------------------------------
+
+// Returns whether this is the one lane of the warp that elect.sync chooses.
+__device__ inline bool elected() {
+  uint32_t chosen;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(chosen));
+  return chosen;
+}
+
+// The state and functions of a thread of a computing warpgroup. The arrays that wgmma accesses are arguments. If they
+// were members, the compiler would keep the whole struct in memory until a late pass, which costs registers.
+template <typename T, typename Tile, typename Mask, bool kDropout>
+struct Warpgroup {
+  static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;  // accumulators
+  static constexpr int kSteps = 4 * Tile::kPanels;                            // 16 channels each
+  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;                 // from a stage's descriptor to the next
+  // The first reference of a row is the maximum of every kReferenceStep-th group of 8 columns. A query that sees any
+  // key of a tile sees the first one, except under a mask with holes, which is computed by two warpgroups.
+  static constexpr int kReferenceStep = Tile::kOneBuffer ? 4 : 1;
+
+  const Sm90Forward<T>& p;
+  const Shared<Tile>& shared;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);  // the same in a warp, and known to be
+  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // makes it uniform in a warp for the compiler
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warpgroup * 64 + warp * 16 + lane / 4;  // in a tile, and own_row + 8
-  const float factor = p.problem.scale_log2;
-  const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
-  const uint32_t out_shared = shared + Shape::kOutAt + warpgroup * kPanels * Shape::kOutPanel;
+  const int own_row = warp * 16 + lane / 4;  // this thread's rows among the warpgroup's 64: own_row and own_row + 8
+  const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
+  const uint32_t keys_lower = static_cast<uint32_t>(panel_descriptor(shared.key(0)));
 
-  float scores_a[kScores], scores_b[kScores], out[kOut];
-  uint32_t weights[kScores / 2];
-  float reference[2] = {}, sum[2] = {};
-  bool needs_reference = true;  // a row of the warp has none yet, or one that is far from 0
-
-  RingPosition<kStages> key, value;  // of the q k^T and p v under way
+  typename Mask::template Scores<Tile::kKeys> mask;
   RingPosition<2> query;
+  RingPosition<Tile::kStages> stage;  // the stage from which scores are computed
+  int key_tile;                       // the key tile in it
+  int group = index;                  // the index of the warpgroup's 64 queries in the query tile
+  Queries queries;                    // these 64 queries
 
-  barrier_wait(query_full(0), 0);
-  QueryTile tile = tiles[0], next_tile;
-  if (tile.blocks == 0) return;
-  int block = tile.blocks - 1;
-  int previous_row = 0, previous_head = 0;  // of the tile before
-  bool any_previous = false;                // block
-  KeyRange range = {};                      // kBounds: of the tile's sequence
-  const auto find_range = [&] {
-    if constexpr (kBounds) range = KeyRange::of(p.problem, tile.head / p.problem.heads);
-  };
-  find_range();
-  OwnBlock<kUnits> own = {}, next_own = {};  // kMasked: of the block at hand, and of the one ahead
-  const auto find_own = [&](const QueryTile& of) {
-    const MaskedBlock found = masked[key.slot];
-    next_own = OwnBlock<kUnits>::of(found, warpgroup, [&](int unit, int r) {
-      return p.mask.blocks.query_bits(found.mask_head, of.row / kMaskBlock + warpgroup, found.first / kMaskBlock + unit,
-                                      warp * 16 + lane / 4 + 8 * r, lane % 4);
-    });
-  };
-  // kUniform: whether a row of the warpgroup's has a shift, in the tile at hand, the one ahead and the one before.
-  bool shifts = false, next_shifts = false, previous_shifts = false;
-  // The queries of a tile that has come; then its scores may be computed.
-  const auto clear_queries = [&] {
-    if constexpr (kUniform) {
-      const uint64_t uniform = load_shifted(shifted_at(query.slot, warpgroup));
-      next_shifts = uniform != 0;
-      clear_uniform<kPanels>(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes,
-                             Shape::kQueryPanel, uniform, 1 + warpgroup);
-    }
-  };
-  const auto first_key_of = [&](int of) {
-    return kMasked ? own.first : (kBounds ? range.begin / kKeys + of : of) * kKeys;
-  };
+  __device__ Warpgroup(const Sm90Forward<T>& arguments, const Shared<Tile>& memory) : p(arguments), shared(memory) {}
 
-  const auto issue_scores = [&](float (&scores)[kScores]) {
-    const uint64_t q = panel_descriptor(shared + query.slot * Shape::kQueryBytes + warpgroup * 64 * kPanelRowBytes);
-    const uint64_t k = panel_descriptor(shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes);
+  // Descriptors differ in their lower words only, so the arithmetic is done on the lower words.
+  __device__ static uint64_t descriptor(uint32_t lower) {
+    return static_cast<uint64_t>(panel_descriptor(0, 0) >> 32) << 32 | lower;
+  }
+
+  __device__ Queries queries_of(const QueryTile& tile, int of_group) const {
+    return {tile.queries.first + of_group * 64, tile.queries.head, tile.queries.batch};
+  }
+
+  // Starts S = q k'.
+  __device__ void start_scores(float (&scores)[kScores]) const {
+    const uint32_t q = queries_lower + query.slot * (Tile::kQueryBytes >> 4) + group * (64 * kPanelRowBytes >> 4);
+    const uint32_t k = keys_lower + stage.slot * kStageStep;
     pin_registers(scores);
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < HS / 16; ++i)
-      wgmma<T, false>(scores, q + (i / 4 * Shape::kQueryPanel / 16 + i % 4 * kStepK),
-                      k + (i / 4 * Shape::kKeyPanel / 16 + i % 4 * kStepK), i > 0);
+    for (int i = 0; i < kSteps; ++i)
+      wgmma<T, false>(scores, descriptor(q + (i / 4 * Tile::kQueryPanel / 16 + i % 4 * kStepK)),
+                      descriptor(k + (i / 4 * Tile::kKeyPanel / 16 + i % 4 * kStepK)), i > 0);
     wgmma_commit();
-  };
+  }
 
-  // The scores of the block at hand once more, by mma.sync: a warp that needs them again is alone in that.
-  const auto compute_scores_again = [&](float (&scores)[kScores]) {
-    const uint32_t q = shared + query.slot * Shape::kQueryBytes;
-    const uint32_t k = shared + Shape::kKeysAt + key.slot * Shape::kKeyBytes;
+  // Starts O += P v, or O = P v.
+  __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
+    constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;  // panel_descriptor's panel_bytes
+    const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
+    pin_registers(weights);
+    pin_registers(out);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i)
+      wgmma<T, true>(out, &weights[4 * i], descriptor(v + i * kStepRows), i > 0 || accumulate);
+    wgmma_commit();
+  }
+
+  // Computes S = q k' again by mma.sync: wgmma needs a whole warpgroup, but a single warp may need its scores again.
+  __device__ void compute_scores_again(float (&scores)[kScores], int query_slot, int slot) const {
+    const uint32_t q = shared.query(query_slot), k = shared.key(slot);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) scores[i] = 0;
 #pragma unroll
-    for (int i = 0; i < HS / 16; ++i) {
+    for (int i = 0; i < kSteps; ++i) {
       uint32_t a[4];
-      load_matrices(a, q + i / 4 * Shape::kQueryPanel +
-                           panel_offset(warpgroup * 64 + warp * 16 + lane % 16, i % 4 * 2 + lane / 16));
+      load_matrices(
+          a, q + i / 4 * Tile::kQueryPanel + panel_offset(group * 64 + warp * 16 + lane % 16, i % 4 * 2 + lane / 16));
 #pragma unroll
-      for (int j = 0; j < kKeys / 16; ++j) {
+      for (int j = 0; j < Tile::kKeys / 16; ++j) {
         uint32_t b[4];
-        load_matrices(b, k + i / 4 * Shape::kKeyPanel +
-                             panel_offset(j * 16 + lane / 16 * 8 + lane % 8, i % 4 * 2 + lane / 8 % 2));
+        load_matrices(
+            b, k + i / 4 * Tile::kKeyPanel + panel_offset(j * 16 + lane / 16 * 8 + lane % 8, i % 4 * 2 + lane / 8 % 2));
         mma<T>(reinterpret_cast<float (&)[4]>(scores[8 * j]), a, b[0], b[1]);
         mma<T>(reinterpret_cast<float (&)[4]>(scores[8 * j + 4]), a, b[2], b[3]);
       }
     }
-  };
+  }
 
-  // Scores of keys that a query does not see become -inf.
-  const auto mask = [&](float (&scores)[kScores], bool adds) {
-    if constexpr (kMasked) {
-      if (own.seen()) return;
-      if (kMasks == Masks::kAdditive && adds && own.adds())
-        add_values(scores, p.problem, p.mask, tile.head / p.problem.heads, tile.head % p.problem.heads,
-                   tile.row + own_row, own.first);
-      hide(scores, own.bits);
-      return;
-    }
-    const int first_key = first_key_of(block);
-    int end = kBounds ? range.end : p.problem.keys;  // of the keys that all of the warpgroup's queries see
-    if constexpr (kCausal) end = min(end, tile.row + warpgroup * 64 + p.problem.query_offset + 1);
-    if (first_key + kKeys <= end && (!kBounds || first_key >= range.begin)) return;
+  __device__ void hide_scores(float (&scores)[kScores]) const {
+    mask.hide(scores, p.problem, p.mask, queries, own_row, lane, key_tile);
+  }
+
+  // Stores the logsumexp of a query tile's rows, and computes the factors of their O.
+  __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      int limit = kBounds ? range.end : p.problem.keys;
-      if constexpr (kCausal) limit = min(limit, tile.row + own_row + 8 * r + p.problem.query_offset + 1);
-      limit -= first_key + 2 * (lane % 4);
-      const int begin = kBounds ? range.begin - first_key - 2 * (lane % 4) : 0;
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        if (8 * i >= limit || (kBounds && 8 * i < begin)) scores[4 * i + 2 * r] = -INFINITY;
-        if (8 * i + 1 >= limit || (kBounds && 8 * i + 1 < begin)) scores[4 * i + 2 * r + 1] = -INFINITY;
-      }
-    }
-  };
-
-  // Raises references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old. Only
-  // those of rows that have none yet, or are `too_low`: no row depends on another one of its warp.
-  const auto raise_references = [&](const float (&scores)[kScores], const bool (&too_low)[2], float (&rescale)[2]) {
-    bool needs = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float even = -INFINITY, odd = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        even = fmaxf(even, scores[4 * i + 2 * r]);
-        odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
-      }
-      const float largest = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
-      rescale[r] = 1;
-      if (reference[r] == -INFINITY || too_low[r]) {
-        rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest) * factor);
-        reference[r] = largest;
-      }
-      needs |= reference[r] == -INFINITY || is_far(reference[r], factor);
-    }
-    needs_reference = __any_sync(~0u, needs);
-  };
-
-  // What exponentials are relative to.
-  const auto find_base = [&](float (&scores)[kScores], float (&base)[2]) {
-    base[0] = reference[0];
-    base[1] = reference[1];
-    subtract_far(scores, base, factor);
-  };
-
-  // The logsumexp of a row of the tile before, whose scores may have been taken without its shift.
-  const auto shifted = [&](float logsumexp, int row) {
-    if constexpr (kMasks != Masks::kAdditive) return logsumexp;
-    if (kUniform && !previous_shifts) return logsumexp;
-    const int mask_head = p.mask.blocks.mask_head(previous_head / p.problem.heads, previous_head % p.problem.heads);
-    return logsumexp + p.mask.blocks.row(mask_head, row).shift;
-  };
-  const auto store_out = [&](const float (&tile_reference)[2], const float (&tile_sum)[2]) {
-    float inverse[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(tile_sum[r]);
-      inverse[r] = total > 0 ? 1 / total : total == 0 ? 0 : NAN;
+      const float total = quad_sum(softmax.sum[r]);  // 0, or at least 1, or NaN
+      inverse[r] = total == 0 ? 0 : reciprocal_approximately(total);
       if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
-      const int row = previous_row + own_row + 8 * r;
-      if (lane % 4 == 0 && row < p.problem.queries)
-        p.logsumexp[static_cast<int64_t>(previous_head) * p.problem.queries + row] =
-            total == 0 ? -INFINITY : shifted(tile_reference[r] * p.problem.scale + logf(total), row);
+      const int row = of.first + own_row + 8 * r;
+      if (lane % 4 != 0 || row >= p.problem.queries) continue;
+      float logsumexp = total == 0 ? -INFINITY : softmax.reference[r] * p.problem.scale + logf(total);
+      if constexpr (Mask::kAdds) logsumexp += p.mask.blocks.row(p.mask.blocks.mask_head(of.batch, of.head), row).shift;
+      p.logsumexp[(static_cast<int64_t>(of.batch) * p.problem.heads + of.head) * p.problem.queries + row] = logsumexp;
     }
-    if (thread == 0) tma_store_wait_read();
-    warpgroup_barrier(1 + warpgroup);
+  }
+
+  // Stores out / sum. Either each warp stores its 16 rows, or one store writes the warpgroup's 64 rows.
+  __device__ void store_out(const float (&out)[kOut], const float (&inverse)[2], const Queries& of) const {
+    constexpr bool kByWarp = Tile::kStoredRows == 16;
+    constexpr int kPanelBytes = Tile::kStoredRows * kPanelRowBytes;
+    const bool stores = kByWarp ? lane == 0 : thread == 0;
+    const auto synchronize = [&] {
+      if constexpr (kByWarp)
+        __syncwarp();
+      else
+        warpgroup_barrier(1 + index);
+    };
+    const int first_row = kByWarp ? warp * 16 : 0;  // the first one that is stored
+    const uint32_t to = shared.out() + (index * 64 + first_row) * kPanelRowBytes * Tile::kPanels;
+    if (stores) tma_store_wait_read();
+    synchronize();
 #pragma unroll
-    for (int i = 0; i < HS / 16; ++i) {
-      const int row = warp * 16 + lane % 16;
-      const uint32_t to = out_shared + i / 4 * Shape::kOutPanel + panel_offset(row, i % 4 * 2 + lane / 16);
+    for (int i = 0; i < kSteps; ++i) {
       const float* o = &out[8 * i];
       store_matrices(
-          to, pack_pair<T>(o[0] * inverse[0], o[1] * inverse[0]), pack_pair<T>(o[2] * inverse[1], o[3] * inverse[1]),
+          to + i / 4 * kPanelBytes + panel_offset(warp * 16 - first_row + lane % 16, i % 4 * 2 + lane / 16),
+          pack_pair<T>(o[0] * inverse[0], o[1] * inverse[0]), pack_pair<T>(o[2] * inverse[1], o[3] * inverse[1]),
           pack_pair<T>(o[4] * inverse[0], o[5] * inverse[0]), pack_pair<T>(o[6] * inverse[1], o[7] * inverse[1]));
     }
     fence_async_shared();
-    warpgroup_barrier(1 + warpgroup);
-    if (thread == 0) {
-      for (int i = 0; i < kPanels; ++i)
-        tma_store(p.out, out_shared + i * Shape::kOutPanel, i * kPanelColumns, previous_row + warpgroup * 64,
-                  previous_head % p.problem.heads, previous_head / p.problem.heads);
-      tma_store_commit();
-    }
-  };
+    synchronize();
+    if (stores) store_panels<Tile::kPanels>(p.out, to, kPanelBytes, of.first + first_row, of.head, of.batch);
+  }
 
-  // After their sums are taken: dropped weights become 0.
-  const auto drop = [&](float (&scores)[kScores]) {
-    if (kCausal && first_key_of(block) > tile.row + warpgroup * 64 + 63 + p.problem.query_offset)
-      return;  // none is seen
+  __device__ static void rescale_out(float (&out)[kOut], const float (&rescale)[2]) {
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out[i] *= rescale[i / 2 % 2];
+  }
+
+  // ---- four warpgroups, one buffer of scores
+
+  // Starts a query tile. A key tile is loaded if any query of the query tile sees it. The warpgroup skips the key tiles
+  // that its own queries do not see. (Queries beyond the last one see none.)
+  //
+  // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
+  // waits for the stage after the skipped ones. The loader refills a stage only after all warpgroups have released it,
+  // so it gets at most kStages - 1 stages past the unreleased one. The warpgroup therefore skips at most kStages - 2.
+  // It computes further key tiles that its queries do not see, with all scores masked.
+  __device__ void open(const QueryTile& tile) {
+    constexpr int kStages = Tile::kStages;
+    constexpr int kMostSkipped = kStages - 2;
+    queries = queries_of(tile, group);
+    const int seen =
+        queries.first < p.problem.queries ? Mask::template key_tiles<Tile::kKeys>(p.problem, queries.first, 64) : 1;
+    key_tile = max(seen - 1, tile.key_tiles - 1 - kMostSkipped);
+    mask.start(p.problem, queries);
+    for (int skipped = tile.key_tiles - 1 - key_tile; skipped > 0; --skipped) {
+      barrier_wait(shared.key_full(stage.slot), stage.phase);
+      barrier_arrive_if(elected(), shared.key_empty(stage.slot));
+      stage.advance();
+    }
+  }
+
+  __device__ bool softmax_of(Softmax<T>& softmax, float (&scores)[kScores], bool first, float (&rescale)[2]) const {
+    hide_scores(scores);
+    if (first) softmax.start_rows();
+    return softmax.template add<kReferenceStep>(
+        scores, rescale, [] {}, [](const float (&)[2]) {},
+        [&] {
+          compute_scores_again(scores, query.slot, stage.slot);
+          hide_scores(scores);
+        });
+  }
+
+  __device__ void compute_with_one_buffer() {
+    float scores[kScores], out[kOut], rescale[2], inverse[2];
+    uint32_t weights[kScores / 2];
+    Softmax<T> softmax{p.problem.scale_log2};
+    barrier_wait(shared.query_full(0), 0);
+    open(shared.tile(0));
+    barrier_wait(shared.key_full(stage.slot), stage.phase);
+    start_scores(scores);
+    wgmma_wait<0>();
+    pin_registers(scores);
+    softmax_of(softmax, scores, true, rescale);
+    accumulators_to_a<T>(weights, scores);
+    bool first = true;       // O = P v, not O += P v
+    int of_query, of_group;  // the buffer and group of the queries that P and O belong to
+    while (true) {
+      const bool last = key_tile == 0;
+      const int slot = stage.slot;
+      stage.advance();
+      bool more = true;
+      of_query = query.slot;
+      of_group = group;
+      if (last) {
+        query.advance();
+        barrier_wait(shared.query_full(query.slot), query.phase);
+        const QueryTile tile = shared.tile(query.slot);
+        more = tile.key_tiles > 0;
+        // Under the causal mask later queries see more keys, so the warpgroups exchange their groups.
+        group = Tile::kWarpgroups - 1 - group;
+        if (more) open(tile);
+      } else {
+        --key_tile;
+      }
+      if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
+      start_scores(scores);  // not used if !more
+      start_out(out, weights, slot, !first);
+      if (last) finish_rows(softmax, inverse, queries_of(shared.tile(of_query), of_group));
+      wgmma_wait<1>();
+      pin_registers(scores);
+      if (!more) break;
+      const bool rescales = softmax_of(softmax, scores, last, rescale);
+      wgmma_wait<0>();
+      pin_registers(out);
+      pin_registers(weights);
+      barrier_arrive_if(elected(), shared.key_empty(slot));
+      if (last) {
+        store_out(out, inverse, queries_of(shared.tile(of_query), of_group));
+        barrier_arrive_if(lane == 0, shared.query_empty(of_query));
+      } else if (rescales) {
+        rescale_out(out, rescale);
+      }
+      accumulators_to_a<T>(weights, scores);
+      first = last;
+    }
+    wgmma_wait<0>();
+    pin_registers(out);
+    store_out(out, inverse, queries_of(shared.tile(of_query), of_group));
+    if (lane == 0) tma_store_wait();
+  }
+
+  // ---- two warpgroups, two buffers of scores
+
+  // The warpgroups take turns, so that one's MMAs overlap with the exponentials of the other. Warpgroup 0 is first.
+  __device__ void wait_for_turn() const {
+    random_delay();
+    asm volatile("bar.sync %0, 256;" ::"r"(3 + index) : "memory");
+  }
+  __device__ void turn_to_other() const {
+    random_delay();
+    asm volatile("bar.arrive %0, 256;" ::"r"(4 - index) : "memory");
+  }
+
+  // Sets dropped weights to 0. They are already included in the sums.
+  __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
+    if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
-    for_kept<kScores>(dropout, tile.head, tile.row + warpgroup * 64 + warp * 16, first_key_of(block),
-                      [&](int i, bool keep, bool keep_next) {
+    for_kept<kScores>(dropout, queries.batch * p.problem.heads + queries.head, queries.first + warp * 16,
+                      mask.first_key(key_tile), [&](int i, bool keep, bool keep_next) {
                         if (!keep) scores[i] = 0;
                         if (!keep_next) scores[i + 1] = 0;
                         last = fmaxf(last, scores[i + 1]);
                       });
     complete(last);
-  };
-
-  // The warpgroups take turns, so that one's other work fills the time of the other's: at the exponentials, or where
-  // these are half as many for as many products, at starting products (one with A in registers holds up its warps until
-  // it runs).
-  const auto wait_for_turn = [&] {
-    random_delay();
-    asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory");
-  };
-  const auto turn_to_other = [&] {
-    random_delay();
-    asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory");
-  };
-  if (warpgroup == 1) turn_to_other();  // warpgroup 0 is first
-
-  // The softmax of `current`, whose product is done; p v is under way when this returns. `adds`: blocks may have values
-  // to add. (The compiler follows wgmmas across a loop only where nothing is read that was not waited for with all that
-  // was started before it.)
-  const auto step = [&](float (&current)[kScores], float (&next)[kScores], bool adds) __attribute__((always_inline)) {
-    const bool first = block == tile.blocks - 1, last = block == 0;
-    const RingPosition<kStages> key_now = key;
-    const RingPosition<2> query_now = query;
-    key.advance();
-    bool more = true;
-    if (last) {
-      query.advance();
-      barrier_wait(query_full(query.slot), query.phase);
-      next_tile = tiles[query.slot];
-      more = next_tile.blocks > 0;
-      if (more) clear_queries();
-    }
-    if (more) barrier_wait(key_full(key.slot), key.phase);
-    issue_scores(next);  // after the last block of all of what happens to be there: nobody reads it
-    if constexpr (kMasked)
-      if (more) find_own(last ? next_tile : tile);
-    if (!Shape::kTurnsAtExponentials && any_previous) turn_to_other();
-
-    mask(current, adds);
-    const float old_reference[2] = {reference[0], reference[1]}, old_sum[2] = {sum[0], sum[1]};
-    float rescale[2] = {1, 1}, sums[2];
-    if (first) {
-      reference[0] = reference[1] = -INFINITY;
-      sum[0] = sum[1] = 0;
-      needs_reference = true;
-    }
-    bool rescales = needs_reference;
-    float base[2] = {reference[0], reference[1]};
-    if (needs_reference) {
-      raise_references(current, {false, false}, rescale);
-      find_base(current, base);
-    }
-    if (Shape::kTurnsAtExponentials) wait_for_turn();
-    exponentials(current, sums, base, factor);
-    complete(sums[0]);
-    complete(sums[1]);
-    if (Shape::kTurnsAtExponentials && (more || warpgroup == 0)) turn_to_other();
-    // Sums and products of numbers up to this are as exact as others, and p of 16 bits holds it.
-    constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
-    if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) {
-      const RingPosition<kStages> key_ahead = key;
-      const RingPosition<2> query_ahead = query;
-      key = key_now;
-      query = query_now;
-      const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
-      compute_scores_again(current);
-      mask(current, adds);
-      float raised[2];
-      raise_references(current, too_low, raised);
-      find_base(current, base);
-      exponentials(current, sums, base, factor);
-      rescale[0] *= raised[0];
-      rescale[1] *= raised[1];
-      rescales = true;
-      key = key_ahead;
-      query = query_ahead;
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + sums[r];
-    barrier_arrive_if(lane == 0, key_empty(key_now.slot));
-    barrier_arrive_if(lane == 0 && last, query_empty(query_now.slot));
-
-    if constexpr (kDropout) drop(current);
-
-    RingPosition<kStages> next_value = value;
-    if (any_previous) next_value.advance();
-    barrier_wait(value_full(next_value.slot), next_value.phase);
-    wgmma_wait<0>();  // p v of the block before, q k^T of the block ahead
-    pin_registers(next);
-    pin_registers(out);
-    pin_registers(weights);
-    barrier_arrive_if(any_previous && lane == 0, value_empty(value.slot));
-    value = next_value;
-    if (first) {
-      if (any_previous) store_out(old_reference, old_sum);
-    } else if (rescales) {
-#pragma unroll
-      for (int i = 0; i < kOut; ++i) out[i] *= rescale[i / 2 % 2];
-    }
-    accumulators_to_a<T>(weights, current);
-
-    if constexpr (kBounds)
-      if (!range.has_all(first_key_of(block), kKeys))
-        clear_padding<kKeys, kPanels>(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, range,
-                                      first_key_of(block), 1 + warpgroup);
-    if (!Shape::kTurnsAtExponentials) wait_for_turn();
-    const uint64_t v = panel_descriptor(shared + Shape::kValuesAt + value.slot * Shape::kKeyBytes, Shape::kKeyPanel);
-    pin_registers(weights);
-    pin_registers(out);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) wgmma<T, true>(out, &weights[4 * i], v + i * kStepRows, i > 0 || !first);
-    wgmma_commit();
-    any_previous = true;
-    if constexpr (kMasked) own = next_own;
-    --block;
-    if (last) {
-      previous_row = tile.row;
-      previous_head = tile.head;
-      previous_shifts = shifts;
-      shifts = next_shifts;
-      tile = next_tile;
-      find_range();
-      block = tile.blocks - 1;
-    }
-    return more;
-  };
-
-  barrier_wait(key_full(0), 0);
-  if constexpr (kMasked) {
-    find_own(tile);
-    own = next_own;
-    clear_queries();
-    shifts = next_shifts;
   }
-  issue_scores(scores_a);
-  wgmma_wait<0>();
-  pin_registers(scores_a);
-  // Reading values takes registers, for want of which the other blocks are slower too.
-  if (!kUniform || *p.mask.blocks.has_added) {
-    while (true) {
-      if (!step(scores_a, scores_b, true)) break;
-      if (!step(scores_b, scores_a, true)) break;
-    }
-  } else {
-    while (true) {
-      if (!step(scores_a, scores_b, false)) break;
-      if (!step(scores_b, scores_a, false)) break;
-    }
+
+  // Starts a query tile at its last key tile.
+  __device__ void start(const QueryTile& tile) {
+    queries = queries_of(tile, index);
+    key_tile = tile.key_tiles - 1;
+    mask.start(p.problem, queries);
   }
-  if (!Shape::kTurnsAtExponentials && warpgroup == 0) turn_to_other();
-  wgmma_wait<0>();
-  pin_registers(out);
-  store_out(reference, sum);
-  if (thread == 0) tma_store_wait();
+
+  // Reads the mask's bits of the stage whose scores have been started.
+  __device__ void look_ahead(const Queries& of) {
+    mask.look_ahead(p.mask, shared.block(stage.slot), of.first, index, own_row);
+  }
+
+  // Why neither the ring nor the turns deadlock: both warpgroups compute every key tile of a query tile. So each
+  // passes the turn on as often as it waits for it, and releases a stage before it waits for the one after the next.
+  __device__ void compute_with_two_buffers() {
+    // With 64 channels the exponentials take as long as the MMAs, and the warpgroups take turns at exponentials. With
+    // 128 they take turns at starting MMAs, because an MMA with A in registers blocks its warps until it runs.
+    constexpr bool kTurnsAtExponentials = Tile::kPanels == 1;
+    float scores_a[kScores], scores_b[kScores], out[kOut], inverse[2];
+    uint32_t weights[kScores / 2];
+    Softmax<T> softmax{p.problem.scale_log2};
+    const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
+    RingPosition<Tile::kStages> value;  // the stage of the last O += P v that was started
+    bool any_previous = false;          // whether one was started
+    bool first = true;                  // key_tile is the first one that is computed for its queries
+    Queries previous;                   // the queries of the previous query tile
+    QueryTile next_tile;
+
+    // Computes P from `current`, whose MMA is complete, and starts O += P v. Returns whether there is another key
+    // tile; its scores are then in `next`. (ptxas serializes the wgmmas of a loop unless every register that they
+    // write is read only after a wait for all of them.)
+    const auto step = [&](float (&current)[kScores], float (&next)[kScores]) __attribute__((always_inline)) {
+      const bool last = key_tile == 0;
+      const int slot = stage.slot, query_slot = query.slot;
+      stage.advance();
+      bool more = true;
+      if (last) {
+        query.advance();
+        barrier_wait(shared.query_full(query.slot), query.phase);
+        next_tile = shared.tile(query.slot);
+        more = next_tile.key_tiles > 0;
+      }
+      if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
+      start_scores(next);  // not used if !more
+      if constexpr (Mask::kBlocks)
+        if (more) look_ahead(last ? queries_of(next_tile, index) : queries);
+      if (!kTurnsAtExponentials && any_previous) turn_to_other();
+
+      hide_scores(current);
+      if (first) {
+        if (any_previous) finish_rows(softmax, inverse, previous);
+        softmax.start_rows();
+      }
+      float rescale[2];
+      const bool rescales = softmax.template add<kReferenceStep>(
+          current, rescale,
+          [&] {
+            if (kTurnsAtExponentials) wait_for_turn();
+          },
+          [&](const float (&sums)[2]) {
+            complete(sums[0]);
+            complete(sums[1]);
+            if (kTurnsAtExponentials && (more || index == 0)) turn_to_other();
+          },
+          [&] {
+            compute_scores_again(current, query_slot, slot);
+            hide_scores(current);
+          });
+      barrier_arrive_if(lane == 0, shared.key_empty(slot));
+      barrier_arrive_if(lane == 0 && last, shared.query_empty(query_slot));
+      if constexpr (kDropout) drop(current, dropout);
+
+      RingPosition<Tile::kStages> next_value = value;
+      if (any_previous) next_value.advance();
+      barrier_wait(shared.value_full(next_value.slot), next_value.phase);
+      wgmma_wait<0>();  // O += P v of the previous key tile, and `next`
+      pin_registers(next);
+      pin_registers(out);
+      pin_registers(weights);
+      barrier_arrive_if(any_previous && lane == 0, shared.value_empty(value.slot));
+      value = next_value;
+      if (first) {
+        if (any_previous) store_out(out, inverse, previous);
+      } else if (rescales) {
+        rescale_out(out, rescale);
+      }
+      accumulators_to_a<T>(weights, current);
+      if (!kTurnsAtExponentials) wait_for_turn();
+      start_out(out, weights, value.slot, !first);
+      any_previous = true;
+      first = last;
+      if constexpr (Mask::kBlocks) mask.advance();
+      --key_tile;
+      if (last) {
+        previous = queries;
+        start(next_tile);
+      }
+      return more;
+    };
+
+    barrier_wait(shared.query_full(0), 0);
+    next_tile = shared.tile(0);
+    if (next_tile.key_tiles == 0) return;
+    start(next_tile);
+    if (index == 1) turn_to_other();
+    barrier_wait(shared.key_full(0), 0);
+    if constexpr (Mask::kBlocks) {
+      look_ahead(queries);
+      mask.advance();
+    }
+    start_scores(scores_a);
+    wgmma_wait<0>();
+    pin_registers(scores_a);
+    while (step(scores_a, scores_b) && step(scores_b, scores_a)) {
+    }
+    if (!kTurnsAtExponentials && index == 0) turn_to_other();
+    wgmma_wait<0>();
+    pin_registers(out);
+    finish_rows(softmax, inverse, previous);
+    store_out(out, inverse, previous);
+    if (thread == 0) tma_store_wait();
+  }
+};
+
+template <typename T, typename Tile, typename Mask, bool kDropout>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  const Shared<Tile> shared(shared_bytes);
+  if (threadIdx.x == 0) shared.init_barriers();
+  __syncthreads();
+
+  if (threadIdx.x >= Tile::kWarpgroups * kWarpgroup) {
+    dealloc_registers<24>();
+    if (threadIdx.x == Tile::kWarpgroups * kWarpgroup) load_tiles<T, Tile, Mask>(p, shared);
+    return;
+  }
+  alloc_registers<Tile::kOneBuffer ? 112 : 240>();
+  Warpgroup<T, Tile, Mask, kDropout> warpgroup(p, shared);
+  if constexpr (Tile::kOneBuffer)
+    warpgroup.compute_with_one_buffer();
+  else
+    warpgroup.compute_with_two_buffers();
 }
 
 #else
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks>
+template <typename T, typename Tile, typename Mask, bool kDropout>
 __global__ void __launch_bounds__(kStubThreads)
     attention_forward_wgmma_kernel(const __grid_constant__ Sm90Forward<T> p) {}
 
 #endif
 
-template <typename T, int HS, bool kCausal, bool kDropout, bool kBounds, Masks kMasks = Masks::kNone>
+template <typename T, typename Tile, typename Mask, bool kDropout>
 Status launch(const AttentionForward<T>& p, Stream stream) {
-  using Shape = ForwardShape<HS, kDropout>;
-  constexpr auto kKernel = attention_forward_wgmma_kernel<T, HS, kCausal, kDropout, kBounds, kMasks>;
-  constexpr bool kMasked = kMasks != Masks::kNone;
+  constexpr auto kKernel = attention_forward_wgmma_kernel<T, Tile, Mask, kDropout>;
+  constexpr int kSharedBytes = sizeof(typename Shared<Tile>::Layout);
   const AttentionSizes& s = p.sizes;
-  const int64_t heads = s.batches * s.heads;
-  const int64_t tiles = ceil_div(s.queries, Shape::kRows);
-  const Sm90Forward<T> arguments = {
-      .query = panel_map(p.query, s, s.heads, s.queries, Shape::kRows),
-      .key = panel_map(p.key, s, s.key_heads, s.keys, Shape::kKeys),
-      .value = panel_map(p.value, s, s.key_heads, s.keys, Shape::kKeys),
-      .out = panel_map(p.out, s, s.heads, s.queries, 64),
+  const int64_t heads = s.batches * s.heads, tiles = ceil_div(s.queries, Tile::kRows);
+  const int64_t head_bytes = s.keys * Tile::kPanels * 2 * kPanelRowBytes;  // keys and values
+  Sm90Forward<T> arguments = {
+      .query = panel_map(p.query, s, s.heads, s.queries, Tile::kRows),
+      .key = panel_map(p.key, s, s.key_heads, s.keys, Tile::kKeys),
+      .value = panel_map(p.value, s, s.key_heads, s.keys, Tile::kKeys),
+      .out = panel_map(p.out, s, s.heads, s.queries, Tile::kStoredRows),
       .logsumexp = p.logsumexp,
       .problem = sm90_problem(s, p.scale, p.mask, p.dropout),
-      .order = TileOrder::of(tiles, heads, s.keys * HS * 2 * static_cast<int64_t>(sizeof(T)), kCausal || kMasked,
-                             p.workspace),
-      .mask = kMasked ? Sm90Mask::of(p.mask, s, p.scale, false, static_cast<char*>(p.workspace) + kCounterBytes)
-                      : Sm90Mask{},
+      .order = TileOrder::of(tiles, heads, head_bytes, Mask::kLongestLast, p.workspace),
+      .mask = Mask::kBlocks ? Sm90Mask::of(p.mask, s, p.scale, false, static_cast<char*>(p.workspace) + kCounterBytes)
+                            : Sm90Mask{},
   };
-  if (max_dynamic_shared_memory<kKernel>() < Shape::kSharedBytes) return cudaErrorInvalidConfiguration;
-  const Status cleared = cudaMemsetAsync(p.workspace, 0, sizeof(int), stream);
-  if (cleared != cudaSuccess) return cleared;
-  if constexpr (kMasked) {
+  if (max_dynamic_shared_memory<kKernel>() < kSharedBytes) return cudaErrorInvalidConfiguration;
+  if (!Mask::kBlocks && tiles * heads <= 2 * multiprocessors()) {
+    arguments.order.next = nullptr;  // a counter would not help, and clearing it takes 2 us
+  } else {
+    const Status cleared = cudaMemsetAsync(p.workspace, 0, sizeof(int), stream);
+    if (cleared != cudaSuccess) return cleared;
+  }
+  if constexpr (Mask::kBlocks) {
     const Status found = find_mask_blocks(arguments.mask.blocks, p.mask, s, stream);
     if (found != cudaSuccess) return found;
   }
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles * heads, multiprocessors()));
-  kKernel<<<blocks, Shape::kThreads, Shape::kSharedBytes, stream>>>(arguments);
+  kKernel<<<blocks, Tile::kThreads, kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
 }
 
-// Whether attention/sm90/forward_64.cu, whose tiles have 256 queries, is faster. Where tiles are long and fewer than
-// multiprocessors, twice as many of half the size are done sooner (docs/notes/attention.md has the figures).
+// Returns whether four warpgroups, whose query tiles have 256 queries, are faster. If the tiles are long and fewer than
+// the SMs, twice as many tiles of half the size finish sooner (docs/notes/attention.md has the figures).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
-  const int64_t tiles = ceil_div(s.queries, 256) * s.batches * s.heads;
+  const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;
   return s.keys < kLong || (causal ? 1 : 2) * tiles > multiprocessors();
 }
 
 }  // namespace
 
 template <typename T>
-bool attention_forward_sm90_serves(const AttentionForward<T>& p) {
-  // An additive mask is the backward's too, which has no dropout for more than 64 channels.
-  const bool narrow = has_bounds(p.mask) || (p.mask.bias && p.dropout.probability > 0);
-  return p.sizes.head_size <= (narrow ? 64 : 128) && serves_mask<T>(p) &&
-         sm90_serves<T, attention_forward_wgmma_kernel<T, 128, true, false, false, Masks::kNone>>(p);
+bool attention_forward_sm90_supports(const AttentionForward<T>& p) {
+  // The backward, which has no dropout for more than 64 channels, reads the additive mask's classes too.
+  const bool narrow = p.mask.bias && p.dropout.probability > 0;
+  return p.sizes.head_size <= (narrow ? 64 : 128) && supports_mask<T>(p) &&
+         sm90_supports<T, attention_forward_wgmma_kernel<T, TwoWarpgroups<128, false>, PlainMask<true>, false>>(p);
 }
 
 template <typename T>
@@ -595,34 +658,26 @@ int64_t attention_forward_sm90_workspace(const AttentionForward<T>& p) {
 
 template <typename T>
 Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
-  const bool dropout = p.dropout.probability > 0;
-  const auto masked = [&]<int HS, Masks kMasks>() {
-    if (!dropout) return launch<T, HS, false, false, false, kMasks>(p, stream);
-    if constexpr (HS == 64 || kMasks == Masks::kBool) return launch<T, HS, false, true, false, kMasks>(p, stream);
-    return cudaErrorNotSupported;  // attention_forward_sm90_serves() excludes it
-  };
-  const auto with = [&]<int HS, bool kCausal>() {
-    if constexpr (!kCausal)
-      if (has_mask(p.mask))
-        return p.mask.allowed ? masked.template operator()<HS, Masks::kBool>()
-                              : masked.template operator()<HS, Masks::kAdditive>();
-    if constexpr (HS == 64) {
-      if (has_bounds(p.mask))
-        return dropout ? launch<T, HS, kCausal, true, true>(p, stream) : launch<T, HS, kCausal, false, true>(p, stream);
-      if (!dropout && enough_tiles(p.sizes, kCausal)) return attention_forward_sm90_64(p, stream);
-      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
-    } else {
-      return dropout ? launch<T, HS, kCausal, true, false>(p, stream) : launch<T, HS, kCausal, false, false>(p, stream);
+  const auto with = [&]<int HS, typename Mask>() {
+    if (p.dropout.probability == 0) {
+      if constexpr (HS == 64 && !Mask::kBlocks)
+        if (enough_tiles(p.sizes, p.mask.causal)) return launch<T, FourWarpgroups, Mask, false>(p, stream);
+      return launch<T, TwoWarpgroups<HS, false>, Mask, false>(p, stream);
     }
+    if constexpr (HS == 64 || !Mask::kAdds) return launch<T, TwoWarpgroups<HS, true>, Mask, true>(p, stream);
+    return cudaErrorNotSupported;  // attention_forward_sm90_supports() excludes it
   };
-  const bool causal = p.mask.causal && !has_mask(p.mask);  // what a mask's blocks have in them
-  if (p.sizes.head_size <= 64)
-    return causal ? with.template operator()<64, true>() : with.template operator()<64, false>();
-  return causal ? with.template operator()<128, true>() : with.template operator()<128, false>();
+  const auto of_size = [&]<typename Mask>() {
+    return p.sizes.head_size <= 64 ? with.template operator()<64, Mask>() : with.template operator()<128, Mask>();
+  };
+  if (p.mask.allowed) return of_size.template operator()<BlockMask<false>>();
+  if (p.mask.bias) return of_size.template operator()<BlockMask<true>>();
+  return p.mask.causal ? of_size.template operator()<PlainMask<true>>()
+                       : of_size.template operator()<PlainMask<false>>();
 }
 
 #define INSTANTIATE(T)                                                              \
-  template bool attention_forward_sm90_serves<T>(const AttentionForward<T>&);       \
+  template bool attention_forward_sm90_supports<T>(const AttentionForward<T>&);     \
   template int64_t attention_forward_sm90_workspace<T>(const AttentionForward<T>&); \
   template Status attention_forward_sm90<T>(const AttentionForward<T>&, Stream);
 INSTANTIATE(bfloat16)

@@ -1,6 +1,6 @@
-// What the attention kernels for sm_90a do under a mask. The loading warp leaves out blocks that are hidden and says of
-// each other one, in shared memory beside its buffer, where it is and what the two warpgroups have to do there; these
-// then take their bits of it from attention/sm90/block_mask.cuh's arrays, and values to add from the mask itself.
+// How the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader leaves out blocks of
+// 64 queries and 64 keys that are hidden. For each other one it writes a MaskedBlock to shared memory. The computing
+// warpgroups read the bits of their rows from block_mask.cuh's arrays, and the values to add from the mask.
 #pragma once
 
 #include <climits>
@@ -10,20 +10,11 @@
 
 namespace gptkernels::cuda {
 
-// What a kernel is compiled for.
-enum class Masks { kNone, kBool, kAdditive };
-
-// Whether rows that have a shift are uniform: their scores count as 0 (attention/sm90/block_mask.cuh).
-template <typename T>
-constexpr bool has_uniform_rows(Masks masks) {
-  return masks == Masks::kAdditive && std::is_same_v<T, bfloat16>;
-}
-
-// Arguments of a kernel under a mask.
+// A kernel's arguments for a mask.
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // two neighbouring keys are one aligned load of 4 bytes
+  bool pairs;  // one aligned load of 4 bytes reads two neighbouring keys
 
   // The blocks' arrays begin at `memory`.
   template <typename T>
@@ -42,14 +33,15 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Masks that these kernels serve: not together with key_begin and key_end, and of a size that 32 bits index.
+// Returns whether these kernels support the mask: none, or one that 32 bits index.
 template <typename T, typename Params>
-bool serves_mask(const Params& p) {
+bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
+  if (has_bounds(p.mask)) return false;  // keys outside may be NaN, which a probability of 0 does not hide
   if (!has_mask(p.mask)) return true;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = (p.mask.head ? s.heads : 1) * (p.mask.batch ? s.batches : 1);
-  return !has_bounds(p.mask) && p.scale > 1e-6 && p.scale < 1e6 && s.queries < kLargest && s.keys < kLargest &&
+  return p.scale > 1e-6 && p.scale < 1e6 && s.queries < kLargest && s.keys < kLargest &&
          heads * (ceil_div(s.queries, kMaskBlock) + 8) * (ceil_div(s.keys, kMaskBlock) + 8) < kLargest;
 }
 
@@ -58,38 +50,30 @@ int64_t mask_workspace(const AttentionMask<T>& mask, const AttentionSizes& s, bo
   return has_mask(mask) ? MaskBlocks{}.lay_out(mask, s, backward, nullptr) : 0;
 }
 
-// Beside a buffer of the ring: its first key or query, and the classes as SeenBlocks::classes has them.
+// What a stage of the ring has: its first key or query, and their classes as SeenBlocks::classes returns them.
 struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // of the heads that share keys, where blocks are queries
+  int member;  // if the stages have queries: which of the heads that share keys
 };
-
-constexpr int kShiftedBytes = 16;  // of MaskBlocks::shifted_rows
 
 #if GPTKERNELS_WGMMA
 
-__device__ inline uint64_t load_shifted(uint32_t shared) {
-  uint64_t rows;
-  asm volatile("ld.shared.b64 %0, [%1];" : "=l"(rows) : "r"(shared) : "memory");
-  return rows;
-}
-
-// A block as a warpgroup sees it: kUnits blocks of 64 of a row of the classes.
+// The same for one warpgroup: kUnits neighbouring blocks in its row of the classes.
 template <int kUnits>
 struct OwnBlock {
   static constexpr uint32_t kLow = kUnits == 1 ? 0x01 : 0x0101;
   int first;
   uint32_t classes;
-  uint32_t bits[2];  // of this thread's two rows, 16 for each unit
+  uint32_t bits[2];  // this thread's two rows, 16 bits for each unit
   int member;
 
   __device__ bool hidden() const { return classes == 0; }
   __device__ bool seen() const { return classes == 3 * kLow; }
   __device__ bool adds() const { return classes >> 1 & ~classes & kLow; }
 
-  // read(unit, row) has the bits of one unit and row.
+  // read(unit, row) returns the bits of one unit and row.
   template <typename Read>
   __device__ static OwnBlock of(const MaskedBlock& block, int half, const Read& read) {
     OwnBlock own = {block.first, block.classes >> 16 * half & 0xFFFF, {0, 0}, block.member};
@@ -105,7 +89,7 @@ struct OwnBlock {
   }
 };
 
-// Scores whose bits are 0 become -inf.
+// Sets scores whose bits are 0 to -inf.
 template <int n>
 __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 #pragma unroll
@@ -117,53 +101,18 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
-// The scores of uniform rows become 0, where columns are queries and bit i of `uniform` is column i.
-template <int n>
-__device__ void clear_uniform(float (&scores)[n], uint64_t uniform) {
-  if (uniform == 0) return;
-  const uint64_t own = uniform >> 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < n / 4; ++i)
-#pragma unroll
-    for (int c = 0; c < 2; ++c)
-      if (own >> (8 * i + c) & 1) scores[4 * i + c] = scores[4 * i + 2 + c] = 0;
-}
-
-// The same where rows are queries: one of this thread's two becomes 0 in the registers that are their A operand.
-template <int n>
-__device__ void clear_row(uint32_t (&query)[n], int row) {
-#pragma unroll
-  for (int i = 0; i < n / 2; ++i) query[2 * i + row] = 0;
-}
-
-// And in shared memory, by all warps of a warpgroup whose 64 queries begin at `shared` in panels that are `panel_bytes`
-// apart.
-template <int kPanels>
-__device__ void clear_uniform(uint32_t shared, int panel_bytes, uint64_t uniform, int barrier) {
-  if (uniform == 0) return;
-  const int row = threadIdx.x % 64, first_chunk = threadIdx.x % kWarpgroup / 64 * 4;
-  if (uniform >> row & 1)
-    for (int i = 0; i < kPanels; ++i)
-      for (int chunk = first_chunk; chunk < first_chunk + 4; ++chunk)
-        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared + i * panel_bytes + row * kPanelRowBytes +
-                                                                      16 * chunk),
-                     "r"(0)
-                     : "memory");
-  fence_async_shared();
-  warpgroup_barrier(barrier);
-}
-
-// Minus the logsumexp, in units of log2, of the scores of a row that has a shift, as they are here.
+// Returns minus the logsumexp, in units of log2, of a row that has a shift, without the shift.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// A score with a mask's value, in units of 1 / scale.
+// Adds a mask's value without the row's shift to a score, in units of 1 / scale. A shift in bfloat16 has a magnitude of
+// 2^100 or more: a score that is added to it is rounded away, so it counts as 0.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
-  if (std::is_same_v<T, bfloat16> && shift != 0) return 0;
-  return fmaf(value - shift, inverse_scale, score);
+  const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
+  return fmaf(value - shift, inverse_scale, kept * score);
 }
 
 template <typename T>
@@ -171,13 +120,13 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Loads on either side stay there: what is loaded ahead has no registers.
+// Keeps the compiler from loading more than a few values ahead, for which there are no registers.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds a mask's values to scores in units of 1 / scale. Rows are queries, this thread's `query` and query + 8, columns
-// keys from `first_key` on.
+// Adds a mask's values to scores in units of 1 / scale. Rows are queries, of which this thread has `query` and query +
+// 8; columns are keys from `first_key` on.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -214,7 +163,7 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// The same where rows are keys, `key` and key + 8, and columns queries from `first_query` on.
+// The same if rows are keys, of which this thread has `key` and key + 8, and columns are queries from `first_query` on.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {

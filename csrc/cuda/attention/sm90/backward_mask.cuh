@@ -1,0 +1,132 @@
+// Masks in the backward kernels for sm_90a: which blocks of 64 keys or queries a warpgroup computes, and which of their
+// scores are hidden.
+#pragma once
+
+#include "backward.cuh"
+
+namespace gptkernels::cuda {
+
+// What a kernel is compiled for. With kBlocks a kernel has classified each block of 64 queries and 64 keys before
+// (block_mask.cuh), with causality; with kAdds there are values to add to scores.
+template <bool causal, bool blocks, bool adds>
+struct MaskPolicy {
+  static constexpr bool kCausal = causal, kBlocks = blocks, kAdds = adds;
+};
+using NoMask = MaskPolicy<false, false, false>;
+using CausalMask = MaskPolicy<true, false, false>;
+using BoolMask = MaskPolicy<false, true, false>;
+using AdditiveMask = MaskPolicy<false, true, true>;
+
+#if GPTKERNELS_WGMMA
+
+// ---- blocks that a warpgroup does not compute -----------------------------------------------------------------------
+
+// Releases the next stage of the ring unused. The warpgroup waits until it is full, because before that the other
+// warpgroup may still use it for the block before.
+template <typename Barriers, int kStages>
+__device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
+  barrier_wait(full[ring.slot], ring.phase);
+  barrier_arrive_if(threadIdx.x % 32 == 0, empty[ring.slot]);
+  ring.advance();
+}
+
+// What a block is for this thread's rows of the 64 from `row` on.
+template <bool kRowsAreKeys>
+__device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& block, int row) {
+  const int own_row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+  const int row_block = row / kMaskBlock, column_block = block.first / kMaskBlock;
+  return OwnBlock<1>::of(block, row_block % 2, [&](int, int r) {
+    if constexpr (kRowsAreKeys)
+      return blocks.bits_of_key(block.mask_head, column_block, row_block, own_row + 8 * r, threadIdx.x % 4);
+    else
+      return blocks.query_bits(block.mask_head, row_block, column_block, own_row + 8 * r, threadIdx.x % 4);
+  });
+}
+
+// The blocks of a tile under a block mask. A block that neither warpgroup sees is not loaded. A block that only the
+// other warpgroup sees is passed over, unless the ring could deadlock:
+//
+//   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
+//   j), because their products may still run. Stages are filled in order, so block j has the stage of block j -
+//   kStages. With h <= j - kStages the loader would wait for the warpgroup to release h before it loads j, and the
+//   warpgroup for the loader. Therefore j - h < kStages must hold, where j - h = (passed between h and i) + 1 + (passed
+//   between i and j) + 1.
+//
+// So a warpgroup passes over at most kStages - 3 blocks between h and j. Then it computes a block although all of its
+// scores are hidden. (Without a block mask at most one block is passed over, because the halves of a tile differ by
+// one.)
+template <int kStages, bool kRowsAreKeys>
+struct SeenByWarpgroup {
+  static constexpr int kMostPassed = kStages - 3;
+  OwnBlock<1> own;  // the block that was found
+  int left;         // blocks of the tile from this one on
+  int passed = 0;   // to it from the one before
+
+  // On to the next block that the 64 rows from `row` on see; none if left is 0.
+  template <typename Shared>
+  __device__ void find(const MaskBlocks& blocks, Shared& shared, RingPosition<kStages>& ring, int row) {
+    const int passed_before = passed;
+    for (passed = 0; left > 0; --left, ++passed) {
+      barrier_wait(shared.block_full[ring.slot], ring.phase);
+      own = own_block<kRowsAreKeys>(blocks, shared.masked[ring.slot], row);
+      if (!own.hidden() || passed_before + passed == kMostPassed) return;
+      barrier_arrive_if(threadIdx.x % 32 == 0, shared.block_empty[ring.slot]);
+      ring.advance();
+    }
+  }
+};
+
+// ---- scores ---------------------------------------------------------------------------------------------------------
+
+// Sets scores of a thread's row r to -inf: those of the block's columns before `limit`, or from `limit` on.
+template <bool kBefore>
+__device__ void hide_columns(float (&scores)[32], int r, int limit) {
+  limit -= 2 * static_cast<int>(threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      if ((8 * i + c < limit) == kBefore) scores[4 * i + 2 * r + c] = -INFINITY;
+}
+
+// Scores of keys that a query does not see become -inf, where rows are queries: `first_row` is the warpgroup's, `row`
+// this thread's.
+template <typename Mask, typename T>
+__device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
+                          int first_row, int row, int first_key) {
+  if (Mask::kBlocks && !own.seen()) {
+    if (Mask::kAdds && own.adds())
+      add_values(scores, p.problem, p.mask, head / p.problem.heads, head % p.problem.heads, row, first_key);
+    hide(scores, own.bits);
+  }
+  int end = Mask::kBlocks ? INT_MAX : p.problem.keys;
+  if constexpr (Mask::kCausal) end = min(end, first_row + p.problem.query_offset + 1);
+  if (first_key + 64 > end) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      int limit = p.problem.keys;
+      if constexpr (Mask::kCausal) limit = min(limit, row + 8 * r + p.problem.query_offset + 1);
+      hide_columns<false>(scores, r, limit - first_key);
+    }
+  }
+}
+
+// The same where rows are keys and columns queries. Keys beyond the end need not be hidden: their gradients are not
+// stored.
+template <typename Mask, typename T>
+__device__ void hide_queries(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
+                             int first_row, int row, int first_query) {
+  if (Mask::kBlocks && !own.seen()) {
+    if (Mask::kAdds && own.adds())
+      add_values_of_keys(scores, p.problem, p.mask, head / p.problem.heads, head % p.problem.heads, row, first_query);
+    hide(scores, own.bits);
+  }
+  if (Mask::kCausal && first_query + p.problem.query_offset < first_row + 63) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) hide_columns<true>(scores, r, row + 8 * r - p.problem.query_offset - first_query);
+  }
+}
+
+#endif
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,149 @@
+// Which keys a query sees in attention's forward on sm_90a. A mask policy has two parts: KeyTiles finds the key tiles
+// that the loader loads for a query tile, and Scores hides the scores of a warpgroup's 64 queries.
+#pragma once
+
+#include "masks.cuh"
+
+namespace gptkernels::cuda {
+
+// 64 queries of a warpgroup, which begin at `first`.
+struct Queries {
+  int first;
+  int head;
+  int batch;
+};
+
+// Query i sees the keys j < Tk and, if kCausal, j <= i + query_offset.
+template <bool kCausal>
+struct PlainMask {
+  static constexpr bool kBlocks = false, kAdds = false, kLongestLast = kCausal;
+
+#if GPTKERNELS_WGMMA
+
+  // The end of the keys that query i sees.
+  template <typename T>
+  __device__ static int end(const Sm90Problem<T>& problem, int i) {
+    return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
+  }
+
+  // How many key tiles the `count` queries from `first` on see, and at least one.
+  template <int kKeys, typename T>
+  __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
+    return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
+  }
+
+  template <int kKeys>
+  struct KeyTiles {
+    int count;
+
+    template <typename T>
+    __device__ KeyTiles(const Sm90Problem<T>& problem, const Sm90Mask&, const Queries& of, int queries)
+        : count(key_tiles<kKeys>(problem, of.first, queries)) {}
+    template <typename Load>
+    __device__ void for_each_from_last(const Load& load) const {
+#pragma unroll 1  // fewer registers
+      for (int tile = count - 1; tile >= 0; --tile) load(tile);
+    }
+  };
+
+  template <int kKeys>
+  struct Scores {
+    int whole;  // each of the warpgroup's queries sees all keys of so many key tiles
+
+    template <typename T>
+    __device__ void start(const Sm90Problem<T>& problem, const Queries& queries) {
+      whole = end(problem, queries.first) / kKeys;
+    }
+    __device__ int first_key(int tile) const { return tile * kKeys; }
+    template <typename T>
+    __device__ bool sees_none(const Sm90Problem<T>& problem, const Queries& queries, int tile) const {
+      return kCausal && tile * kKeys >= end(problem, queries.first + 63);
+    }
+    // Sets scores of keys that a query does not see to -inf. The thread's rows are own_row and own_row + 8.
+    template <typename T, int n>
+    __device__ void hide(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask&, const Queries& queries,
+                         int own_row, int lane, int tile) const {
+      if (tile < whole) return;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int first_key = tile * kKeys + 2 * (lane % 4);  // of this thread's
+        const int limit = end(problem, queries.first + own_row + 8 * r) - first_key;
+#pragma unroll
+        for (int i = 0; i < n / 4; ++i) {
+          if (8 * i >= limit) scores[4 * i + 2 * r] = -INFINITY;
+          if (8 * i + 1 >= limit) scores[4 * i + 2 * r + 1] = -INFINITY;
+        }
+      }
+    }
+  };
+#endif
+};
+
+// Query i sees the keys that attn_mask shows, by its classes and bits (block_mask.cuh), which have causality and the
+// end of the keys in them. kAdditive: its values are added to the scores.
+template <bool kAdditive>
+struct BlockMask {
+  static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
+
+#if GPTKERNELS_WGMMA
+
+  template <int kKeys>
+  struct KeyTiles {
+    static constexpr int kUnits = kKeys / kMaskBlock;
+    int mask_head;
+    SeenBlocks seen;
+    int seen_count;
+    int count;  // at least one: the first, hidden, if none is seen
+
+    // The queries are two rows of blocks.
+    template <typename T>
+    __device__ KeyTiles(const Sm90Problem<T>&, const Sm90Mask& mask, const Queries& of, int)
+        : mask_head(mask.blocks.mask_head(of.batch, of.head)),
+          seen(mask.blocks.of_queries(mask_head, of.first / kMaskBlock)),
+          seen_count(seen.count<kUnits>()),
+          count(max(seen_count, 1)) {}
+    template <typename Load>
+    __device__ void for_each_from_last(const Load& load) const {
+      seen.for_each_from_last<kUnits>([&](int unit) { load(unit / kUnits); });
+      if (seen_count == 0) load(0);
+    }
+    // The classes of a key tile, for the computing warpgroups.
+    __device__ MaskedBlock block(int tile) const {
+      return {tile * kKeys, seen.classes<kUnits>(tile * kUnits), mask_head, 0};
+    }
+  };
+
+  template <int kKeys>
+  struct Scores {
+    static constexpr int kUnits = kKeys / kMaskBlock;
+    OwnBlock<kUnits> own = {}, next = {};  // of the key tile whose scores are hidden next, and of the one after it
+
+    template <typename T>
+    __device__ void start(const Sm90Problem<T>&, const Queries&) {}
+    // Reads a key tile's bits ahead.
+    __device__ void look_ahead(const Sm90Mask& mask, const MaskedBlock& block, int first_query, int warpgroup,
+                               int own_row) {
+      next = OwnBlock<kUnits>::of(block, warpgroup, [&](int unit, int r) {
+        return mask.blocks.query_bits(block.mask_head, first_query / kMaskBlock, block.first / kMaskBlock + unit,
+                                      own_row + 8 * r, threadIdx.x % 4);
+      });
+    }
+    __device__ void advance() { own = next; }
+    __device__ int first_key(int) const { return own.first; }
+    template <typename T>
+    __device__ bool sees_none(const Sm90Problem<T>&, const Queries&, int) const {
+      return false;
+    }
+    template <typename T, int n>
+    __device__ void hide(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& mask,
+                         const Queries& queries, int own_row, int, int) const {
+      if (own.seen()) return;
+      if (kAdds && own.adds())
+        add_values(scores, problem, mask, queries.batch, queries.head, queries.first + own_row, own.first);
+      ::gptkernels::cuda::hide(scores, own.bits);
+    }
+  };
+#endif
+};
+
+}  // namespace gptkernels::cuda

@@ -1,0 +1,151 @@
+// The softmax of attention's forward on sm_90a, one key tile after the other.
+//
+// The exponentials of a row i are taken relative to a reference r_i, p_ij = exp(s_ij - r_i), and out_i is
+// sum_j p_ij v_j / sum_j p_ij. Any r_i cancels, so r_i need not be the row's maximum. It may be any score for which the
+// arithmetic stays as exact as with the maximum:
+//
+//   - r_i is a score of a key that query i sees, so that key's p is 1 and the sum is at least 1. A p that underflows is
+//     negligible compared with it, and the division is safe.
+//   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is. In bfloat16, whose
+//     exponents are float32's, a p of any size has a relative error of at most 2^-9. The terms of a row's sums are all
+//     scaled by the same factor exp(-r_i), which changes no relative error, and below 2^22 max|v| for a key tile they
+//     are far from overflow. float16 ends at 65504; there kLargestSum is 2^12.
+//   - If a sum is larger, or NaN, the warp computes the scores of the key tile again, raises r_i to their maximum and
+//     multiplies what was summed before by exp(r_i - new r_i).
+//
+// So only the first key tile of a row needs a maximum, of some of its columns; each later one only compares its sum.
+#pragma once
+
+#include "common.cuh"
+
+namespace gptkernels::cuda {
+
+#if GPTKERNELS_WGMMA
+
+// Four lanes, a quad, have the columns of a row (wgmma.cuh).
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ inline bool quad_any(bool x) {
+  return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
+}
+
+// A thread's part of the softmax of its two rows, lane / 4 and lane / 4 + 8 of a warp's 16. Scores and references are
+// products of queries and keys; `factor`, scale * log2(e), makes them exponents of 2.
+template <typename T>
+struct Softmax {
+  static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
+
+  float factor;
+  float reference[2] = {};      // -inf: the row has none yet
+  float sum[2] = {};            // of this thread's columns
+  bool needs_reference = true;  // a row of the warp has no reference, or one that is far from 0
+
+  __device__ bool is_far(int r) const {
+    return fabsf(reference[r]) * factor > kFarFromZero && reference[r] != -INFINITY;
+  }
+
+  // Raises references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old ones.
+  // Only rows that have no reference yet, or are `too_low`, take part: no row depends on another one of its warp. Of
+  // the groups of 8 columns it reads every kEvery-th, among them the first.
+  template <int kEvery, int n>
+  __device__ void raise_references(const float (&scores)[n], const bool (&too_low)[2], float (&rescale)[2]) {
+    bool needs = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float even = -INFINITY, odd = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < n / 4; i += kEvery) {
+        even = fmaxf(even, scores[4 * i + 2 * r]);
+        odd = fmaxf(odd, scores[4 * i + 2 * r + 1]);
+      }
+      const float largest = fmaxf(reference[r], quad_max(fmaxf(even, odd)));
+      rescale[r] = 1;
+      if (reference[r] == -INFINITY || too_low[r]) {
+        rescale[r] = reference[r] == -INFINITY ? 0 : exp2_approximately((reference[r] - largest) * factor);
+        reference[r] = largest;
+      }
+      needs |= reference[r] == -INFINITY || is_far(r);
+    }
+    needs_reference = __any_sync(~0u, needs);
+  }
+
+  // Finds what exponentials are relative to: the references. One that is far from 0 is subtracted from the scores
+  // first, because its product with `factor` would be rounded too coarsely.
+  template <int n>
+  __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      base[r] = reference[r];
+      if (!is_far(r)) continue;
+#pragma unroll
+      for (int i = 0; i < n / 2; ++i) scores[i / 2 * 4 + i % 2 + 2 * r] -= reference[r];
+      base[r] = 0;
+    }
+  }
+
+  // Replaces scores by their exponentials and sums these.
+  template <int n>
+  __device__ void exponentials(float (&scores)[n], float (&sums)[2], const float (&base)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float bias = base[r] == -INFINITY ? 0 : -base[r] * factor;
+      float even = 0, odd = 0;
+#pragma unroll
+      for (int i = 0; i < n / 4; ++i) {
+        float& x = scores[4 * i + 2 * r];
+        float& y = scores[4 * i + 2 * r + 1];
+        x = exp2_approximately(fmaf(x, factor, bias));
+        y = exp2_approximately(fmaf(y, factor, bias));
+        even += x;
+        odd += y;
+      }
+      sums[r] = even + odd;
+    }
+  }
+
+  // Starts on the rows of another query tile.
+  __device__ void start_rows() {
+    reference[0] = reference[1] = -INFINITY;
+    sum[0] = sum[1] = 0;
+    needs_reference = true;
+  }
+
+  // Replaces the masked scores of a key tile by exponentials and adds them to the sums. Returns whether what was summed
+  // for these rows before is to be multiplied by `rescale`. The first references are maxima of every kEvery-th group of
+  // columns. `begin` and `end` are called around the exponentials; compute_again() writes the masked scores again.
+  template <int kEvery, int n, typename Begin, typename End, typename Again>
+  __device__ bool add(float (&scores)[n], float (&rescale)[2], const Begin& begin, const End& end,
+                      const Again& compute_again) {
+    rescale[0] = rescale[1] = 1;
+    bool rescales = needs_reference;
+    float base[2] = {reference[0], reference[1]}, sums[2];
+    if (needs_reference) {
+      raise_references<kEvery>(scores, {false, false}, rescale);
+      find_base(scores, base);
+    }
+    begin();
+    exponentials(scores, sums, base);
+    end(sums);
+    if (__any_sync(~0u, !(sums[0] < kLargestSum) || !(sums[1] < kLargestSum))) [[unlikely]] {
+      const bool too_low[2] = {quad_any(!(sums[0] < kLargestSum)), quad_any(!(sums[1] < kLargestSum))};
+      compute_again();
+      float raised[2];
+      raise_references<1>(scores, too_low, raised);
+      find_base(scores, base);
+      exponentials(scores, sums, base);
+      rescale[0] *= raised[0];
+      rescale[1] *= raised[1];
+      rescales = true;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = sum[r] * rescale[r] + sums[r];
+    return rescales;
+  }
+};
+
+#endif
+
+}  // namespace gptkernels::cuda
