@@ -85,8 +85,8 @@ GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// 1 - beta^t from log(beta), which takes less work than a power. As in torch, beta^t is rounded before the subtraction;
-// for small t the results would otherwise differ from torch's.
+// Returns 1 - beta^t, computed from log(beta), which is less work than a power. As in torch, beta^t is rounded before
+// the subtraction; for small t the results would otherwise differ from torch's.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -108,7 +108,7 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
           .eps = A(o.eps)};
 }
 
-// The value that a step starts from: the master if it rounds to the parameter, else the parameter.
+// Returns the value that a step starts from: the master if it rounds to the parameter, else the parameter.
 template <typename T>
 GPTKERNELS_STEP float current_value(float master, T param) {
   const float value = static_cast<float>(param);

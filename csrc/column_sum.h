@@ -14,7 +14,7 @@ struct ColumnSum {
   int64_t width;    // C
 };
 
-// The size of the workspace in bytes: partial sums over groups of rows.
+// Returns the size of the workspace in bytes: partial sums over groups of rows.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width);
 

@@ -13,18 +13,18 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 // A layer's weights; matrices are (out, in). The biases are null in a model without biases.
 template <typename T>
 struct DecodeLayer {
-  const T* norm1_weight;  // (C)
-  const T* norm1_bias;
+  const T* norm_1_weight;  // (C)
+  const T* norm_1_bias;
   const T* qkv_weight;  // (3C, C)
   const T* qkv_bias;
-  const T* proj_weight;  // (C, C)
-  const T* proj_bias;
-  const T* norm2_weight;  // (C)
-  const T* norm2_bias;
+  const T* attn_proj_weight;  // (C, C)
+  const T* attn_proj_bias;
+  const T* norm_2_weight;  // (C)
+  const T* norm_2_bias;
   const T* fc_weight;  // (4C, C)
   const T* fc_bias;
-  const T* fcproj_weight;  // (C, 4C)
-  const T* fcproj_bias;
+  const T* mlp_proj_weight;  // (C, 4C)
+  const T* mlp_proj_bias;
 };
 
 template <typename T>
@@ -38,7 +38,7 @@ struct Decode {
   const DecodeLayer<T>* layers;  // (L), in host memory
   const T* norm_weight;          // (C)
   const T* norm_bias;            // (C) or null
-  const T* head;                 // (Vp, C)
+  const T* lm_head;              // (Vp, C)
   int64_t batch;                 // B
   int64_t sequence_length;       // row length of `sequences`
   int64_t layer_count;           // L
@@ -46,8 +46,8 @@ struct Decode {
   int64_t heads;                 // NH
   int64_t capacity;              // tokens per sequence that fit in the cache
   int64_t vocabulary;            // V
-  int64_t head_rows;             // Vp
-  double eps;                    // of the layer norms
+  int64_t lm_head_rows;          // Vp
+  double eps;                    // added to the variance in every norm
   GeluForm gelu;
   void* workspace;  // decode_workspace bytes
 };
@@ -55,7 +55,7 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Bytes of scratch memory: the activations, in float32 (float64 for float64).
+// Returns the size of the workspace in bytes: the activations, in float32 (float64 for float64).
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;

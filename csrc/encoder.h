@@ -42,16 +42,17 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 // The largest sizes that the backward supports. The CUDA kernels index rows and columns with 32 bits, and each warp of
 // the sort keeps sqrt(V) counters in shared memory.
 #ifdef GPTKERNELS_CUDA
-constexpr int64_t kEncoderMostRows = int64_t(1) << 30;  // B * T, and P
-constexpr int64_t kEncoderMostWords = int64_t(1) << 24;
-constexpr int64_t kEncoderMostColumns = int64_t(1) << 27;
+constexpr int64_t kEncoderMaxRows = int64_t(1) << 30;  // B * T, and P
+constexpr int64_t kEncoderMaxVocabulary = int64_t(1) << 24;
+constexpr int64_t kEncoderMaxColumns = int64_t(1) << 27;
 #else
-constexpr int64_t kEncoderMostRows = INT64_MAX;
-constexpr int64_t kEncoderMostWords = INT64_MAX;
-constexpr int64_t kEncoderMostColumns = INT64_MAX;
+constexpr int64_t kEncoderMaxRows = INT64_MAX;
+constexpr int64_t kEncoderMaxVocabulary = INT64_MAX;
+constexpr int64_t kEncoderMaxColumns = INT64_MAX;
 #endif
 
-// The scratch memory of the backward in bytes: the positions sorted by token and, on CUDA, partial sums of rows.
+// Returns the size of the backward's workspace in bytes: the positions sorted by token and, on CUDA, partial sums of
+// rows.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

@@ -21,8 +21,8 @@ enum class Fp8Source { kValues, kGelu, kGeluGradient };
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// The transposed matrix's rows are padded with zeros to a multiple of 16, which float8 tensor core products require of
-// their inner dimension.
+// The transposed matrix's rows are padded with zeros to a multiple of 16, which float8 matmuls on tensor cores require
+// of their inner dimension.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {
@@ -54,11 +54,11 @@ struct Fp8Quantize {
   int64_t rows;             // N
   int64_t width;            // C
   Fp8Format format;
-  Fp8Source source;  // the CPU supports kValues without column_sums only
+  Fp8Source source;  // the CPU supports only kValues, and no column_sums
   Fp8Fused fused = {};
 };
 
-// The size of the workspace in bytes.
+// Returns the size of the workspace in bytes.
 template <typename T>
 int64_t fp8_quantize_workspace(int64_t rows, int64_t width);
 

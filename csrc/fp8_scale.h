@@ -24,12 +24,13 @@ struct Fp8Scale {
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMost = 126;                      // keeps both powers normal numbers
+  constexpr int kMaxExponent = 126;               // keeps both powers normal numbers
   if (amax == 0) return {127u << 23, 127u << 23};
-  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMost then limits the result
+  const int amax_exponent =
+      static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMaxExponent then limits the result
   int exponent = largest_exponent - amax_exponent - ((amax & kSignificand) > kThreeQuarters ? 1 : 0);
-  if (exponent > kMost) exponent = kMost;
-  if (exponent < -kMost) exponent = -kMost;
+  if (exponent > kMaxExponent) exponent = kMaxExponent;
+  if (exponent < -kMaxExponent) exponent = -kMaxExponent;
   return {static_cast<uint32_t>(127 + exponent) << 23, static_cast<uint32_t>(127 - exponent) << 23};
 }
 

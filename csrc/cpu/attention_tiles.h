@@ -46,13 +46,13 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// How a product of query and key becomes the argument of exp2. The sign of the scale is applied to the queries, so that
-// the largest product is the largest score. |scale| is applied with an additive mask, which rounds once, or else inside
-// the exponential together with log2(e): there the factor multiplies differences between scores, so that the
-// probability of the largest score is exactly 1.
+// The factors that convert a dot product of query and key to the argument of exp2. The sign of the scale is applied to
+// the queries, so that the largest dot product is the largest score. |scale| is applied together with an additive mask,
+// with a single rounding. Without one, it is applied inside the exponential together with log2(e). There the factor
+// multiplies differences between scores, so that the probability of the largest score is exactly 1.
 //
-// `factor` is rounded, which changes a score of hundreds by more than a rounding of the score. The logsumexp, which the
-// backward subtracts from the scores, is therefore converted by the exact factor, and `excess` makes up for the rest.
+// `factor` is rounded, which changes scores in the hundreds by more than their own rounding error. The logsumexp, which
+// the backward subtracts from the scores, is therefore converted by the exact factor, and `excess` corrects the scores.
 template <typename A>
 struct Scaling {
   using Wide = long double;  // for one number per query; double has rounding errors that show in float64
@@ -60,9 +60,9 @@ struct Scaling {
 
   A sign;
   A magnitude;  // |scale|, or 1 for a scale of 0
-  Wide unit;    // a score is unit * what exponentials() takes
+  Wide unit;    // a score is unit * the argument of exponentials()
   A factor;     // unit * log2(e), rounded towards 0
-  A excess;     // unit * log2(e) / factor - 1, but above 0, since hidden scores are -inf
+  A excess;     // unit * log2(e) / factor - 1, but above 0, since masked scores are -inf
 
   Scaling(double scale, bool bias)
       : sign(scale == 0  ? A(0)
@@ -83,8 +83,8 @@ struct Rows {
   int64_t ld;
 };
 
-// Returns n rows of `size` elements in place, if they need neither conversion nor padding to ld. Otherwise copies them
-// to `to`.
+// Returns n rows of `size` elements without a copy, if they need neither conversion nor padding to ld. Otherwise copies
+// them to `to`.
 template <typename A, typename T>
 Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   if constexpr (std::is_same_v<A, T>)
@@ -178,7 +178,7 @@ struct UniformQueries {
   }
 };
 
-// Sets hidden scores to -inf. With a bias, multiplies the scores by |scale| and adds the bias.
+// Sets masked scores to -inf. With a bias, multiplies the scores by |scale| and adds the bias.
 template <typename T, typename A>
 void apply_mask(A* scores, A magnitude, const ScoreTile& tile, const AttentionMask<T>& mask,
                 const UniformQueries<A>& uniform) {
@@ -294,9 +294,9 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
-// For up to 4 queries, as in decoding, most lanes would be empty. Then a vector holds channels in place of queries:
-// each score is a dot product. The backward uses the same order of additions, so that its scores equal those of the
-// forward's logsumexp to the bit.
+// For up to 4 queries, as in decoding, most lanes would be empty. A vector then contains channels instead of queries,
+// and each score is a dot product. The backward uses the same order of additions, so that its scores are bitwise
+// identical to those of the forward's logsumexp.
 constexpr int64_t kFewQueries = 4;
 
 // scores[j][i] = sign * dot(query[i], key[j]); lanes without a query are 0.
@@ -310,8 +310,8 @@ void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t
   }
 }
 
-// Scratch memory on the stack for head sizes up to kSize. The code that uses it takes pointers and any head size, so it
-// is compiled once.
+// Scratch memory on the stack for head sizes up to kSize. The code that uses it accepts pointers and any head size, so
+// it is compiled once.
 template <typename A, int kSize, int kArrays>
 struct alignas(64) TileBuffers {
   A rows[kArrays][kSize * kTile];
@@ -334,7 +334,7 @@ struct ForwardScratch {
   A decay[kTile];
 };
 
-// One tile of queries of head h of sequence b, against all its keys.
+// Processes one tile of queries of head h of sequence b with all its keys.
 template <typename T>
 void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                    ForwardScratch<accumulate_t<T>>& at) {
@@ -432,8 +432,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// Tasks [begin, end). A task is a pair of query tiles of a head, the i-th and the i-th last: all pairs see about the
-// same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
+// Runs tasks [begin, end). A task is a pair of query tiles of a head, the i-th and the i-th last. All pairs see about
+// the same number of keys. It is not inlined, so that the stack has the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -470,8 +470,8 @@ struct BackwardScratch {
   alignas(64) A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
-  A logsumexp[kTile];  // -logsumexp * log2(e) as a rounded value plus the rest, with what the factor's excess adds
-  A logsumexp_rest[kTile];
+  A logsumexp[kTile];       // -logsumexp * log2(e), rounded
+  A logsumexp_rest[kTile];  // its rounding error, and the correction for Scaling::excess
   A delta[kTile];
 };
 
@@ -515,8 +515,8 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// One tile of queries of head h of sequence b, against all its keys. Writes dquery and adds to dkey and dvalue, which
-// are (Tk, HS rounded up to a multiple of 16).
+// Processes one tile of queries of head h of sequence b with all its keys. Writes dquery and adds to dkey and dvalue,
+// which are (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -637,7 +637,7 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue, and processes
+// Runs tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue and processes
 // every `splits`-th query tile of all heads that read this key head. The order alternates in each round (0, 1, ..., 1,
 // 0) to balance the causal mask's work. With one task per key head, the task writes the gradients itself and reuses the
 // same sums, which are in the cache, for the next head.

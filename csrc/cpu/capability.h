@@ -52,7 +52,7 @@ inline CapabilityChoice choose_capability(const char* requested, Capability most
   return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + requested};
 }
 
-// The choice for this process, made at the first call.
+// Returns the choice for this process, which the first call makes.
 inline const CapabilityChoice& capability_choice() {
   static const CapabilityChoice choice =
       choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());

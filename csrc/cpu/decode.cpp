@@ -103,8 +103,8 @@ class Step {
                                       A(p_.wpe[(p_.lengths[b] - 1) * p_.width + i]);
     for (int64_t l = 0; l < p_.layer_count; ++l) layer(p_.layers[l], p_.keys_values + 2 * l * cache_size());
     normalise_all(p_.norm_weight, p_.norm_bias);
-    product(stream_, normalised_, p_.batch, p_.head, static_cast<const T*>(nullptr), p_.head_rows, p_.width,
-            [&](int64_t b, int64_t row, A sum) { store(p_.logits[b * p_.head_rows + row], sum); });
+    product(stream_, normalised_, p_.batch, p_.lm_head, static_cast<const T*>(nullptr), p_.lm_head_rows, p_.width,
+            [&](int64_t b, int64_t row, A sum) { store(p_.logits[b * p_.lm_head_rows + row], sum); });
   }
 
  private:
@@ -114,7 +114,7 @@ class Step {
   void layer(const DecodeLayer<T>& w, T* keys) {
     const int64_t B = p_.batch, C = p_.width;
     T* const values = keys + cache_size();
-    normalise_all(w.norm1_weight, w.norm1_bias);
+    normalise_all(w.norm_1_weight, w.norm_1_bias);
     product(stream_, normalised_, B, w.qkv_weight, w.qkv_bias, 3 * C, C, [&](int64_t b, int64_t row, A sum) {
       if (row < C)
         query_[b * C + row] = sum;
@@ -131,13 +131,13 @@ class Step {
       });
     });
     const auto add = [&](int64_t b, int64_t row, A sum) { residual_[b * C + row] += sum; };
-    product(stream_, attended_, B, w.proj_weight, w.proj_bias, C, C, add);
-    normalise_all(w.norm2_weight, w.norm2_bias);
+    product(stream_, attended_, B, w.attn_proj_weight, w.attn_proj_bias, C, C, add);
+    normalise_all(w.norm_2_weight, w.norm_2_bias);
     const bool tanh = p_.gelu == GeluForm::kTanh;
     product(stream_, normalised_, B, w.fc_weight, w.fc_bias, 4 * C, C, [&](int64_t b, int64_t row, A sum) {
       hidden_[b * 4 * C + row] = tanh ? GeluTanh::value(sum) : GeluErf::value(sum);
     });
-    product(stream_, hidden_, B, w.fcproj_weight, w.fcproj_bias, C, 4 * C, add);
+    product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
   // Offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.

@@ -100,7 +100,7 @@ struct Sorted {
   int64_t* order;   // (B * T)
 };
 
-// A counting sort.
+// Sorts the positions by token, with a counting sort.
 template <typename T, typename Token>
 Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   const int64_t n = p.batch * p.length;
@@ -150,9 +150,9 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens have neighbouring indices in most vocabularies. To balance the work, it is divided by sorted
-  // positions: the thread whose range contains a token's first position sums its row. Rows without a position are
-  // zeroed separately.
+  // Frequent tokens have neighbouring indices in most vocabularies, so equal ranges of tokens would be unbalanced.
+  // Therefore the threads divide the sorted positions. The thread with a token's first position sums the token's row.
+  // Rows without a position are zeroed separately.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

@@ -19,7 +19,7 @@ Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int6
 }
 
 template <typename T>
-Status fp8_finish(const Fp8Finish<T>& p, Stream stream) {
+Status fp8_epilogue(const Fp8Epilogue<T>& p, Stream stream) {
   const float scale = p.alpha * (p.scale_a ? *p.scale_a : 1.0f) * (p.scale_b ? *p.scale_b : 1.0f);
   parallel_for(stream, p.rows, p.columns, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row)
@@ -32,7 +32,7 @@ Status fp8_finish(const Fp8Finish<T>& p, Stream stream) {
   return {};
 }
 
-#define GPTKERNELS_INSTANTIATE(T) template Status fp8_finish<T>(const Fp8Finish<T>&, Stream);
+#define GPTKERNELS_INSTANTIATE(T) template Status fp8_epilogue<T>(const Fp8Epilogue<T>&, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 
 }  // namespace gptkernels::cpu

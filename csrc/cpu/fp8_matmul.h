@@ -1,5 +1,5 @@
 // Helpers for float8 matrix products on the CPU: the operands are widened to float32, a BLAS multiplies them, and
-// fp8_finish applies the scales and the bias.
+// fp8_epilogue applies the scales and the bias.
 #pragma once
 
 #include "../fp8.h"
@@ -13,7 +13,7 @@ Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int6
 // out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded to T; with `accumulate`, out +=. A null
 // scale is 1, and a null bias (columns) is 0.
 template <typename T>
-struct Fp8Finish {
+struct Fp8Epilogue {
   T* out;
   const float* product;
   const float* scale_a;
@@ -26,6 +26,6 @@ struct Fp8Finish {
 };
 
 template <typename T>
-Status fp8_finish(const Fp8Finish<T>& p, Stream stream);
+Status fp8_epilogue(const Fp8Epilogue<T>& p, Stream stream);
 
 }  // namespace gptkernels::cpu

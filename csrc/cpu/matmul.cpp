@@ -34,13 +34,15 @@ int64_t tiles_of(int64_t rows) {
 namespace gptkernels::cpu {
 namespace {
 
-enum class Choice { kMeasured, kBlas, kOwn };
+enum class GemmBackend { kFastest, kBlas, kOwn };
 
 // Reads the environment variable GPTKERNELS_MATMUL (blas or own).
-Choice choice() {
+GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
-  if (!name) return Choice::kMeasured;
-  return !std::strcmp(name, "blas") ? Choice::kBlas : !std::strcmp(name, "own") ? Choice::kOwn : Choice::kMeasured;
+  if (!name) return GemmBackend::kFastest;
+  return !std::strcmp(name, "blas")  ? GemmBackend::kBlas
+         : !std::strcmp(name, "own") ? GemmBackend::kOwn
+                                     : GemmBackend::kFastest;
 }
 
 // True for AMD processors with AVX-512, which MKL does not use there, and small products. Measured on Zen 4 only
@@ -77,10 +79,10 @@ void add_column_sums(const Matmul& p, Stream stream) {
 
 }  // namespace
 
-bool matmul_serves(const Matmul& p) {
-  const Choice requested = choice();
-  if (p.rows == 0 || p.columns == 0 || p.inner == 0 || requested == Choice::kBlas) return false;
-  return requested == Choice::kOwn || is_faster(p);
+bool matmul_supports(const Matmul& p) {
+  const GemmBackend requested = gemm_backend();
+  if (p.rows == 0 || p.columns == 0 || p.inner == 0 || requested == GemmBackend::kBlas) return false;
+  return requested == GemmBackend::kOwn || is_faster(p);
 }
 
 int64_t matmul_ld(int64_t columns) {

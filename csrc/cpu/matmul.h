@@ -35,7 +35,7 @@ struct Matmul {
 // True if matmul supports this product and is faster than torch's BLAS, judged by sizes and strides. The environment
 // variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported product (`own`) or for none
 // (`blas`).
-bool matmul_serves(const Matmul& p);
+bool matmul_supports(const Matmul& p);
 
 // Returns the best row stride for an output that later products read. Padding avoids cache conflicts, which cost a
 // product that sums over the rows up to 6 %.

@@ -68,7 +68,7 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   for (int64_t r = 0; r < tile.rows; ++r) std::copy_n(whole + r * kPanel, tile.columns, out + r * ld);
 }
 
-// The epilogue, on a tile that is in the cache. `columns` is an int64_t or an integral_constant.
+// Applies the epilogue to a tile that is in the cache. `columns` is an int64_t or an integral_constant.
 template <typename Columns>
 [[gnu::always_inline]] inline void finish_columns(const Matmul& p, const Tile& tile, Columns columns) {
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {

@@ -80,7 +80,7 @@ inline A add_lanes(A (&lanes)[kLanes]) {
 // plus the number of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
-// The sum of fn(i) over [0, n).
+// Returns the sum of fn(i) over [0, n).
 template <typename A, typename Fn>
 inline A sum(int64_t n, const Fn& fn) {
   A total = 0;
@@ -113,7 +113,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// The largest fn(i) over [0, n), -inf for n = 0. NaNs are ignored.
+// Returns the largest fn(i) over [0, n), -inf for n = 0. NaNs are ignored.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];

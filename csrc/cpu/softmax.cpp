@@ -1,4 +1,4 @@
-// Softmax on the CPU: the threads divide the rows.
+// Softmax's forward and backward on the CPU. The rows are divided among the threads.
 #include "softmax.h"
 
 #include "../softmax.h"

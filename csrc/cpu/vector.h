@@ -307,7 +307,7 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
-// The dot product of n elements, a multiple of 16: 16 independent partial sums, added pairwise.
+// Returns the dot product of n elements, a multiple of 16: 16 independent partial sums, added pairwise.
 template <typename A>
 [[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vector<A>;

@@ -35,12 +35,13 @@ struct DropoutDraw {
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
-template <typename A>
+template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
 // Dropout of contiguous data, as a kernel argument; the host has computed what it can. draw() loads seed and offset: a
-// kernel calls it early, so that these loads are in flight together with the others.
-template <typename A>
+// kernel calls it early, so that these loads are in flight together with the others. If kOptional, there is no dropout
+// where the probability is 0, and seed and offset are not read.
+template <typename A, bool kOptional = false>
 struct DenseDropout {
   static constexpr bool kOn = true;
   const int64_t* seed;
@@ -52,17 +53,23 @@ struct DenseDropout {
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
     // A threshold above 0xFFFF keeps nothing, but the kernels compare only 16 bits. Then the factor is 0.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
+    if (kOptional && dropout.probability == 0) seed = nullptr;
   }
-  __device__ DenseDropoutDraw<A> draw() const { return DenseDropoutDraw<A>(*this); }
+  __device__ bool on() const { return !kOptional || seed != nullptr; }
+  __device__ DenseDropoutDraw<A, kOptional> draw() const { return DenseDropoutDraw<A, kOptional>(*this); }
 };
 
-// The same, with seed and offset loaded from device memory.
 template <typename A>
+using OptionalDropout = DenseDropout<A, true>;
+
+// The same, with seed and offset loaded from device memory.
+template <typename A, bool kOptional = false>
 class DenseDropoutDraw {
  public:
-  __device__ explicit DenseDropoutDraw(const DenseDropout<A>& dropout)
-      : seed_(*dropout.seed),
-        offset_(*dropout.offset),
+  __device__ explicit DenseDropoutDraw(const DenseDropout<A, kOptional>& dropout)
+      : on_(dropout.on()),
+        seed_(on_ ? *dropout.seed : 0),
+        offset_(on_ ? *dropout.offset : 0),
         threshold_(dropout.threshold << 16),
         keep_scale_(dropout.keep_scale) {}
 
@@ -71,6 +78,7 @@ class DenseDropoutDraw {
   template <int N>
   __device__ void apply(A (&x)[N], int64_t element) const {
     static_assert(kDenseGroup % N == 0);
+    if (!on_) return;
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
     // Moves the random bits of the N elements to the front: one Philox call has the bits of 8 elements.
@@ -85,6 +93,7 @@ class DenseDropoutDraw {
   }
 
  private:
+  bool on_;
   int64_t seed_;
   int64_t offset_;
   uint32_t threshold_;  // in the upper half

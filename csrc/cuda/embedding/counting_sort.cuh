@@ -20,7 +20,7 @@ __device__ inline int inclusive_scan(int value) {
 }
 
 // Exclusive prefix sum of values[0..count) in shared memory, in place, by all threads of the block. Each thread scans a
-// stretch of odd length, so that the lanes of a warp use different banks.
+// range of odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -43,12 +43,12 @@ __device__ inline void exclusive_scan(int* values, int count) {
   __syncthreads();
 }
 
-// A stable counting sort by one block, in which each warp has a contiguous stretch of the entries:
+// A stable counting sort by one block, in which each warp has a contiguous range of the entries:
 //
 //   1. count()   each warp counts the digits of its entries
-//   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the places
-//                where each warp's entries of each digit begin
-//   3. place()   each warp asks for the place of each of its entries, in order
+//   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the
+//                indices at which each warp's entries of each digit begin
+//   3. place()   each warp gets the index of each of its entries, in order
 struct CountingSort {
   int* counts;  // (digits, warps + 1) in shared memory; the last column keeps the digits' ends
 
@@ -70,15 +70,15 @@ struct CountingSort {
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
   // Returns this warp's counter of a digit.
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  // The range of places of a digit's entries, valid after scan().
+  // The range of indices of a digit's entries, valid after scan().
   __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
   __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
   __device__ int length(int digit) const { return end(digit) - start(digit); }
   __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
   __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
 
-  // Returns the place of this lane's entry. All lanes of the warp must call it; lanes without an entry are not
-  // `active`.
+  // Returns the index of this lane's entry in the sorted order. All lanes of the warp must call it. Lanes without an
+  // entry are not `active`.
   __device__ int place(bool active, int digit) const {
     const unsigned same = __match_any_sync(kAllLanes, active ? digit : -1);
     const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));

@@ -79,8 +79,8 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
         return status;
     return p.dwte && !p.accumulate ? cudaMemsetAsync(p.dwte, 0, p.vocabulary * row_bytes, stream) : cudaSuccess;
   }
-  if (n > kEncoderMostRows || p.positions > kEncoderMostRows || p.vocabulary > kEncoderMostWords ||
-      p.width > kEncoderMostColumns)
+  if (n > kEncoderMaxRows || p.positions > kEncoderMaxRows || p.vocabulary > kEncoderMaxVocabulary ||
+      p.width > kEncoderMaxColumns)
     return cudaErrorInvalidValue;
   const bool packed = can_vectorize<T>(p.width, p.dwte, p.dwpe, p.dout);
   constexpr int kVec = kPack<T>;

@@ -38,7 +38,7 @@
 namespace gptkernels::cuda {
 
 constexpr int kTileThreads = 512;
-constexpr int kBinThreads = 1024;  // large, because the bin of the most frequent token has a tenth of all entries
+constexpr int kBinThreads = 1024;  // large, because the bin of a frequent token may contain a tenth of all entries
 constexpr int kMaxTiles = 128;
 constexpr int kUnit = 32;           // items; a group of lanes sums the short runs whose heads are in its unit
 constexpr int kWindow = 2 * kUnit;  // items; a warp sums the long runs' entries in its window
@@ -51,7 +51,7 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kLongRunMark = 1 << 30;  // a bit above those of every position (kEncoderMostRows)
+constexpr int kLongRunMark = 1 << 30;  // a bit above those of every position (kEncoderMaxRows)
 
 // The range of a long run, which has more than kWindow entries.
 struct Run {

@@ -1,6 +1,6 @@
 // The second half of the encoder's backward, after embedding/order.cuh has sorted the positions by token. It reads dout
 // from memory once, B * T * C * sizeof(T) bytes, and writes each row of dwte and dwpe once, 0 if no token refers to it.
-// With kAccumulate it adds to the rows of dwte, and leaves rows alone that no token refers to.
+// With kAccumulate it adds to the rows of dwte, and does not change rows that no token refers to.
 //
 // The work is divided into units of about the same size, one for each warp or half-warp:
 //
@@ -125,7 +125,7 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
 //
 //   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
 //   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3
-//   row that takes the group's sum     0              | 64             | 128
+//   row with the group's sum           0              | 64             | 128
 //   counter of the groups                 1                                             counts to 3
 //
 // Part 1 is never the first of a group, so each counter has one purpose. tests/test_encoder.py models this protocol
@@ -276,9 +276,9 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   __syncwarp();  // before `items` is written again
 }
 
-// Sums the parts of long runs that are in a window of the items: at most two, of a run that began in an earlier window
-// and of a run that begins in this one. Row 2 * window + (1 if the run begins here) of the partials thus belongs to one
-// part.
+// Sums the entries of long runs in a window of the items. A window has entries of at most two long runs: one that began
+// in an earlier window, and one that begins in this window. Their sums are stored in rows 2 * window and
+// 2 * window + 1 of the partials.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {

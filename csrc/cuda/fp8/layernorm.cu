@@ -78,7 +78,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
 // kCalibrated: the second launch. With a residual its x is the sum that the first launch has written.
 template <typename R, bool kResidual, bool kCalibrated>
 __global__ void __launch_bounds__(kThreads, kResident<R>)
-    fp8_layernorm_kernel(const LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T> pass,
+    fp8_layernorm_kernel(const LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T> quantization,
                          CalibrationWorkspace* first, int count, float inverse) {
   using T = typename R::T;
   constexpr int kVec = R::kVec;
@@ -98,15 +98,15 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
     __syncthreads();
     largest = shared_bits;
   } else {
-    largest = history_amax(pass.history);
+    largest = history_amax(quantization.history);
   }
   const bool writes = kCalibrated || largest != 0;
-  const bool e4m3 = pass.format == Fp8Format::kE4M3;
+  const bool e4m3 = quantization.format == Fp8Format::kE4M3;
   const auto format = e4m3 ? __NV_E4M3 : __NV_E5M2;
   const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(largest), e4m3 ? 8 : 15);
   const float multiplier = __uint_as_float(scale.multiplier);
   if (blockIdx.x == 0 && first_thread) {
-    if (writes) *pass.scale = __uint_as_float(scale.scale);
+    if (writes) *quantization.scale = __uint_as_float(scale.scale);
     if (!kCalibrated) first->active = !writes;
   }
 
@@ -149,13 +149,13 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
         }
         if (!writes) return;
         const uint2 bytes = to_fp8(y, format);
-        __stwb(reinterpret_cast<uint2*>(pass.out + row * width + column), bytes);
+        __stwb(reinterpret_cast<uint2*>(quantization.out + row * width + column), bytes);
         *reinterpret_cast<uint2*>(tile_bytes + place(in_tile, column)) = bytes;
       });
     }
-    if (!writes || pass.out_transposed == nullptr) continue;
+    if (!writes || quantization.out_transposed == nullptr) continue;
     __syncthreads();
-    store_transposed(tile, pass.out_transposed, tile_row, padded, width);
+    store_transposed(tile, quantization.out_transposed, tile_row, padded, width);
     __syncthreads();
   }
 
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
     amax = block_amax<kWarps>(amax);
     if (first_thread) {
       first->largest[blockIdx.x] = amax;
-      if (pass.history) update_history(pass.history, __float_as_int(amax));
+      if (quantization.history) update_history(quantization.history, __float_as_int(amax));
     }
   }
 }
@@ -172,28 +172,29 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
 
 // Launches the kernel and returns its number of blocks.
 template <typename R, bool kResidual, bool kCalibrated>
-unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& pass,
+unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {
   constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
   max_dynamic_shared_memory<kKernel>();  // called to raise the kernel's limit
   const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
   const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));
-  launch_early<kKernel>(dim3(grid), dim3(kWarp, kWarps), bytes, stream, p, pass, first, count, 1 / float(p.width));
+  launch_early<kKernel>(dim3(grid), dim3(kWarp, kWarps), bytes, stream, p, quantization, first, count,
+                        1 / float(p.width));
   return grid;
 }
 
 template <bool kResidual, typename R>
-void launch_both(LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T>& pass, Stream stream) {
-  auto* const first = static_cast<CalibrationWorkspace*>(pass.workspace);
-  const unsigned count = launch<R, kResidual, false>(p, pass, first, 0, stream);
+void launch_both(LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T>& quantization, Stream stream) {
+  auto* const first = static_cast<CalibrationWorkspace*>(quantization.workspace);
+  const unsigned count = launch<R, kResidual, false>(p, quantization, first, 0, stream);
   if constexpr (kResidual) p.x = p.sum;
-  launch<R, false, true>(p, pass, first, static_cast<int>(count), stream);
+  launch<R, false, true>(p, quantization, first, static_cast<int>(count), stream);
 }
 
 template <typename T>
 RowShape shape_of_row(const LayernormForward<T>& p) {
-  return row_shape<T, Block>(std::max<int64_t>(p.width / kPack<T>, 1), kMostWarpItems, forward_max_threads<T>);
+  return row_shape<T, Block>(std::max<int64_t>(p.width / kPack<T>, 1), kMaxWarpItems, forward_max_threads<T>);
 }
 
 }  // namespace
@@ -203,32 +204,33 @@ int64_t fp8_layernorm_workspace() {
 }
 
 template <typename T>
-bool fp8_layernorm_serves(const LayernormForward<T>& p, const Fp8Quantize<T>& pass) {
+bool fp8_layernorm_supports(const LayernormForward<T>& p, const Fp8Quantize<T>& quantization) {
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
-    const bool vectors = can_vectorize<T>(p.width, p.sum, p.x, p.residual, p.weight, p.bias, p.x_bias, pass.out);
+    const bool vectors =
+        can_vectorize<T>(p.width, p.sum, p.x, p.residual, p.weight, p.bias, p.x_bias, quantization.out);
     return p.rows > 0 && p.rows <= std::numeric_limits<int>::max() && vectors && shape_of_row(p).threads == kWarp &&
-           pass.source == Fp8Source::kValues && pass.column_sums == nullptr;
+           quantization.source == Fp8Source::kValues && quantization.column_sums == nullptr;
   }
 }
 
 template <typename T>
-Status fp8_layernorm(const LayernormForward<T>& p, const Fp8Quantize<T>& pass, Stream stream) {
+Status fp8_layernorm(const LayernormForward<T>& p, const Fp8Quantize<T>& quantization, Stream stream) {
   if constexpr (sizeof(T) == 2) {
-    with_row<T, Warp, kMostWarpItems>(shape_of_row(p), [&](auto type) {
+    with_warp_row<T, kMaxWarpItems>(shape_of_row(p), [&](auto type) {
       using R = typename decltype(type)::type;
       if (p.residual)
-        launch_both<true, R>(p, pass, stream);
+        launch_both<true, R>(p, quantization, stream);
       else
-        launch_both<false, R>(p, pass, stream);
+        launch_both<false, R>(p, quantization, stream);
     });
   }
   return cudaGetLastError();
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                                           \
-  template bool fp8_layernorm_serves<T>(const LayernormForward<T>&, const Fp8Quantize<T>&); \
+#define GPTKERNELS_INSTANTIATE(T)                                                             \
+  template bool fp8_layernorm_supports<T>(const LayernormForward<T>&, const Fp8Quantize<T>&); \
   template Status fp8_layernorm<T>(const LayernormForward<T>&, const Fp8Quantize<T>&, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 

@@ -9,14 +9,14 @@ namespace gptkernels::cuda {
 
 // True if fp8_layernorm supports this norm followed by this quantisation.
 template <typename T>
-bool fp8_layernorm_serves(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass);
+bool fp8_layernorm_supports(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization);
 
-// The size of `pass.workspace` in bytes.
+// Returns the size of `quantization.workspace` in bytes.
 int64_t fp8_layernorm_workspace();
 
-// Ignores norm.out and pass.x. Without a scale yet (an all-zero history), the norm is computed a second time, after its
-// largest magnitude is known.
+// Ignores norm.out and quantization.x. Without a scale yet (an all-zero history), the norm is computed a second time,
+// after its largest magnitude is known.
 template <typename T>
-Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& pass, Stream stream);
+Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization, Stream stream);
 
 }  // namespace gptkernels::cuda

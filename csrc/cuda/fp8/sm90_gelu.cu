@@ -63,7 +63,7 @@ constexpr int strip_columns(int64_t inner) {
 }
 constexpr int kMaxInner = kBBytes / 128;
 
-enum class Finish { kGelu, kDgelu };
+enum class Function { kGelu, kDgelu };
 
 template <typename T>
 struct GeluProduct {
@@ -163,7 +163,7 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
 // 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
 using Pair = uint32_t[2][4];
 
-template <typename T, Finish kFinish, int kColumns>
+template <typename T, Function kFunction, int kColumns>
 __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
   constexpr int kOwnColumns = kColumns / 2, kPieces = kOwnColumns / kPieceColumns;  // per warpgroup
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
@@ -188,12 +188,12 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   __syncthreads();
 
   if (threadIdx.x < kWarpgroup) {
-    give_registers<24>();
+    dealloc_registers<24>();
     if (threadIdx.x == 0) load_operands<kColumns>(p, shared, barriers, strip, part);
     return;
   }
-  take_registers<112>();
-  constexpr bool kE4M3 = kFinish == Finish::kGelu;
+  alloc_registers<112>();
+  constexpr bool kE4M3 = kFunction == Function::kGelu;
   constexpr auto kFormat = kE4M3 ? __NV_E4M3 : __NV_E5M2;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
                         ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
                         : uint4{};
     };
-    if constexpr (kFinish == Finish::kDgelu) load_u(0);
+    if constexpr (kFunction == Function::kDgelu) load_u(0);
     // The pairs alternate, so that they consume the stages of the ring in order. A pair must not wait on a stage more
     // than one phase ahead, because mbarrier waits distinguish only the current and the previous phase.
     barrier_wait(barriers.turn(pair), turn);
@@ -316,21 +316,21 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
       if (piece >= pieces) break;
       Pair product;
       const uint4 current_u[2] = {next_u[0], next_u[1]};
-      if constexpr (kFinish == Finish::kDgelu)
+      if constexpr (kFunction == Function::kDgelu)
         if (piece + 1 < kPieces) load_u(piece + 1);
       uint4 bias = {};
-      if constexpr (kFinish == Finish::kGelu)
+      if constexpr (kFunction == Function::kGelu)
         bias = load_shared(shared + kBiasAt + 2 * (warpgroup % 2 * kOwnColumns + piece * kPieceColumns + lane % 4 * 8));
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float2 add = {-0.0f, -0.0f};
-          if constexpr (kFinish == Finish::kGelu) add = unpack_pair<T>((&bias.x)[i]);
+          if constexpr (kFunction == Function::kGelu) add = unpack_pair<T>((&bias.x)[i]);
           const float* of = sums + 16 * piece + 4 * i + 2 * h;
           product[h][i] = pack_pair<T>(fmaf(of[0], factor, add.x), fmaf(of[1], factor, add.y));
         }
-      if ((kFinish == Finish::kGelu || !fused) && inside)
+      if ((kFunction == Function::kGelu || !fused) && inside)
 #pragma unroll
         for (int h = 0; h < 2; ++h)
           __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
@@ -342,14 +342,14 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float2 x = unpack_pair<T>(product[h][i]);
-          if constexpr (kFinish == Finish::kGelu) {
+          if constexpr (kFunction == Function::kGelu) {
             values[h][i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
           } else {
             const float2 u = unpack_pair<T>((&current_u[h].x)[i]);
             values[h][i] = pack_pair<T>(x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y));
           }
         }
-      if constexpr (kFinish == Finish::kDgelu) {
+      if constexpr (kFunction == Function::kDgelu) {
         float both[8];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
 
 #else
 
-template <typename T, Finish kFinish, int kColumns>
+template <typename T, Function kFunction, int kColumns>
 __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {}
 
 #endif
@@ -442,9 +442,9 @@ int64_t partial_bytes(const Fp8Matmul<T>& p) {
   return partial_rows(p) * p.columns * int64_t(sizeof(float));
 }
 
-template <typename T, Finish kFinish, int kColumns>
+template <typename T, Function kFunction, int kColumns>
 cudaError_t launch(const Fp8Matmul<T>& p, Fp8Quantize<T> pass, Stream stream) {
-  constexpr auto kernel = fp8_gelu_wgmma_kernel<T, kFinish, kColumns>;
+  constexpr auto kernel = fp8_gelu_wgmma_kernel<T, kFunction, kColumns>;
   auto* const workspace = static_cast<char*>(pass.workspace);
   auto* const done = reinterpret_cast<int32_t*>(workspace);
   auto* const partials = reinterpret_cast<float*>(workspace + kFlagBytes);
@@ -471,10 +471,10 @@ cudaError_t launch(const Fp8Matmul<T>& p, Fp8Quantize<T> pass, Stream stream) {
   return error == cudaSuccess ? fp8_quantize(pass, stream) : error;
 }
 
-template <typename T, Finish kFinish>
+template <typename T, Function kFunction>
 cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream stream) {
-  return strip_columns(p.inner) == 256 ? launch<T, kFinish, 256>(p, pass, stream)
-                                       : launch<T, kFinish, 128>(p, pass, stream);
+  return strip_columns(p.inner) == 256 ? launch<T, kFunction, 256>(p, pass, stream)
+                                       : launch<T, kFunction, 128>(p, pass, stream);
 }
 
 inline bool aligned(const void* pointer) {
@@ -495,7 +495,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
   if (p.rows % 16 != 0 || p.columns % 32 != 0) return false;
   return aligned(p.a) && aligned(p.b) && aligned(p.out) && aligned(pass.u) && aligned(pass.out) &&
          aligned(pass.out_transposed) && tensor_map_encoder() &&
-         built_for_wgmma<fp8_gelu_wgmma_kernel<T, Finish::kGelu, 256>>();
+         built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
 // True if at least 85 % of the SMs are busy, each with enough tiles (4) to amortise loading b.
@@ -509,7 +509,7 @@ bool is_faster(const Fp8Matmul<T>& p) {
 }  // namespace
 
 template <typename T>
-bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass) {
+bool fp8_gelu_sm90_supports(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass) {
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
@@ -529,14 +529,14 @@ Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass, St
   if constexpr (sizeof(T) != 2) {
     return cudaErrorNotSupported;
   } else {
-    return pass.source == Fp8Source::kGelu ? launch<T, Finish::kGelu>(product, pass, stream)
-                                           : launch<T, Finish::kDgelu>(product, pass, stream);
+    return pass.source == Fp8Source::kGelu ? launch<T, Function::kGelu>(product, pass, stream)
+                                           : launch<T, Function::kDgelu>(product, pass, stream);
   }
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                                    \
-  template bool fp8_gelu_sm90_serves<T>(const Fp8Matmul<T>&, const Fp8Quantize<T>&); \
-  template int64_t fp8_gelu_sm90_workspace<T>(const Fp8Matmul<T>&);                  \
+#define GPTKERNELS_INSTANTIATE(T)                                                      \
+  template bool fp8_gelu_sm90_supports<T>(const Fp8Matmul<T>&, const Fp8Quantize<T>&); \
+  template int64_t fp8_gelu_sm90_workspace<T>(const Fp8Matmul<T>&);                    \
   template Status fp8_gelu_sm90<T>(const Fp8Matmul<T>&, const Fp8Quantize<T>&, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 

@@ -10,14 +10,14 @@ namespace gptkernels::cuda {
 // faster than two separate kernels. The environment variable GPTKERNELS_MATMUL overrides the second condition
 // (gemm/backend.h).
 template <typename T>
-bool fp8_gelu_sm90_serves(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass);
+bool fp8_gelu_sm90_supports(const Fp8Matmul<T>& product, const Fp8Quantize<T>& quantization);
 
-// The size of `pass.workspace` in bytes.
+// Returns the size of `quantization.workspace` in bytes.
 template <typename T>
 int64_t fp8_gelu_sm90_workspace(const Fp8Matmul<T>& product);
 
 // For Fp8Source::kGeluGradient, product.out is written only if there is no scale yet (an all-zero amax history).
 template <typename T>
-Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& pass, Stream stream);
+Status fp8_gelu_sm90(const Fp8Matmul<T>& product, const Fp8Quantize<T>& quantization, Stream stream);
 
 }  // namespace gptkernels::cuda

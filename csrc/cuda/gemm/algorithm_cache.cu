@@ -24,9 +24,9 @@ constexpr const char* kVariable = "GPTKERNELS_MATMUL_CHOICES";
 constexpr const char* kFirstLine = "gptkernels: cuBLASLt's algorithms by product, format 2";
 constexpr size_t kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
-using Choices = std::map<ProductKey, AlgorithmChoice>;
+using Algorithms = std::map<ProductKey, LtAlgorithm>;
 
-// Where the files are; empty: nowhere.
+// Returns the folder of the files; an empty path if no environment variable names one.
 fs::path folder() {
   if (const char* given = std::getenv(kVariable); given && *given) return given;
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache) return fs::path(cache) / "gptkernels";
@@ -48,8 +48,8 @@ fs::path file_of(int device) {
   return parent / name;
 }
 
-// A line has the key without the device, the workspace, and the algorithm's words.
-std::string line_of(const ProductKey& k, const AlgorithmChoice& choice) {
+// Returns a line of the file: the key without the device, the workspace, and the words of the algorithm.
+std::string line_of(const ProductKey& k, const LtAlgorithm& algorithm) {
   std::ostringstream line;
   for (int64_t value : {int64_t(k.type),
                         int64_t(k.out_type),
@@ -71,16 +71,16 @@ std::string line_of(const ProductKey& k, const AlgorithmChoice& choice) {
                         int64_t(k.gelu_alignment),
                         int64_t(k.b_type),
                         int64_t(k.fast_accumulation),
-                        choice.workspace})
+                        algorithm.workspace})
     line << value << ' ';
   uint64_t words[kWords];
-  std::memcpy(words, &choice.algorithm, sizeof(words));
+  std::memcpy(words, &algorithm.algo, sizeof(words));
   for (uint64_t word : words) line << std::hex << word << ' ';
   return line.str();
 }
 
-// Adds what a line says; one that is not whole says nothing.
-void read_line(const std::string& text, int device, Choices& choices) {
+// Adds the algorithm of a line. Ignores an incomplete line.
+void read_line(const std::string& text, int device, Algorithms& algorithms) {
   std::istringstream line(text);
   std::array<int64_t, 21> v;
   for (int64_t& value : v)
@@ -88,8 +88,8 @@ void read_line(const std::string& text, int device, Choices& choices) {
   uint64_t words[kWords];
   for (uint64_t& word : words)
     if (!(line >> std::hex >> word)) return;
-  AlgorithmChoice choice = {.workspace = v[20]};
-  std::memcpy(&choice.algorithm, words, sizeof(words));
+  LtAlgorithm algorithm = {.workspace = v[20]};
+  std::memcpy(&algorithm.algo, words, sizeof(words));
   const ProductKey key = {.device = device,
                           .type = static_cast<cudaDataType_t>(v[0]),
                           .b_type = static_cast<cudaDataType_t>(v[18]),
@@ -111,11 +111,11 @@ void read_line(const std::string& text, int device, Choices& choices) {
                           .b_alignment = static_cast<uint32_t>(v[15]),
                           .bias_alignment = static_cast<uint32_t>(v[16]),
                           .gelu_alignment = static_cast<uint32_t>(v[17])};
-  choices.emplace(key, choice);
+  algorithms.emplace(key, algorithm);
 }
 
-Choices read(const fs::path& path, int device) {
-  Choices found;
+Algorithms read(const fs::path& path, int device) {
+  Algorithms found;
   std::ifstream file(path);
   std::string line;
   if (!std::getline(file, line) || line != kFirstLine) return found;
@@ -123,16 +123,16 @@ Choices read(const fs::path& path, int device) {
   return found;
 }
 
-// Writes a new file and renames it, so that readers see all of it or none. Errors are not reported: without a file the
-// next process times again.
-void write(const fs::path& path, const Choices& choices) {
+// Writes a new file and renames it, so that readers see all of it or none. Errors are ignored: without a file, the next
+// process autotunes again.
+void write(const fs::path& path, const Algorithms& algorithms) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);
   const fs::path temporary = path.string() + "." + std::to_string(getpid());
   {
     std::ofstream file(temporary, std::ios::trunc);
     file << kFirstLine << '\n';
-    for (const auto& [key, choice] : choices) file << line_of(key, choice) << '\n';
+    for (const auto& [key, algorithm] : algorithms) file << line_of(key, algorithm) << '\n';
     if (!file.flush()) {
       fs::remove(temporary, error);
       return;
@@ -144,54 +144,54 @@ void write(const fs::path& path, const Choices& choices) {
 
 std::mutex mutex;
 
-// The choices for a device, from its file when it is first asked for. The caller holds the mutex.
-Choices& choices_of(int device) {
-  static std::map<int, Choices> known;
+// Returns a device's algorithms, which the first call reads from the file. The caller holds the mutex.
+Algorithms& algorithms_of(int device) {
+  static std::map<int, Algorithms> known;
   auto found = known.find(device);
   if (found == known.end()) found = known.emplace(device, read(file_of(device), device)).first;
   return found->second;
 }
 
-// Whether the algorithm adds up all terms of the product's sums. Split-K divides a sum among blocks, which work in
-// steps of 128 bytes. cuBLASLt's kernels behave as if a block took inner / splits terms, rounded down and then up to
-// whole steps: if the quotient is a whole number of steps, the last inner % splits terms are left out. This was seen
-// with 16-bit operands (examples/cublas_tail); the rule is applied to all types.
+// Returns whether the algorithm adds all terms of the product's sums. Split-K divides a sum among thread blocks, which
+// read the terms in steps of 128 bytes. cuBLASLt's kernels behave as if each block had inner / splits terms, rounded
+// down and then up to whole steps: if the quotient is a whole number of steps, the last inner % splits terms are
+// dropped. This was observed with 16-bit operands (examples/cublas_tail); the rule is applied to all types.
 bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   int32_t splits = 1;
   size_t written = 0;
   cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits, sizeof(splits), &written);
-  return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_of_a_step(key.type) != 0;
+  return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
-std::vector<AlgorithmChoice> ask_heuristic(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle, int most,
-                                           uint32_t reduction_schemes) {
+std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
+                                              int most, uint32_t reduction_schemes) {
   cublasLtMatmulPreferenceOpaque_t preference;
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    problem.first(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+    problem.check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
   };
-  problem.first(cublasLtMatmulPreferenceInit(&preference));
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kMatmulTimingWorkspace});
+  problem.check(cublasLtMatmulPreferenceInit(&preference));
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kAutotuneWorkspace});
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction_schemes);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
-  std::array<cublasLtMatmulHeuristicResult_t, kMostChoices> found;
+  std::array<cublasLtMatmulHeuristicResult_t, kMaxAlgorithms> found;
   int count = 0;
-  problem.first(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
-                                               &problem.out, &preference, std::min(most, kMostChoices), found.data(),
+  problem.check(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
+                                               &problem.out, &preference, std::min(most, kMaxAlgorithms), found.data(),
                                                &count));
-  std::vector<AlgorithmChoice> choices;
-  if (problem.status != CUBLAS_STATUS_SUCCESS) return choices;
+  std::vector<LtAlgorithm> algorithms;
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return algorithms;
   for (int i = 0; i < count; ++i)
     if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key))
-      choices.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
-  return choices;
+      algorithms.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
+  return algorithms;
 }
 
 }  // namespace
 
-int64_t terms_of_a_step(cudaDataType_t type) {
+int64_t terms_per_step(cudaDataType_t type) {
   switch (type) {
     case CUDA_R_64F: return 16;
     case CUDA_R_32F: return 32;
@@ -201,23 +201,23 @@ int64_t terms_of_a_step(cudaDataType_t type) {
   }
 }
 
-std::vector<AlgorithmChoice> ask_heuristic(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
-                                           int most) {
+std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
+                                              int most) {
   // The partial sums of split-K are in the compute type.
-  auto choices = ask_heuristic(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-  if (choices.empty()) choices = ask_heuristic(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_NONE);
-  return choices;
+  auto algorithms = heuristic_algorithms(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+  if (algorithms.empty()) algorithms = heuristic_algorithms(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_NONE);
+  return algorithms;
 }
 
-bool fits(LtProblem problem, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle) {
+bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
   cublasLtMatmulHeuristicResult_t result = {};
-  problem.first(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                        &choice.algorithm, &result));
-  return problem.status == CUBLAS_STATUS_SUCCESS && choice.workspace <= kMatmulTimingWorkspace &&
-         static_cast<int64_t>(result.workspaceSize) <= choice.workspace && adds_all_terms(choice.algorithm, key);
+  problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                        &algorithm.algo, &result));
+  return problem.status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kAutotuneWorkspace &&
+         static_cast<int64_t>(result.workspaceSize) <= algorithm.workspace && adds_all_terms(algorithm.algo, key);
 }
 
-bool choices_are_timed() {
+bool autotune_enabled() {
   static const bool timed = [] {
     const char* given = std::getenv(kVariable);
     return !given || std::strcmp(given, "off") != 0;
@@ -225,21 +225,21 @@ bool choices_are_timed() {
   return timed;
 }
 
-std::optional<AlgorithmChoice> kept_choice(const ProductKey& key) {
+std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key) {
   const std::lock_guard lock(mutex);
-  const Choices& choices = choices_of(key.device);
-  const auto found = choices.find(key);
-  return found == choices.end() ? std::nullopt : std::optional(found->second);
+  const Algorithms& algorithms = algorithms_of(key.device);
+  const auto found = algorithms.find(key);
+  return found == algorithms.end() ? std::nullopt : std::optional(found->second);
 }
 
-void keep_choice(const ProductKey& key, const AlgorithmChoice& choice) {
+void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm) {
   const std::lock_guard lock(mutex);
-  Choices& choices = choices_of(key.device);
-  choices.insert_or_assign(key, choice);
+  Algorithms& algorithms = algorithms_of(key.device);
+  algorithms.insert_or_assign(key, algorithm);
   const fs::path path = file_of(key.device);
   if (path.empty()) return;
-  Choices all = read(path, key.device);  // of other processes since then
-  for (const auto& [mine, chosen] : choices) all.insert_or_assign(mine, chosen);
+  Algorithms all = read(path, key.device);  // other processes may have added algorithms
+  for (const auto& [mine, chosen] : algorithms) all.insert_or_assign(mine, chosen);
   write(path, all);
 }
 

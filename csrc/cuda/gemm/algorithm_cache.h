@@ -1,9 +1,9 @@
-// cuBLASLt's algorithm for a product, chosen by timing and kept in a file of the user's, so that later processes have
-// the same algorithms, and with them the same bits. Host code.
+// The algorithm cache: for each product, the cuBLASLt algorithm that autotuning found to be the fastest. It is kept in
+// a file in the user's cache folder, so that later processes use the same algorithms and get the same bits. Host code.
 //
-// The file is named after all that an algorithm depends on besides the product: the GPU, the driver, cuBLASLt's
-// version. GPTKERNELS_MATMUL_CHOICES is the folder it is in (by default gptkernels in the user's cache folder), or
-// "off": then nothing is timed, and the heuristic decides.
+// The name of the file contains everything else that an algorithm depends on: the GPU, the driver and cuBLASLt's
+// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder, or is "off": then nothing is timed
+// and cuBLASLt's heuristic decides.
 #pragma once
 
 #include <cublasLt.h>
@@ -15,11 +15,11 @@
 
 namespace gptkernels::cuda {
 
-// Everything that cuBLASLt's answer may depend on. The sizes are those of Matmul.
+// Everything that the choice of an algorithm may depend on. The sizes are those of Matmul.
 struct ProductKey {
   int device;
-  cudaDataType_t type;    // of the operand a
-  cudaDataType_t b_type;  // another with float8 alone
+  cudaDataType_t type;    // of operand a
+  cudaDataType_t b_type;  // differs from `type` only in float8 products
   cudaDataType_t out_type;
   cublasComputeType_t compute;
   cublasLtEpilogue_t epilogue;
@@ -31,18 +31,18 @@ struct ProductKey {
   auto operator<=>(const ProductKey&) const = default;
 };
 
-// The largest power of two, 256 at most, that divides the address: a faster algorithm may need 16.
+// Returns the largest power of two up to 256 that divides the address. Some algorithms require 16.
 inline uint32_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & -address);
 }
 
-struct AlgorithmChoice {
-  cublasLtMatmulAlgo_t algorithm;
+struct LtAlgorithm {
+  cublasLtMatmulAlgo_t algo;
   int64_t workspace;  // bytes
 };
 
-// The arguments of cublasLtMatmul without the data. They are on the stack: filling them in takes a few dozen stores.
+// The descriptors of a call of cublasLtMatmul. They are on the stack, where filling them in takes a few dozen stores.
 struct LtProblem {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a;
@@ -50,37 +50,37 @@ struct LtProblem {
   cublasLtMatrixLayoutOpaque_t out;
   cublasStatus_t status = CUBLAS_STATUS_SUCCESS;  // the first failure
 
-  void first(cublasStatus_t next) {
+  void check(cublasStatus_t next) {
     if (status == CUBLAS_STATUS_SUCCESS) status = next;
   }
 
   template <typename V>
   void set(cublasLtMatmulDescAttributes_t attribute, V value) {
-    first(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
+    check(cublasLtMatmulDescSetAttribute(&operation, attribute, &value, sizeof(value)));
   }
 };
 
-constexpr int kMostChoices = 24;
+constexpr int kMaxAlgorithms = 24;
 
-// The terms that cuBLASLt's kernels for Hopper read at once: 128 bytes of them.
-int64_t terms_of_a_step(cudaDataType_t type);
+// Returns how many terms cuBLASLt's kernels for Hopper read in one step of 128 bytes.
+int64_t terms_per_step(cudaDataType_t type);
 
-// cuBLASLt's algorithms for the product, at most `most` and kMostChoices, the heuristic's best first. All of them add
-// up every term of a sum, which not every algorithm of cuBLASLt does.
-std::vector<AlgorithmChoice> ask_heuristic(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
-                                           int most);
+// Returns the algorithms that cuBLASLt's heuristic proposes, at most `most` and kMaxAlgorithms, the best first. It
+// leaves out those that drop terms of a sum.
+std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
+                                              int most);
 
-// Whether the algorithm can compute the product, in the workspace of the choice.
-bool fits(LtProblem problem, const ProductKey& key, const AlgorithmChoice& choice, cublasLtHandle_t handle);
+// Returns whether the algorithm supports the product with its workspace.
+bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
-// Whether products may be timed.
-bool choices_are_timed();
+// Returns whether products may be timed.
+bool autotune_enabled();
 
-// What an earlier call of keep_choice, in this process or another, has kept. The caller checks that it fits the
-// product: files can be damaged.
-std::optional<AlgorithmChoice> kept_choice(const ProductKey& key);
+// Returns the algorithm that an earlier call of cache_algorithm, in this process or another, has stored. The caller
+// must check that it supports the product, because a file can be damaged.
+std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Keeps a choice, in the file too if that can be written.
-void keep_choice(const ProductKey& key, const AlgorithmChoice& choice);
+// Stores an algorithm in the cache, and in the file if it can be written.
+void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

@@ -1,4 +1,4 @@
-// The fastest of several algorithms for a product, by timing. Host code.
+// Autotuning: times several algorithms for a product and returns the fastest. Host code.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Timer {
     mark();
   }
 
-  // The milliseconds of each launch so far; empty if the device failed.
+  // Returns the milliseconds of each launch so far; nothing if the device failed.
   std::vector<float> read() const {
     std::vector<float> times;
     if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
@@ -51,16 +51,16 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// The index of the fastest, by the median of its launches; times has those of the first round, then of the next. The
-// first choice is kept unless another is clearly faster: the heuristic's order is the same at every run, and times are
-// not.
+// Returns the index of the algorithm with the shortest median time. `times` has one time of each algorithm for every
+// round, round by round. The first algorithm wins unless another is clearly faster: the heuristic's order is the same
+// in every run, times are not.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
-  const auto median = [&](size_t choice) {
-    std::vector<float> own;
-    for (int round = 0; round < rounds; ++round) own.push_back(times[round * count + choice]);
-    std::nth_element(own.begin(), own.begin() + own.size() / 2, own.end());
-    return own[own.size() / 2];
+  const auto median = [&](size_t index) {
+    std::vector<float> sorted;
+    for (int round = 0; round < rounds; ++round) sorted.push_back(times[round * count + index]);
+    std::nth_element(sorted.begin(), sorted.begin() + sorted.size() / 2, sorted.end());
+    return sorted[sorted.size() / 2];
   };
   size_t best = 0;
   for (size_t i = 1; i < count; ++i)
@@ -68,23 +68,23 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// The fastest of the choices. launch(choice) computes the product by it and says whether it could. The choices take
-// turns, so that a change of the clock is fair to all. Those that cannot be launched are left out; without any there is
-// no result. It waits for the device.
+// Returns the fastest of the algorithms; nothing if none can be launched. launch(algorithm) computes the product and
+// returns whether the launch succeeded. The rounds alternate between the algorithms, so that a change of the clock rate
+// affects all of them. Synchronises with the device.
 template <typename Launch>
-std::optional<AlgorithmChoice> time_choices(std::vector<AlgorithmChoice> choices, Stream stream, const Launch& launch) {
+std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;
-  std::erase_if(choices, [&](const AlgorithmChoice& choice) { return !launch(choice); });
-  if (choices.empty()) return std::nullopt;
+  std::erase_if(algorithms, [&](const LtAlgorithm& algorithm) { return !launch(algorithm); });
+  if (algorithms.empty()) return std::nullopt;
   Timer timer(stream);
   for (int round = 0; round < kRounds; ++round)
-    for (const AlgorithmChoice& choice : choices) timer.time([&] { launch(choice); });
+    for (const LtAlgorithm& algorithm : algorithms) timer.time([&] { launch(algorithm); });
   const std::vector<float> times = timer.read();
-  if (times.size() != kRounds * choices.size()) return choices[0];
-  return choices[fastest(times, choices.size(), kRounds)];
+  if (times.size() != kRounds * algorithms.size()) return algorithms[0];
+  return algorithms[fastest(times, algorithms.size(), kRounds)];
 }
 
-// Whether launches are being captured, so that nothing can be timed.
+// Returns whether launches are being captured into a graph, so that they cannot be timed.
 inline bool is_captured(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
   return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;

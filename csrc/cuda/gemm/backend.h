@@ -1,4 +1,4 @@
-// The user's choice between our own product kernels and cuBLASLt's.
+// The choice between our own product kernels and cuBLASLt's.
 #pragma once
 
 #include <cstdlib>
@@ -6,15 +6,15 @@
 
 namespace gptkernels::cuda {
 
-enum class GemmBackend { kMeasured, kCublas, kOwn };
+enum class GemmBackend { kFastest, kCublas, kOwn };
 
-// The environment variable GPTKERNELS_MATMUL, read at each call: our kernels wherever they can (`own`) or nowhere
-// (`cublas`). Without it, where they are faster.
+// Reads the environment variable GPTKERNELS_MATMUL: `own` selects our kernels for every product that they support,
+// `cublas` for none. Without it they are used where they are faster.
 inline GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
-  if (!name) return GemmBackend::kMeasured;
+  if (!name) return GemmBackend::kFastest;
   if (!std::strcmp(name, "cublas")) return GemmBackend::kCublas;
-  return !std::strcmp(name, "own") ? GemmBackend::kOwn : GemmBackend::kMeasured;
+  return !std::strcmp(name, "own") ? GemmBackend::kOwn : GemmBackend::kFastest;
 }
 
 }  // namespace gptkernels::cuda

@@ -1,3 +1,8 @@
+// Matrix products by cuBLAS and cuBLASLt, and the dispatch between them and our own kernel (sm90_gelu.h).
+//
+// cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
+// out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
+// transposed in our memory is also transposed for cuBLAS.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -12,10 +17,6 @@
 #include "cuda/common/reduce.cuh"
 #include "matmul.h"
 #include "sm90_gelu.h"
-
-// cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
-// out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
-// transposed in our memory is also transposed for cuBLAS.
 
 namespace gptkernels::cuda {
 namespace {
@@ -33,8 +34,8 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// The handle's math mode says whether float32 products may use TF32. torch sets it from torch.backends.cuda.matmul
-// whenever it returns its handle.
+// Returns the handle's math mode, which says whether float32 products may use TF32. torch sets it from
+// torch.backends.cuda.matmul whenever it returns its handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   cublasGetMathMode(handle, &mode);
@@ -49,7 +50,7 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A plain product.
+// Products without an epilogue, by cublasGemmEx.
 
 // Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle is
 // torch's, so the destructor restores its mode.
@@ -70,7 +71,7 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// What a product over no terms leaves in out.
+// Computes a product whose inner dimension is 0.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -103,7 +104,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A product by cuBLASLt: with an epilogue, or by an algorithm that was chosen by timing.
+// Products by cuBLASLt: with an epilogue, or with an algorithm from the cache.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -112,24 +113,25 @@ cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
   return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
+// Returns the matrix that cuBLASLt's GELU epilogues write or read; null without GELU.
 template <typename T>
 const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// cuBLASLt requires a leading dimension divisible by 8 for GELU's matrix. It does not document the accuracy of its
-// tanh; 16-bit results show no difference. For float32 its GELU epilogue is slower than our own kernel after a TF32
-// product (docs/notes/mlp.md).
+// Returns whether cuBLASLt supports the GELU epilogue and is not slower with it. It requires a leading dimension of the
+// GELU matrix that is divisible by 8. It does not document the accuracy of its tanh; 16-bit results show no difference.
+// For float32 its GELU epilogue is slower than our own kernel after a TF32 product (docs/notes/mlp.md).
 template <typename T>
-bool may_fuse_gelu(const Matmul<T>& p) {
+bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
 }
 
 template <typename T>
-bool may_fuse(const Matmul<T>& p) {
+bool supports_epilogue(const Matmul<T>& p) {
   if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
-  return gelu_matrix(p) == nullptr || may_fuse_gelu(p);
+  return gelu_matrix(p) == nullptr || supports_gelu_epilogue(p);
 }
 
 template <typename T>
@@ -137,13 +139,13 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Whether cublasGemmEx, which does not tell its algorithm, may take one that leaves out terms
-// (gemm/algorithm_cache.cu): some number of splits is larger than the terms after the last whole step, or than a step
-// if there are none.
+// Returns whether cublasGemmEx, which does not report its algorithm, may choose one that drops terms (adds_all_terms in
+// algorithm_cache.cu): some number of splits is larger than the number of terms after the last whole step, or than a
+// step if there are none.
 template <typename T>
-bool may_lose_terms(const Matmul<T>& p, cublasComputeType_t compute) {
+bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
-  const int64_t step = terms_of_a_step(kDataType<T>), rest = p.inner % step;
+  const int64_t step = terms_per_step(kDataType<T>), rest = p.inner % step;
   return p.inner / step > (rest > 0 ? rest : step);
 }
 
@@ -161,7 +163,7 @@ template <typename T>
 LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr cudaDataType_t type = kDataType<T>;
   LtProblem problem;
-  problem.first(cublasLtMatmulDescInit(&problem.operation, compute, kDataType<accumulate_t<T>>));
+  problem.check(cublasLtMatmulDescInit(&problem.operation, compute, kDataType<accumulate_t<T>>));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSA, operation(p.b_transposed));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSB, operation(p.a_transposed));
   problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
@@ -172,11 +174,11 @@ LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
   }
   const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld,
                           int64_t stride) {
-    problem.first(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
+    problem.check(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
     if (p.batches == 1) return;
     const auto batches = static_cast<int32_t>(p.batches);
-    problem.first(cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof(batches)));
-    problem.first(
+    problem.check(cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof(batches)));
+    problem.check(
         cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof(stride)));
   };
   layout(problem.a, type, p.b_transposed, p.inner, p.columns, p.b_ld, p.b_stride);
@@ -189,7 +191,8 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {  // of every batch's matrix
+  // The alignment of the matrices of all batches.
+  const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };
   return {.device = device,
@@ -216,35 +219,37 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .batches = p.batches};
 }
 
-constexpr int kChoices = 8;
+constexpr int kCandidates = 8;
 
-MatmulPlan plan_of(const AlgorithmChoice& choice) {
-  return {.fused = true, .algorithm = choice.algorithm, .workspace = choice.workspace};
+MatmulPlan plan_of(const LtAlgorithm& algorithm) {
+  return {.cublaslt = true, .algorithm = algorithm.algo, .workspace = algorithm.workspace};
 }
 
 // The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// A product that is worth timing: it takes tens of microseconds on the tensor cores, and is one matrix.
+// Returns whether the product is one matrix and takes tens of microseconds or more on the tensor cores.
 template <typename T>
-bool may_time(const Matmul<T>& p, cublasComputeType_t compute) {
-  constexpr double kLeastFlops = 4e9;
+bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
+  constexpr double kMinFlops = 4e9;
   return on_tensor_cores<T>(compute) && p.batches == 1 && p.alpha == 1 &&
-         2.0 * p.rows * p.columns * p.inner >= kLeastFlops && choices_are_timed();
+         2.0 * p.rows * p.columns * p.inner >= kMinFlops && autotune_enabled();
 }
 
 template <typename T>
 MatmulPlan first_plan(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle) {
-  const bool timed = may_time(p, key.compute);
+  const bool timed = is_worth_autotuning(p, key.compute);
   if (timed)
-    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p, key.compute), key, *choice, handle))
-      return plan_of(*choice);
+    if (const auto algorithm = cached_algorithm(key);
+        algorithm && supports(lt_problem(p, key.compute), key, *algorithm, handle))
+      return plan_of(*algorithm);
   MatmulPlan plan = {};
-  if (may_fuse(p) || may_lose_terms(p, key.compute))
-    if (const auto choices = ask_heuristic(lt_problem(p, key.compute), key, handle, kChoices); !choices.empty())
-      plan = plan_of(choices[0]);
-  plan.untimed = timed && (plan.fused || !may_fuse(p));
+  if (supports_epilogue(p) || may_drop_terms(p, key.compute))
+    if (const auto algorithms = heuristic_algorithms(lt_problem(p, key.compute), key, handle, kCandidates);
+        !algorithms.empty())
+      plan = plan_of(algorithms[0]);
+  plan.needs_autotune = timed && (plan.cublaslt || !supports_epilogue(p));
   return plan;
 }
 
@@ -265,16 +270,16 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
   LtProblem problem = lt_problem(p, compute_type<T>(handle));
   const auto alpha = static_cast<accumulate_t<T>>(p.alpha);
   const accumulate_t<T> beta = p.accumulate ? 1 : 0;
-  problem.first(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
+  problem.check(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
                                p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
                                &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.status};
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// A product, then our own kernels.
+// Our own kernels after a product.
 
-// Adds the bias to every row; reads and writes `out` once. A thread keeps one pack of the bias and loops over rows.
+// Adds the bias to every row. Reads and writes `out` once. A thread holds one pack of the bias and loops over rows.
 template <typename T, int kVec>
 __global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
   using A = accumulate_t<T>;
@@ -318,7 +323,7 @@ MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream 
   return status;
 }
 
-// The product alone, before GELU or its gradient.
+// Returns the arguments of the product alone, before GELU or its gradient.
 template <typename T>
 Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;
@@ -341,57 +346,58 @@ cudaError_t gelu(const Matmul<T>& p, Stream stream) {
 
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
-  if (matmul_sm90_serves(p)) return {.own = true, .workspace = matmul_sm90_workspace(p)};
+  if (matmul_sm90_supports(p)) return {.sm90 = true, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
-  const MatmulPlan plan =
-      may_fuse(p) || may_lose_terms(p, compute) || may_time(p, compute) ? lt_plan(p, compute, handle) : MatmulPlan{};
-  if (plan.fused || gelu_matrix(p) == nullptr) return plan;
+  const MatmulPlan plan = supports_epilogue(p) || may_drop_terms(p, compute) || is_worth_autotuning(p, compute)
+                              ? lt_plan(p, compute, handle)
+                              : MatmulPlan{};
+  if (plan.cublaslt || gelu_matrix(p) == nullptr) return plan;
   MatmulPlan first = matmul_plan(without_gelu(p), handle);
-  first.own_gelu = true;
+  first.separate_gelu = true;
   return first;
 }
 
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
-  const Matmul<T> first = plan.own_gelu ? without_gelu(p) : p;
+  const Matmul<T> first = plan.separate_gelu ? without_gelu(p) : p;
   MatmulStatus status;
-  if (plan.own)
+  if (plan.sm90)
     status.cuda = matmul_sm90(first, workspace, stream);
-  else if (plan.fused)
+  else if (plan.cublaslt)
     status = fused_product(first, plan, workspace, handle, stream);
   else
     status = product_and_bias(first, handle, stream);
-  if (plan.own_gelu && status.ok()) status.cuda = gelu(p, stream);
+  if (plan.separate_gelu && status.ok()) status.cuda = gelu(p, stream);
   return status;
 }
 
 template <typename T>
-MatmulPlan matmul_time(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
-                       cublasHandle_t handle, Stream stream) {
+MatmulPlan matmul_autotune(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
+                           cublasHandle_t handle, Stream stream) {
   if (is_captured(stream)) return plan;
-  Matmul<T> p = plan.own_gelu ? without_gelu(given) : given;
+  Matmul<T> p = plan.separate_gelu ? without_gelu(given) : given;
   const ProductKey key = product_key(p, compute_type<T>(handle));
   if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
   if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
-  const auto choices =
-      ask_heuristic(lt_problem(p, key.compute), key, reinterpret_cast<cublasLtHandle_t>(handle), kChoices);
-  const auto fastest = time_choices(choices, stream, [&](const AlgorithmChoice& choice) {
-    return fused_product(p, plan_of(choice), workspace, handle, stream).ok();
+  const auto algorithms =
+      heuristic_algorithms(lt_problem(p, key.compute), key, reinterpret_cast<cublasLtHandle_t>(handle), kCandidates);
+  const auto fastest = autotune(algorithms, stream, [&](const LtAlgorithm& algorithm) {
+    return fused_product(p, plan_of(algorithm), workspace, handle, stream).ok();
   });
   MatmulPlan timed = fastest ? plan_of(*fastest) : plan;
-  timed.untimed = timed.own_gelu = false;
-  if (fastest) keep_choice(key, *fastest);
+  timed.needs_autotune = timed.separate_gelu = false;
+  if (fastest) cache_algorithm(key, *fastest);
   {
     const std::lock_guard lock(plans_mutex);
     plans[key] = timed;
   }
-  timed.own_gelu = plan.own_gelu;
+  timed.separate_gelu = plan.separate_gelu;
   return timed;
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                                                                \
-  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t);                                          \
-  template MatmulPlan matmul_time<T>(const Matmul<T>&, const MatmulPlan&, void*, void*, cublasHandle_t, Stream); \
+#define GPTKERNELS_INSTANTIATE(T)                                                                                    \
+  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t);                                              \
+  template MatmulPlan matmul_autotune<T>(const Matmul<T>&, const MatmulPlan&, void*, void*, cublasHandle_t, Stream); \
   template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 

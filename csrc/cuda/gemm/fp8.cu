@@ -1,3 +1,6 @@
+// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b,
+// transposed, and B = our a. This is the only layout of float8 matrices that it supports on Hopper: in both operands
+// the terms of a sum are contiguous.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -7,9 +10,6 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
 #include "fp8.h"
-
-// cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b, transposed, and B = our a. Of float8
-// matrices this is the one layout that it has on Hopper: the terms of each sum lie together in both.
 
 namespace gptkernels::cuda {
 namespace {
@@ -25,7 +25,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// cuBLASLt adds a bias of bfloat16 to a float32 product: ours is float32, and added afterwards.
+// To a float32 product cuBLASLt can only add a bfloat16 bias. Ours is float32 and is added by a kernel of its own.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 
@@ -37,7 +37,7 @@ cublasLtHandle_t lt(cublasHandle_t handle) {
 template <typename T>
 LtProblem lt_problem(const Fp8Matmul<T>& p) {
   LtProblem problem;
-  problem.first(cublasLtMatmulDescInit(&problem.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  problem.check(cublasLtMatmulDescInit(&problem.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   problem.set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
   problem.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
@@ -48,9 +48,9 @@ LtProblem lt_problem(const Fp8Matmul<T>& p) {
     problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
     problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
   }
-  problem.first(cublasLtMatrixLayoutInit(&problem.a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
-  problem.first(cublasLtMatrixLayoutInit(&problem.b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
-  problem.first(cublasLtMatrixLayoutInit(&problem.out, kType<T>, p.columns, p.rows, p.columns));
+  problem.check(cublasLtMatrixLayoutInit(&problem.a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
+  problem.check(cublasLtMatrixLayoutInit(&problem.b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
+  problem.check(cublasLtMatrixLayoutInit(&problem.out, kType<T>, p.columns, p.rows, p.columns));
   return problem;
 }
 
@@ -81,23 +81,23 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .gelu_alignment = alignment(nullptr)};
 }
 
-constexpr int kChoices = 24;  // of the first 8, those with a bias are slow (docs/notes/fp8.md)
+constexpr int kCandidates = 24;  // with a bias, the first 8 are all slow (docs/notes/fp8.md)
 
-Fp8Plan plan_of(const AlgorithmChoice& choice) {
-  return {.found = true, .untimed = false, .algorithm = choice.algorithm, .workspace = choice.workspace};
+Fp8Plan plan_of(const LtAlgorithm& algorithm) {
+  return {.found = true, .needs_autotune = false, .algorithm = algorithm.algo, .workspace = algorithm.workspace};
 }
 
 template <typename T>
 Fp8Plan first_plan(const Fp8Matmul<T>& p, const ProductKey& key, cublasHandle_t handle) {
-  constexpr double kLeastFlops = 4e9;  // some microseconds
-  const bool timed = choices_are_timed() && 2.0 * p.rows * p.columns * p.inner >= kLeastFlops;
+  constexpr double kMinFlops = 4e9;  // a few microseconds
+  const bool timed = autotune_enabled() && 2.0 * p.rows * p.columns * p.inner >= kMinFlops;
   if (timed)
-    if (const auto choice = kept_choice(key); choice && fits(lt_problem(p), key, *choice, lt(handle)))
-      return plan_of(*choice);
-  const auto choices = ask_heuristic(lt_problem(p), key, lt(handle), kChoices);
-  if (choices.empty()) return {};
-  Fp8Plan plan = plan_of(choices[0]);
-  plan.untimed = timed;
+    if (const auto algorithm = cached_algorithm(key); algorithm && supports(lt_problem(p), key, *algorithm, lt(handle)))
+      return plan_of(*algorithm);
+  const auto algorithms = heuristic_algorithms(lt_problem(p), key, lt(handle), kCandidates);
+  if (algorithms.empty()) return {};
+  Fp8Plan plan = plan_of(algorithms[0]);
+  plan.needs_autotune = timed;
   return plan;
 }
 
@@ -110,11 +110,12 @@ MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace
                      Stream stream) {
   LtProblem problem = lt_problem(p);
   const float alpha = p.alpha, beta = p.accumulate ? 1 : 0;
-  problem.first(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
+  problem.check(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
                                &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.status};
 }
 
+// Adds the bias to every row.
 template <typename T>
 __global__ void fp8_matmul_bias_kernel(T* out, const T* bias, int64_t size, int64_t columns) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;
@@ -149,16 +150,16 @@ Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle) {
 }
 
 template <typename T>
-Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
-                        Stream stream) {
+Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                            Stream stream) {
   if (is_captured(stream)) return plan;
   const ProductKey key = key_of(p);
-  const auto fastest = time_choices(
-      ask_heuristic(lt_problem(p), key, lt(handle), kChoices), stream,
-      [&](const AlgorithmChoice& choice) { return product(p, plan_of(choice), workspace, handle, stream).ok(); });
+  const auto fastest = autotune(
+      heuristic_algorithms(lt_problem(p), key, lt(handle), kCandidates), stream,
+      [&](const LtAlgorithm& algorithm) { return product(p, plan_of(algorithm), workspace, handle, stream).ok(); });
   Fp8Plan timed = fastest ? plan_of(*fastest) : plan;
-  timed.untimed = false;
-  if (fastest) keep_choice(key, *fastest);
+  timed.needs_autotune = false;
+  if (fastest) cache_algorithm(key, *fastest);
   const std::lock_guard lock(plans_mutex);
   plans[key] = timed;
   return timed;
@@ -178,9 +179,9 @@ MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* worksp
   return status;
 }
 
-#define GPTKERNELS_INSTANTIATE(T)                                                                          \
-  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t);                                \
-  template Fp8Plan fp8_matmul_time<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream); \
+#define GPTKERNELS_INSTANTIATE(T)                                                                              \
+  template Fp8Plan fp8_matmul_plan<T>(const Fp8Matmul<T>&, cublasHandle_t);                                    \
+  template Fp8Plan fp8_matmul_autotune<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream); \
   template MatmulStatus fp8_matmul<T>(const Fp8Matmul<T>&, const Fp8Plan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FP8(GPTKERNELS_INSTANTIATE)
 

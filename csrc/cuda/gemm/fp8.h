@@ -21,31 +21,31 @@ struct Fp8Matmul {
   int64_t rows;
   int64_t columns;
   int64_t inner;
-  int64_t a_ld;  // from row to row
+  int64_t a_ld;  // distance between rows
   int64_t b_ld;
   Fp8Format a_format;
   Fp8Format b_format;  // not both e5m2
   bool fast_accumulation;
-  bool accumulate;  // add the product to what is in out, without a bias
+  bool accumulate;  // add the product to out; excludes a bias
   float alpha;
 };
 
 struct Fp8Plan {
-  bool found;    // cuBLASLt has an algorithm
-  bool untimed;  // fp8_matmul_time may find a faster one
+  bool found;           // cuBLASLt has an algorithm
+  bool needs_autotune;  // fp8_matmul_autotune may find a faster one
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
 
-// As matmul_plan and matmul_time: cuBLASLt's heuristic is asked once a shape, and a large product's algorithm is then
-// chosen by timing, once per shape and user. Timing writes to p's out, which must be other memory where the product
-// accumulates; the workspace has kMatmulTimingWorkspace bytes.
+// Like matmul_plan: asks cuBLASLt's heuristic once per shape.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
+// Like matmul_autotune: times the algorithms for a large product, once per shape and user. It writes p's out, which
+// must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
 template <typename T>
-Fp8Plan fp8_matmul_time(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
-                        Stream stream);
+Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
+                            Stream stream);
 
 template <typename T>
 MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,

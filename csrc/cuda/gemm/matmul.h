@@ -1,5 +1,5 @@
-// Products of row-major matrices, with fused bias and GELU: by cuBLAS and cuBLASLt, or by our own kernel where it is
-// faster (gemm/sm90_gelu.h). Host code may include this header.
+// Products of row-major matrices with an epilogue (bias, GELU, GELU's gradient), by cuBLAS and cuBLASLt, or by our own
+// kernel where it is faster (gemm/sm90_gelu.h). Host code may include this header.
 #pragma once
 
 #include <cublasLt.h>
@@ -9,10 +9,10 @@
 
 namespace gptkernels::cuda {
 
-// out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), sums in float32 (float64 for float64; TF32 where
-// the handle's math mode says so), `batches` times. Element (i, j) of a matrix is at i * ld + j, of a transposed one at
-// j * ld + i. The pointers below `alpha` may be null. Where one is not, alpha and batches are 1 and out is dense;
-// dgelu_at excludes bias and pre_gelu. With wide_out or accumulate there is no epilogue.
+// out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), for each of `batches` batches. Sums are in
+// float32 (float64 for float64; the products in TF32 if the handle's math mode allows it). Element (i, j) of a matrix
+// is at i * ld + j, of a transposed matrix at j * ld + i. The pointers below `alpha` may be null. If one is not, alpha
+// and batches are 1 and out is dense; dgelu_at excludes bias and pre_gelu. wide_out and accumulate exclude an epilogue.
 template <typename T>
 struct Matmul {
   T* out;
@@ -27,34 +27,34 @@ struct Matmul {
   bool a_transposed;
   bool b_transposed;
   int64_t batches;
-  int64_t out_stride;  // from batch to batch
+  int64_t out_stride;  // distance between batches
   int64_t a_stride;
   int64_t b_stride;
   double alpha;
   const T* bias;                        // (columns): added to every row
-  T* pre_gelu;                          // (rows, columns), dense: takes the product, and out becomes tanh-GELU of it
+  T* pre_gelu;                          // (rows, columns), dense: receives the product; out becomes tanh-GELU of it
   const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
-  accumulate_t<T>* wide_out = nullptr;  // not null: takes the product, unrounded, in place of out
-  bool accumulate = false;              // add the product to what is there (beta = 1)
-  T* column_sums = nullptr;             // (columns), beside dgelu_at: takes out's sums over the rows, if plan.own
+  accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded product in place of out
+  bool accumulate = false;              // add the product to out (beta = 1)
+  T* column_sums = nullptr;             // (columns), with dgelu_at: receives out's sums over the rows if plan.sm90
 };
 
 // How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
-// large product on the tensor cores it has several answers, and its first is up to a fifth slower than the best: these
-// are timed, once per shape and user (gemm/algorithm_cache.h).
+// large product on the tensor cores its first algorithm is up to a fifth slower than the best, so its proposals are
+// timed, once per shape and user (gemm/algorithm_cache.h).
 struct MatmulPlan {
-  bool fused;     // by cublasLtMatmul, with an epilogue if any; else by cublasGemmEx, and our kernel adds the bias
-  bool own_gelu;  // GELU and its gradient are computed by our kernels, after the product
-  bool untimed;   // matmul_time may find a faster one
-  bool own;       // by our own kernel (gemm/sm90_gelu.h) instead, with column_sums; else the caller sums
+  bool cublaslt;        // by cublasLtMatmul, with the epilogue; if false, by cublasGemmEx, and our kernel adds the bias
+  bool separate_gelu;   // our kernels compute GELU or its gradient after the product
+  bool needs_autotune;  // matmul_autotune may find a faster algorithm
+  bool sm90;            // by our own kernel (gemm/sm90_gelu.h), with column_sums; if false, the caller sums
   cublasLtMatmulAlgo_t algorithm;
-  int64_t workspace;  // bytes of scratch
+  int64_t workspace;  // bytes
 
-  // Whether cuBLAS computes it, by the state of its handle; cuBLASLt and our own kernel read none.
-  bool needs_cublas() const { return !fused && !own; }
+  // Returns whether cuBLAS computes the product, which then depends on the state of its handle.
+  bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 
-constexpr int64_t kMatmulTimingWorkspace = 32 << 20;
+constexpr int64_t kAutotuneWorkspace = 32 << 20;
 
 struct MatmulStatus {
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
@@ -63,18 +63,19 @@ struct MatmulStatus {
   bool ok() const { return cublas == CUBLAS_STATUS_SUCCESS && cuda == cudaSuccess; }
 };
 
+// Dispatches a product: chooses the library or kernel, the epilogue and the algorithm.
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms for an untimed plan's product and returns the plan with the fastest, which matmul_plan
-// then has too. This is the one function here that waits for the device. The products go to `out`, which has the layout
-// of p's and may be that, unless p accumulates; pre_gelu is written. The workspace has kMatmulTimingWorkspace bytes.
-// While the stream is captured it returns the plan as it is.
+// Times cuBLASLt's algorithms for a plan that needs it and returns the plan with the fastest, which matmul_plan returns
+// from then on. This is the only function here that synchronises with the device. If p accumulates, the products are
+// written to `out`, scratch memory with the layout of p's; pre_gelu is written. The workspace has kAutotuneWorkspace
+// bytes. During graph capture it returns the plan unchanged.
 template <typename T>
-MatmulPlan matmul_time(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace, cublasHandle_t handle,
-                       Stream stream);
+MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
+                           cublasHandle_t handle, Stream stream);
 
-// The handle's own stream must be `stream` where the plan needs cuBLAS.
+// If the plan needs cuBLAS, the handle's stream must be `stream`.
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream);
 

@@ -1,4 +1,4 @@
-// Products for sm_90a with a bias and GELU, or with GELU's gradient.
+// Matmuls for sm_90a with an epilogue: bias and GELU, or GELU's gradient and its sums over the rows.
 #include "backend.h"
 #include "cuda/common/partial_sums.cuh"
 #include "cuda/elementwise/gelu.cuh"
@@ -10,9 +10,9 @@ namespace {
 
 using namespace tile_product;
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` on their way to registers
+[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` in flight per warp
 
-enum class After { kGelu, kDgelu };
+enum class Function { kGelu, kDgelu };
 
 template <typename T>
 struct MatmulArguments : TileProduct<T> {
@@ -33,7 +33,7 @@ __device__ Words gelu_of(const Words& x) {
   return result;
 }
 
-// The product times GELU's derivative at `at`; adds the unrounded results to `sums`.
+// Returns the product times GELU's derivative at `at`, and adds the unrounded results to `sums`.
 template <typename T>
 __device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
   Words result;
@@ -50,10 +50,11 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 
 #endif
 
-template <typename T, After kAfter>
-struct MatmulFinish {
+// The epilogue (an Epilogue of sm90_mainloop.cuh). A lane has 8 neighbouring columns, whose sums it keeps in registers.
+template <typename T, Function kFunction>
+struct GeluEpilogue {
   using Arguments = MatmulArguments<T>;
-  [[maybe_unused]] static constexpr bool kBias = kAfter == After::kGelu, kMayBeIdle = false;
+  [[maybe_unused]] static constexpr bool kBias = kFunction == Function::kGelu, kMayBeIdle = false;
 
 #if GPTKERNELS_WGMMA
   static __device__ int tiles(const Arguments& p) { return p.tiles; }
@@ -62,7 +63,6 @@ struct MatmulFinish {
     return tile_position(tile / p.tiles_across, tile % p.tiles_across, rank);
   }
 
-  // A lane adds up its columns.
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
@@ -71,12 +71,13 @@ struct MatmulFinish {
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;  // this lane's; negative: none
+      // The number of this lane's rows in the matrix; 0 or negative if there are none.
+      const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;
       const int64_t first = static_cast<int64_t>(row) * p.columns + column;
       T* out = p.out + first;
       T* pre = p.pre + first;
       Words ahead[kAhead] = {};
-      if constexpr (kAfter == After::kDgelu) {
+      if constexpr (kFunction == Function::kDgelu) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) load_once(ahead[i], pre + static_cast<int64_t>(i) * p.columns, i < rows);
         pre += static_cast<int64_t>(kAhead) * p.columns;
@@ -90,7 +91,7 @@ struct MatmulFinish {
           const int r = r0 + i;
           if (r >= rows) continue;
           const Words product = load_shared(rounded + rounded_offset(r, lane));
-          if constexpr (kAfter == After::kGelu) {
+          if constexpr (kFunction == Function::kGelu) {
             store_global(pre, product);
             store_global(out, gelu_of<T>(product));
           } else {
@@ -103,13 +104,13 @@ struct MatmulFinish {
       }
       __syncwarp();
       barrier_arrive_if(lane == 0, barriers.taken(pair));
-      if (kAfter == After::kDgelu && p.column_sums) add_column_sums(p, shared_bytes, at, pair, phase, sums);
+      if (kFunction == Function::kDgelu && p.column_sums) add_column_sums(p, shared_bytes, at, pair, phase, sums);
       phase ^= 1;
     }
   }
 
  private:
-  // The sums of 64 rows: those of four warps.
+  // Adds the column sums of four warps, which process 64 rows, and stores them.
   static __device__ void add_column_sums(const Arguments& p, uint8_t* shared_bytes, const TilePosition& at, int pair,
                                          unsigned phase, const float (&sums)[8]) {
     const int warpgroup = pair / 4, thread = threadIdx.x % kWarpgroup;
@@ -137,39 +138,41 @@ Operands<T> operands(const Matmul<T>& p) {
   return {.a = p.a, .b = p.b, .rows = p.rows, .columns = p.columns, .inner = p.inner, .a_ld = p.a_ld, .b_ld = p.b_ld};
 }
 
-template <typename T, After kAfter, bool kRowsAreK>
-cudaError_t launch_after(const Matmul<T>& p, float* column_sums, Stream stream) {
-  using Finish = MatmulFinish<T, kAfter>;
-  T* const pre = kAfter == After::kGelu ? p.pre_gelu : const_cast<T*>(p.dgelu_at);
-  return launch<Finish, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
+template <typename T, Function kFunction, bool kRowsAreK>
+cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
+  using Epilogue = GeluEpilogue<T, kFunction>;
+  T* const pre = kFunction == Function::kGelu ? p.pre_gelu : const_cast<T*>(p.dgelu_at);
+  return launch<Epilogue, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
 }
 
-// b's rows are k where it is not transposed: the gradient's for a torch.nn.Linear, GELU's for a Conv1D.
-template <typename T, After kAfter>
-cudaError_t launch_after(const Matmul<T>& p, float* column_sums, Stream stream) {
-  return p.b_transposed ? launch_after<T, kAfter, false>(p, column_sums, stream)
-                        : launch_after<T, kAfter, true>(p, column_sums, stream);
+// If b is not transposed, it is stored as (inner, columns), so its rows are k. This is so in nn.Linear's backward and
+// Conv1D's forward.
+template <typename T, Function kFunction>
+cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
+  return p.b_transposed ? launch_gelu<T, kFunction, false>(p, column_sums, stream)
+                        : launch_gelu<T, kFunction, true>(p, column_sums, stream);
 }
 
-// ---- which products these kernels can compute -----------------------------------------------------------------------
+// ---- which products these kernels support ---------------------------------------------------------------------------
 
-// Whether the kernels have code for this device; all of them are compiled alike.
+// Returns whether the kernels have code for this device. It checks one kernel, since all are compiled alike.
 template <typename T>
 bool built() {
-  return built_for_wgmma<matmul_wgmma_kernel<MatmulFinish<T, After::kGelu>, false>>();
+  return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
 }
 
-// Whether sizes and addresses suit the kernels.
+// Returns whether the kernels support the product's sizes and addresses.
 template <typename T>
-bool can_serve(const Matmul<T>& p) {
+bool supports(const Matmul<T>& p) {
   const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
   if (!plain || !(p.pre_gelu || p.dgelu_at) || p.a_transposed || p.out_ld != p.columns) return false;
-  if (!p.dgelu_at && tiles_across(p.columns) * kColumns > kLongestBias) return false;
-  return takes(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
+  if (!p.dgelu_at && tiles_across(p.columns) * kColumns > kMaxBias) return false;
+  return supports(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// GELU, and its gradient where a pass for the column sums is saved too (docs/notes/linear.md). Tiles are large: where
-// there are few, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
+// Returns whether our kernel is faster than cuBLASLt. This is so for GELU, and for its gradient if the kernel also
+// avoids the separate pass for the column sums (docs/notes/linear.md). With few of the large tiles, some SMs are idle
+// at the end, and cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;
@@ -179,16 +182,16 @@ bool is_faster(const Matmul<T>& p) {
 }  // namespace
 
 template <typename T>
-bool matmul_sm90_serves(const Matmul<T>& p) {
+bool matmul_sm90_supports(const Matmul<T>& p) {
   if constexpr (sizeof(T) != 2) {
     return false;
   } else {
     const GemmBackend requested = gemm_backend();
-    return requested != GemmBackend::kCublas && can_serve(p) && (requested == GemmBackend::kOwn || is_faster(p));
+    return requested != GemmBackend::kCublas && supports(p) && (requested == GemmBackend::kOwn || is_faster(p));
   }
 }
 
-// The sums of every 64 rows.
+// The workspace has the partial column sums of every 64 rows.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p) {
   return p.column_sums ? tiles_down(p.rows) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;
@@ -199,9 +202,9 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
   if constexpr (sizeof(T) != 2) {
     return cudaErrorNotSupported;
   } else {
-    if (p.pre_gelu) return launch_after<T, After::kGelu>(p, nullptr, stream);
+    if (p.pre_gelu) return launch_gelu<T, Function::kGelu>(p, nullptr, stream);
     float* const partials = static_cast<float*>(p.column_sums ? workspace : nullptr);
-    const cudaError_t error = launch_after<T, After::kDgelu>(p, partials, stream);
+    const cudaError_t error = launch_gelu<T, Function::kDgelu>(p, partials, stream);
     if (error != cudaSuccess || !partials) return error;
     launch_partial_sums<T, float>({.first = p.column_sums,
                                    .second = nullptr,
@@ -215,7 +218,7 @@ cudaError_t matmul_sm90(const Matmul<T>& p, void* workspace, Stream stream) {
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                              \
-  template bool matmul_sm90_serves<T>(const Matmul<T>&);       \
+  template bool matmul_sm90_supports<T>(const Matmul<T>&);     \
   template int64_t matmul_sm90_workspace<T>(const Matmul<T>&); \
   template cudaError_t matmul_sm90<T>(const Matmul<T>&, void*, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)

@@ -1,5 +1,5 @@
-// Products for sm_90a (H100, H200) by our own kernels, with the epilogues that cuBLASLt is slow at: a bias with GELU,
-// and GELU's gradient with its sums over the rows. bfloat16 and float16.
+// Products for sm_90a (H100, H200) by our own kernels, with the epilogues for which cuBLASLt is slow: a bias with GELU,
+// and GELU's gradient with its sums over the rows. They support bfloat16 and float16.
 #pragma once
 
 #include "matmul.h"
@@ -9,9 +9,9 @@ namespace gptkernels::cuda {
 // True if matmul_sm90 supports this product and is faster than cuBLASLt. The environment variable GPTKERNELS_MATMUL
 // overrides the second condition (gemm/backend.h).
 template <typename T>
-bool matmul_sm90_serves(const Matmul<T>& p);
+bool matmul_sm90_supports(const Matmul<T>& p);
 
-// The size of the workspace in bytes: partial sums for column_sums.
+// Returns the size of the workspace in bytes.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p);
 

@@ -1,21 +1,22 @@
-// The products of gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu, for sm_90a by wgmma and TMA: what is done
-// with the rounded product (a Finish) is computed by other warps while the tensor cores work on the next tile.
+// The products of gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu, for sm_90a by wgmma and TMA. The epilogue of
+// a tile is computed by other warps while the tensor cores work on the next tile.
 //
-// A cluster of two blocks takes tiles of 256 x 256, one after the other; each block has 128 of the rows. The two share
-// the tile's columns of b: each loads half of them, into both. A block has five warpgroups:
+// A cluster of two thread blocks computes tiles of 256 x 256, one after the other; each block has 128 of the rows. The
+// tile's columns of b are multicast: each block loads half of them into the shared memory of both. A block has five
+// warpgroups:
 //
 //   0     one thread loads the operands into a ring in shared memory
-//   1, 2  the products, each of 64 rows of the tile, in float32 registers
-//   3, 4  the rest
+//   1, 2  each computes 64 rows of the tile, in float32 registers: the product warps
+//   3, 4  the epilogue warps
 //
-// A warp of a product rounds its 16 rows (with the bias) to T when they are complete, leaves them in shared memory for
-// one warp of the last two warpgroups, and goes on with the next tile. That warp has the time of a whole tile for them:
-// it takes row by row, 8 columns a lane, so that it reads and writes whole rows.
+// When its 16 rows are complete, a product warp rounds them (with the bias) to T, stores them in shared memory, and
+// continues with the next tile. One epilogue warp, its pair, then has the time of a whole tile for these rows. It
+// processes them row by row, 8 columns per lane, so that it reads and writes whole rows.
 //
-//   struct Finish {
-//     using Arguments;                   a TileProduct<T>, and what else the finish needs
+//   struct Epilogue {
+//     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
 //     static constexpr bool kBias;       whether the bias is added before the product is rounded
-//     static constexpr bool kMayBeIdle;  whether there may be fewer tiles than clusters were launched
+//     static constexpr bool kMayBeIdle;  whether there may be fewer tiles than clusters
 //     static __device__ int tiles(const Arguments& p);
 //     static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank);
 //     static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank);
@@ -35,24 +36,24 @@
 
 namespace gptkernels::cuda::tile_product {
 
-constexpr int kCluster = 2;                              // blocks
-constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's tile; terms of a step
+constexpr int kCluster = 2;                              // thread blocks per cluster
+constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's part of a tile; terms per step
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
-constexpr int kPairs = 8;  // of a warp of a product and a warp that finishes its rows
+constexpr int kPairs = 8;  // pairs of a product warp and an epilogue warp
 constexpr int kWarpRows = 16;
 
 // Shared memory.
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
-constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, where its rows are k
+constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, if its rows are k
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kRoundedRowBytes = 2 * kColumns;
 constexpr int kRoundedAt = kStages * kStageBytes;
 constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
-constexpr int kSumsBytes = kPairs * kColumns * 4;  // two of them, used in turns
-constexpr int kBiasAt = kSumsAt;                   // all of it, in kernels that have one
-constexpr int kLongestBias = 2 * kSumsBytes / 2;
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // of one of two buffers, used alternately
+constexpr int kBiasAt = kSumsAt;                   // kernels with a bias have no sums
+constexpr int kMaxBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
 constexpr int kBarriers = 2 * kStages + 2 * kPairs;
 constexpr int kSharedBytes = kBarriersAt + 8 * kBarriers;
@@ -66,19 +67,22 @@ struct TileProduct {
   const T* bias;  // or null
   int rows;
   int columns;
-  int steps;  // of kInner terms
-  int tiles;  // of a cluster
+  int steps;  // steps of kInner terms
+  int tiles;  // tiles of 256 x 256
   int tiles_down;
   int tiles_across;
 };
 
 #if GPTKERNELS_WGMMA
 
+// The first row and column of a block's part of a tile.
 struct TilePosition {
-  int row;  // of the block's part
+  int row;
   int column;
 };
 
+// Addresses of the mbarriers in shared memory. `rounded`: the product warp has stored its rows. `taken`: the epilogue
+// warp has read them.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -87,22 +91,22 @@ struct Barriers {
   __device__ uint32_t taken(int pair) const { return first + 8 * (2 * kStages + kPairs + pair); }
 };
 
-// Of the tile in that row and column of tiles.
+// Returns the position of the tile in row `down` and column `across` of the grid of tiles.
 __device__ inline TilePosition tile_position(int down, int across, int rank) {
   return {down * (kCluster * kRows) + rank * kRows, across * kColumns};
 }
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Called by one thread: loads the operands of all of the block's tiles into the ring.
-template <typename Finish, bool kRowsAreK>
-__device__ void load_operands(const typename Finish::Arguments& p, uint32_t shared, const Barriers& barriers,
+// Loads the operands of all of the block's tiles into the ring. Called by one thread.
+template <typename Epilogue, bool kRowsAreK>
+__device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t shared, const Barriers& barriers,
                               int rank) {
   constexpr uint16_t kAll = (1 << kCluster) - 1;
   RingPosition<kStages> ring;
-  const int tiles = Finish::tiles(p);
+  const int tiles = Epilogue::tiles(p);
   for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
-    const TilePosition at = Finish::tile_at(p, tile, rank);
+    const TilePosition at = Epilogue::tile_at(p, tile, rank);
     for (int step = 0; step < p.steps; ++step) {
       const uint32_t full = barriers.full(ring.slot);
       const uint32_t a = shared + ring.slot * kStageBytes, b = a + kABytes;
@@ -110,7 +114,7 @@ __device__ void load_operands(const typename Finish::Arguments& p, uint32_t shar
       mbarrier_expect(full, kStageBytes);
       tma_load(a, p.a, step * kInner, at.row, full);
       if constexpr (kRowsAreK) {
-        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // of each block
+        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // panels that each block loads
         for (int i = rank * kPanels; i < (rank + 1) * kPanels; ++i)
           tma_load_multicast(b + i * kBPanel, p.b, at.column + i * kPanelColumns, step * kInner, full, kAll);
       } else {
@@ -124,18 +128,18 @@ __device__ void load_operands(const typename Finish::Arguments& p, uint32_t shar
 
 // ---- warpgroups 1 and 2 ---------------------------------------------------------------------------------------------
 
-// Where 16-byte chunk `chunk` of row `row` of a warp's rounded rows is.
+// Returns the offset of 16-byte chunk `chunk` of row `row` in a warp's rounded rows.
 __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Rounds half the columns of a warp's 16 rows to shared memory, with the bias; the addresses are where the lane's rows
-// and its bias start.
+// Adds the bias to half the columns of a warp's 16 rows, rounds them, and stores them in shared memory. `own` and
+// `bias` are the addresses of the lane's rows and of its bias.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll
   for (int group = 0; group < kColumns / 128; ++group) {
-    uint32_t pairs[8];  // of the bias
+    uint32_t pairs[8];  // the bias of two columns each
 #pragma unroll
     for (int i = 0; i < 8; ++i) pairs[i] = kBias ? load_word(bias + 128 * group + 16 * i) : 0x80008000u;  // -0
 #pragma unroll
@@ -148,29 +152,30 @@ __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint
         words[2 * j] = pack_pair<T>(d[0] + add.x, d[1] + add.y);
         words[2 * j + 1] = pack_pair<T>(d[2] + add.x, d[3] + add.y);
       }
-      // 16 columns are 2 chunks, and `own` ^ 32 i is where the i-th two are of every 8.
+      // 16 columns are 2 chunks; of every 8 chunks, the i-th two are at `own` ^ 32 i.
       store_matrices((own ^ 32 * i) + 128 * group, words[0], words[1], words[2], words[3]);
     }
   }
 }
 
-template <typename Finish, bool kRowsAreK>
-__device__ void multiply(const typename Finish::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
+// Computes the products of the block's tiles, and rounds them for the epilogue. Called by the product warps.
+template <typename Epilogue, bool kRowsAreK>
+__device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
                          int rank) {
-  using T = typename Finish::Arguments::T;
+  using T = typename Epilogue::Arguments::T;
   const uint32_t shared = shared_address(shared_bytes);
   const int lane = threadIdx.x % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
   const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
   const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
-  // Lane 0 reports to block 0 that a stage was read, lane 1 to block 1.
+  // Lane 0 tells block 0 that a stage has been read, lane 1 tells block 1.
   const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
-  float sums[2][kColumns / 4];  // of each half of the columns
+  float sums[2][kColumns / 4];  // one array for each half of the columns
   RingPosition<kStages> ring;
 
-  // Starts a step's products for half the columns.
+  // Issues the wgmmas of a step for half the columns.
   const auto start = [&](auto half, bool first) {
     constexpr int kHalf = decltype(half)::value;
     constexpr int kHalfStep = (kRowsAreK ? 2 * kBPanel : kColumns / 2 * kPanelRowBytes) >> 4;
@@ -193,20 +198,21 @@ __device__ void multiply(const typename Finish::Arguments& p, uint8_t* shared_by
   const auto round = [&](auto half, int column) {
     constexpr int kHalf = decltype(half)::value;
     const int first = column + kHalf * (kColumns / 2);
-    round_half<Finish::kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
+    round_half<Epilogue::kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
   };
-  // Rounds the second half and leaves the rows to the warp that finishes them.
+  // Rounds the second half and hands the rows over to the epilogue warp.
   const auto hand_over = [&](int column) {
     round(Constant<1>{}, column);
     __syncwarp();
     barrier_arrive_if(lane == 0, barriers.rounded(pair));
   };
 
-  // While one half of the columns is rounded, the tensor cores have the other: its last step, or the next tile's first.
+  // While one half of the columns is rounded, the tensor cores compute the other half's last step or the next tile's
+  // first step.
   wait_for_operands();
   start(Constant<0>{}, true);
   start(Constant<1>{}, true);
-  const int tiles = Finish::tiles(p);
+  const int tiles = Epilogue::tiles(p);
   unsigned taken = 1;
   for (int tile = blockIdx.x / kCluster;;) {
     for (int step = 1; step < p.steps - 1; ++step) {
@@ -221,7 +227,7 @@ __device__ void multiply(const typename Finish::Arguments& p, uint8_t* shared_by
     wait_for_operands();
     start(Constant<0>{}, false);
     start(Constant<1>{}, false);
-    const int column = Finish::tile_at(p, tile, rank).column;
+    const int column = Epilogue::tile_at(p, tile, rank).column;
     wgmma_wait<1>();
     pin_registers(sums[0]);
     barrier_wait(barriers.taken(pair), taken);
@@ -239,9 +245,9 @@ __device__ void multiply(const typename Finish::Arguments& p, uint8_t* shared_by
   }
 }
 
-// ---- for warpgroups 3 and 4 -----------------------------------------------------------------------------------------
+// ---- for the epilogues of warpgroups 3 and 4 ------------------------------------------------------------------------
 
-// Where the rows are that a warp finishes.
+// Returns the address of the rounded rows of a pair of warps.
 __device__ inline uint32_t rounded_rows(const uint8_t* shared_bytes, int pair) {
   return shared_address(shared_bytes) + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
 }
@@ -255,8 +261,9 @@ __device__ inline Words load_shared(uint32_t shared) {
   load_words(w.v, shared);
   return w;
 }
-// Loads 8 elements that are read once, if they are `inside` the matrix. (With a branch, or a result that is copied, the
-// compiler waits for them at once.)
+
+// Loads 8 elements that are read once, if `inside` is true. It has no branch and no return value, because the compiler
+// would then wait for the load at once.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(
@@ -265,6 +272,7 @@ __device__ void load_once(Words& w, const T* global, bool inside) {
       : "+r"(w.v[0]), "+r"(w.v[1]), "+r"(w.v[2]), "+r"(w.v[3])
       : "l"(global), "r"(static_cast<int>(inside)));
 }
+
 template <typename T>
 __device__ void store_global(T* global, const Words& w) {
   *reinterpret_cast<uint4*>(global) = {w.v[0], w.v[1], w.v[2], w.v[3]};
@@ -272,15 +280,15 @@ __device__ void store_global(T* global, const Words& w) {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-template <typename Finish, bool kRowsAreK>
+template <typename Epilogue, bool kRowsAreK>
 __global__ void __launch_bounds__(kThreads, 1)
-    matmul_wgmma_kernel(const __grid_constant__ typename Finish::Arguments p) {
-  using T = typename Finish::Arguments::T;
+    matmul_wgmma_kernel(const __grid_constant__ typename Epilogue::Arguments p) {
+  using T = typename Epilogue::Arguments::T;
   extern __shared__ __align__(1024) uint8_t shared_bytes[];
   const Barriers barriers = {shared_address(shared_bytes) + kBarriersAt};
   const int rank = static_cast<int>(cluster_rank());
-  if constexpr (Finish::kMayBeIdle)
-    if (blockIdx.x / kCluster >= Finish::tiles(p)) return;
+  if constexpr (Epilogue::kMayBeIdle)
+    if (blockIdx.x / kCluster >= Epilogue::tiles(p)) return;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -293,7 +301,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     mbarrier_init_fence();
   }
-  if constexpr (Finish::kBias) {
+  if constexpr (Epilogue::kBias) {
     T* const bias = reinterpret_cast<T*>(shared_bytes + kBiasAt);
     for (int i = threadIdx.x; i < p.tiles_across * kColumns; i += kThreads)
       bias[i] = p.bias && i < p.columns ? p.bias[i] : T(-0.0f);
@@ -302,30 +310,30 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   const int warpgroup = threadIdx.x / kWarpgroup;
   if (warpgroup == 0) {
-    give_registers<24>();
-    if (threadIdx.x == 0) load_operands<Finish, kRowsAreK>(p, shared_address(shared_bytes), barriers, rank);
+    dealloc_registers<24>();
+    if (threadIdx.x == 0) load_operands<Epilogue, kRowsAreK>(p, shared_address(shared_bytes), barriers, rank);
   } else if (warpgroup < 3) {
-    take_registers<160>();
-    multiply<Finish, kRowsAreK>(p, shared_bytes, barriers, rank);
+    alloc_registers<160>();
+    multiply<Epilogue, kRowsAreK>(p, shared_bytes, barriers, rank);
   } else {
-    give_registers<64>();
-    Finish::run(p, shared_bytes, barriers, rank);
+    dealloc_registers<64>();
+    Epilogue::run(p, shared_bytes, barriers, rank);
   }
-  cluster_barrier();  // until then the other block may write here
+  cluster_barrier();  // until here the other block may write to this block's shared memory
 }
 
 #else
 
-template <typename Finish, bool kRowsAreK>
+template <typename Epilogue, bool kRowsAreK>
 __global__ void __launch_bounds__(kStubThreads)
-    matmul_wgmma_kernel(const __grid_constant__ typename Finish::Arguments p) {}
+    matmul_wgmma_kernel(const __grid_constant__ typename Epilogue::Arguments p) {}
 
 #endif
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Clusters at work at once.
-inline int64_t most_clusters() {
+// Returns how many clusters run at the same time.
+inline int64_t max_clusters() {
   return multiprocessors() / kCluster;
 }
 inline int64_t tiles_down(int64_t rows) {
@@ -335,9 +343,9 @@ inline int64_t tiles_across(int64_t columns) {
   return ceil_div(columns, kColumns);
 }
 
-// How much of the kernel's time the multiprocessors have work, at least.
+// Returns the share of the kernel's time for which the SMs have work, at least.
 inline double busy(int64_t tiles) {
-  return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, most_clusters()) * most_clusters());
+  return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, max_clusters()) * max_clusters());
 }
 
 template <typename T>
@@ -347,9 +355,10 @@ struct Operands {
   int64_t rows, columns, inner, a_ld, b_ld;
 };
 
-// Whether the operands' sizes and addresses suit TMA and 32-bit indices, and their rows 16-byte accesses.
+// Returns whether the kernel supports the operands: sizes and addresses for TMA and 32-bit indices, and rows for
+// 16-byte accesses.
 template <typename T>
-bool takes(const Operands<T>& p) {
+bool supports(const Operands<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   if (p.rows < 1 || p.columns < 1 || p.inner <= kInner) return false;
   if (p.rows >= kLargest || p.columns >= kLargest || p.inner >= kLargest) return false;
@@ -358,7 +367,7 @@ bool takes(const Operands<T>& p) {
   return all_aligned(p.a, p.b) && tensor_map_encoder();
 }
 
-// kRowsAreK: b's rows are k; otherwise it is transposed in memory.
+// kRowsAreK: b is stored as (inner, columns), else as (columns, inner).
 template <bool kRowsAreK, typename T>
 TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
   return {.a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),
@@ -374,12 +383,12 @@ TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
           .tiles_across = static_cast<int>(tiles_across(p.columns))};
 }
 
-template <typename Finish, bool kRowsAreK>
-cudaError_t launch(const typename Finish::Arguments& p, Stream stream) {
-  constexpr auto kernel = matmul_wgmma_kernel<Finish, kRowsAreK>;
+template <typename Epilogue, bool kRowsAreK>
+cudaError_t launch(const typename Epilogue::Arguments& p, Stream stream) {
+  constexpr auto kernel = matmul_wgmma_kernel<Epilogue, kRowsAreK>;
   max_dynamic_shared_memory<kernel>();
   cudaLaunchAttribute cluster = cluster_of(kCluster);
-  const int64_t clusters = std::min<int64_t>(p.tiles, most_clusters());
+  const int64_t clusters = std::min<int64_t>(p.tiles, max_clusters());
   const auto blocks = static_cast<unsigned>(kCluster * clusters);
   const cudaLaunchConfig_t config = launch_config(blocks, kThreads, kSharedBytes, stream, &cluster);
   return cudaLaunchKernelEx(&config, kernel, p);

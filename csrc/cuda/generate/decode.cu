@@ -8,7 +8,7 @@
 //     residual += projection(attended)
 //     hidden = GELU(fc(layernorm(residual)))
 //     residual += fc_projection(hidden)
-//   logits = head(layernorm(residual))
+//   logits = lm_head(layernorm(residual))
 //
 // All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
 // only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
@@ -85,7 +85,7 @@ Status decode(const Decode<T>& p, Stream stream) {
     const DecodeLayer<T>& w = p.layers[l];
     T* const keys = p.keys_values + 2 * l * size * p.capacity;
     T* const values = keys + size * p.capacity;
-    product(residual, w.norm1_weight, w.norm1_bias, w.qkv_weight, w.qkv_bias, 3 * C, C,
+    product(residual, w.norm_1_weight, w.norm_1_bias, w.qkv_weight, w.qkv_bias, 3 * C, C,
             {.kind = Epilogue::kQueryKeyValue,
              .out = query,
              .narrow_out = keys,
@@ -104,11 +104,11 @@ Status decode(const Decode<T>& p, Stream stream) {
                                     .capacity = p.capacity,
                                     .head_size = C / p.heads},
                                    stream);
-    product(attended, nullptr, nullptr, w.proj_weight, w.proj_bias, C, C, add);
-    product(residual, w.norm2_weight, w.norm2_bias, w.fc_weight, w.fc_bias, 4 * C, C, gelu);
-    product(hidden, nullptr, nullptr, w.fcproj_weight, w.fcproj_bias, C, 4 * C, add);
+    product(attended, nullptr, nullptr, w.attn_proj_weight, w.attn_proj_bias, C, C, add);
+    product(residual, w.norm_2_weight, w.norm_2_bias, w.fc_weight, w.fc_bias, 4 * C, C, gelu);
+    product(hidden, nullptr, nullptr, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
-  product(residual, p.norm_weight, p.norm_bias, p.head, nullptr, p.head_rows, C,
+  product(residual, p.norm_weight, p.norm_bias, p.lm_head, nullptr, p.lm_head_rows, C,
           {.kind = Epilogue::kLogits, .narrow_out = p.logits});
   return status;
 }

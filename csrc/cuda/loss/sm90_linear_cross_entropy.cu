@@ -23,8 +23,8 @@ namespace {
 
 using namespace tile_product;
 
-// A row is redone if E at the target, which is about 1, is less than kLeast, or the sum of E more than kMost.
-constexpr float kLeast = 0x1p-100f, kMost = 0x1p100f;
+// A row is redone if E at the target, which is about 1, is less than kMin, or the sum of E more than kMax.
+constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
 // Values that RowState::targets has in place of a target.
 constexpr int kNone = -1;  // a row without a loss
@@ -124,13 +124,13 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 
 #endif
 
-// The epilogue (Finish of gemm/sm90_mainloop.cuh). A finishing warp takes the 16 rounded rows of a product warp from
-// shared memory, four at a time, with 8 neighbouring columns per lane.
+// The epilogue (an Epilogue of gemm/sm90_mainloop.cuh). An epilogue warp reads the 16 rounded rows of its product warp
+// from shared memory, four at a time, with 8 neighbouring columns per lane.
 //
 // Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
 // comes from the L2 cache. kRedoOnly: only row blocks with rows to be redone, whose logits are stored.
 template <bool kRedoOnly>
-struct ExpFinish {
+struct ExpEpilogue {
   using Arguments = ExpArguments;
   [[maybe_unused]] static constexpr bool kBias = false, kMayBeIdle = kRedoOnly;
 
@@ -145,7 +145,7 @@ struct ExpFinish {
 
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
-    // The product warp whose rows this warp finishes; the finishing warps are warps 12 to 19.
+    // The index of this epilogue warp's product warp; the epilogue warps are warps 12 to 19.
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
     const uint32_t rounded = rounded_rows(shared_bytes, pair);
     unsigned phase = 0;
@@ -236,7 +236,7 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
     return 0;
   }
   const float own = state.at_target[row], sum = own + others;
-  if (!(own >= kLeast && sum <= kMost)) {
+  if (!(own >= kMin && sum <= kMax)) {
     const int64_t block = row / (kCluster * kRows);
     state.targets[row] = kRedo;
     if (atomicExch(&state.block_redo[block], 1) == 0)
@@ -247,7 +247,7 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   p.losses[row] = isinf(ratio) ? logf(others) - logf(own) : log1pf(ratio);
   const bfloat16 rounded = narrow<bfloat16>(others);
   if (p.factors) p.dlogits[row * p.width + target] = -rounded;
-  return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kLeast ? others / widen(rounded) : 1.0f);
+  return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kMin ? others / widen(rounded) : 1.0f);
 }
 
 // Computes to = factor * from for one row, by one warp. A factor of 0 gives 0 even for infinities and NaNs.
@@ -323,16 +323,16 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 
 }  // namespace
 
-bool exp_classifier_takes(const ExpClassifier& p) {
+bool exp_classifier_supports(const ExpClassifier& p) {
   constexpr double kMinUtilization = 0.85;  // least share of the SMs' time spent on elements inside the matrix
-  constexpr int64_t kMostTerms = 4096;      // with more terms, the product's time matters more than the saved pass
+  constexpr int64_t kMaxTerms = 4096;       // with more terms, the product's time matters more than the saved pass
   const GemmBackend wanted = gemm_backend();
-  if (wanted == GemmBackend::kCublas || !takes(operands(p))) return false;
+  if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);
   const double within = static_cast<double>(p.rows * p.width) / static_cast<double>(tiles * kTileElements);
-  const bool faster = busy(tiles) * within >= kMinUtilization && p.inner <= kMostTerms;
+  const bool faster = busy(tiles) * within >= kMinUtilization && p.inner <= kMaxTerms;
   return (faster || wanted == GemmBackend::kOwn) && p.inner % kPack<bfloat16> == 0 &&
-         all_aligned(p.dlogits, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpFinish<false>, false>>();
+         all_aligned(p.dlogits, p.scaled_x) && built_for_wgmma<matmul_wgmma_kernel<ExpEpilogue<false>, false>>();
 }
 
 int64_t exp_classifier_workspace(const ExpClassifier& p) {
@@ -345,12 +345,12 @@ cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream strea
   exp_classifier_before_kernel<<<grid_size(ceil_div(p.rows, kBeforeWarps)), before, 0, stream>>>(p, state);
   ExpArguments product = {make_product<false>(operands(p), p.dlogits, static_cast<const bfloat16*>(nullptr)), state,
                           static_cast<int>(p.vocab_size), p.factors != nullptr};
-  cudaError_t error = launch<ExpFinish<false>, false>(product, stream);
+  cudaError_t error = launch<ExpEpilogue<false>, false>(product, stream);
   if (error != cudaSuccess) return error;
   exp_classifier_after_kernel<<<grid_size(ceil_div(p.rows, kAfterRows)), after, 0, stream>>>(p, state,
                                                                                              product.tiles_across);
   product.store = true;
-  error = launch<ExpFinish<true>, false>(product, stream);
+  error = launch<ExpEpilogue<true>, false>(product, stream);
   if (error != cudaSuccess) return error;
   exp_classifier_redo_kernel<<<2 * multiprocessors(), kSimpleThreads, 0, stream>>>(p, state);
   return cudaGetLastError();

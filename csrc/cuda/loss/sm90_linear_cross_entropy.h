@@ -29,7 +29,7 @@ struct ExpClassifier : FusedClassifierForward<bfloat16> {
 };
 
 // Returns whether exp_classifier() supports these arguments and is faster than a product and a separate pass.
-bool exp_classifier_takes(const ExpClassifier& p);
+bool exp_classifier_supports(const ExpClassifier& p);
 
 // Returns the size of exp_classifier's workspace in bytes.
 int64_t exp_classifier_workspace(const ExpClassifier& p);

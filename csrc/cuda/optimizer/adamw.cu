@@ -1,3 +1,10 @@
+// AdamW on a list of tensors. The kernel reads the parameter (and its master), its gradient and both moments, and
+// writes all but the gradient: 28 bytes per parameter in float32, 30 for a bfloat16 parameter with float32 master and
+// moments. Elements are independent of each other, so the result does not depend on how the tensors are divided into
+// chunks.
+//
+// A thread loads two packs of every array, all in flight at once; meanwhile one thread of the block computes the
+// factors, which takes about as long. Blocks are small, so the last ones of the grid end almost at the same time.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -9,18 +16,11 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Reads the parameter (and its master), its gradient and both moments; writes all but the gradient: 28 bytes per
-// parameter in float32, 30 for a bfloat16 parameter with float32 master and moments. Elements are independent of
-// each other, so the result does not depend on how the tensors are divided into chunks.
-//
-// A thread loads two packs of every array, all in flight at once; meanwhile one thread of the block computes the
-// factors, which takes about as long. Blocks are small, so the last ones of the grid end almost at the same time.
-
 constexpr int kThreads = 128;
-constexpr int kPacks = 2;  // of each array, per thread
+constexpr int kPacks = 2;  // packs of each array per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kNumber = kMaster;  // without masters: not a pointer but the tensor's place among those of the launch
+constexpr Slot kTensorIndex = kMaster;  // without masters this slot holds the tensor's index in the launch
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148
 
@@ -44,9 +44,9 @@ struct Exact {
   }
 };
 
-// Accurate to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact operations have branches,
-// which serialise a thread's elements; 14 bytes per parameter leave no time for that. Every square root here is 0,
-// infinite or between 1e-23 and 1e20, where both approximations are valid.
+// Operations with an error of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact
+// operations have branches, which serialise a thread's elements; 14 bytes per parameter leave no time for that. Every
+// square root here is 0, infinite or between 1e-23 and 1e20, where both approximations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -58,14 +58,14 @@ struct Approximate : Exact {
 
 struct ToNearest {};
 
-// bfloat16 up or down at random; float32 stays float32.
+// Rounds bfloat16 arrays stochastically; float32 arrays are stored as they are.
 struct Stochastically {
   uint64_t seed;
   uint32_t step;
   uint32_t tensor;
   int64_t begin;  // the tensor's element that the pointers point to
 
-  // N neighbouring elements from element i of the chunk on.
+  // Rounds N neighbouring elements from element i of the chunk on.
   template <typename V, int N>
   __device__ void round(Packed<V, N>& to, const float (&values)[N], AdamwArray array, int i) const {
     if constexpr (std::is_same_v<V, bfloat16>) {
@@ -86,7 +86,7 @@ struct Stochastically {
 template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
-  Weight* weight;  // what is updated: the master, or the parameter itself
+  Weight* weight;  // the array that is updated: the master, or the parameter itself
   const Gradient* grad;
   State* exp_avg;
   State* exp_avg_sq;
@@ -172,7 +172,7 @@ template <typename Rounding>
 __device__ Rounding make_rounding(const AdamwOptions& options, void* const* pointers, const Chunk& chunk) {
   if constexpr (std::is_same_v<Rounding, Stochastically>) {
     const auto step = static_cast<uint32_t>(*static_cast<const float*>(pointers[kStep]));
-    const auto tensor = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointers[kNumber]));
+    const auto tensor = static_cast<uint32_t>(reinterpret_cast<uintptr_t>(pointers[kTensorIndex]));
     return {options.rounding_seed, step, tensor, chunk.begin};
   } else {
     return {};

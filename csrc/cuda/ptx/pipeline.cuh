@@ -1,5 +1,4 @@
-// What kernels for sm_90a whose warpgroups have roles share: barriers by address, rings of buffers, and whether their
-// code runs at all.
+// Shared by the kernels for sm_90a whose warpgroups have roles: mbarriers by address, rings of buffers, stmatrix.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -10,8 +9,8 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Whether the code of a kernel that the current device runs has wgmma in it: where it has not, its body is empty, and
-// its launch bounds are kStubThreads.
+// Returns whether the current device runs code of this kernel that was compiled for sm_90a. In code for other
+// architectures the kernel is an empty stub, which is recognised by its launch bounds, kStubThreads.
 constexpr int kStubThreads = 32;
 template <auto kKernel>
 bool built_for_wgmma() {
@@ -36,7 +35,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// By the threads of which `one` is true, without a branch.
+// The threads whose `one` is true arrive. There is no branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -46,8 +45,9 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
-// The threads whose `one` is true arrive at a barrier in any block of the cluster. (An arrival with release at cluster
-// scope, which is not needed here, waits for all of the thread's stores: products then took 1.5 times as long.)
+// The threads whose `one` is true arrive at a barrier in any block of the cluster. The arrival has no release at
+// cluster scope, which is not needed here and would wait for all of the thread's stores: products took 1.5 times as
+// long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -70,7 +70,7 @@ __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
       : "memory");
 }
 
-// The threads of one warpgroup; `id` 1 and up.
+// A barrier of the threads of one warpgroup. `id` is the index of a named barrier, at least 1.
 __device__ inline void warpgroup_barrier(int id) {
   random_delay();
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
@@ -89,14 +89,14 @@ struct RingPosition {
   }
 };
 
-// Four matrices of 8 rows of 16 bytes, lanes 8 * i to 8 * i + 7 having the addresses of matrix i's rows.
+// Stores four matrices of 8 rows of 16 bytes. Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows.
 __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
 
-// The same, transposed as they are stored.
+// The same, with each matrix transposed.
 __device__ inline void store_matrices_transposed(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
                "r"(c), "r"(d)

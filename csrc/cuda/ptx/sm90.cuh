@@ -91,15 +91,15 @@ __device__ inline void cluster_barrier() {
   cluster_wait();
 }
 
-// The address of the same variable in the shared memory of block `rank` of the cluster.
+// Returns the address of the same variable in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes to that address, asynchronously; the same block's copy of `barrier` counts the
-// bytes as they arrive. Not available in clusters of one block.
+// Writes a value of 4, 8 or 16 bytes to the same variable of block `rank`, asynchronously; that block's copy of
+// `barrier` counts the bytes as they arrive. The cluster must have at least two blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

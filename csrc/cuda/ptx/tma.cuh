@@ -29,8 +29,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 // Returns whether TMA supports this tensor of T: its address is a multiple of 16 bytes, and so is every stride of a
 // dimension with more than one index. Strides are in elements.
 template <typename T>
-bool tma_takes(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
-               int64_t batch_stride, int64_t batches) {
+bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
+                  int64_t batch_stride, int64_t batches) {
   constexpr int64_t kLargest = int64_t{1} << 40;
   const auto aligned = [&](int64_t stride, int64_t count) {
     const int64_t bytes = stride * static_cast<int64_t>(sizeof(T));

@@ -254,14 +254,14 @@ __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Move registers between the warpgroups of a block (setmaxnreg). Each warpgroup calls one of these once, first thing in
-// its branch of the kernel.
+// Change the number of registers of a thread (setmaxnreg): warpgroups that need fewer release them to the others. Each
+// warpgroup calls one of these once, at the start of its branch of the kernel.
 template <int kRegisters>
-__device__ void take_registers() {
+__device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ void give_registers() {
+__device__ void dealloc_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
