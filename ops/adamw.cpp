@@ -15,10 +15,10 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// The properties of a tensor that the checks need. Each is a call into LibTorch and the lists are long, so each is
-// asked for once, and a message is written only when a check fails.
+// The properties of a tensor that the checks need. Each is a call into LibTorch and the lists are long, so they are
+// read once, and a message is only written when a check fails.
 struct Facts {
-  int32_t dtype;  // by LibTorch's numbers
+  int32_t dtype;  // LibTorch's number
   int32_t device_type;
   int32_t device;
   bool contiguous;
@@ -35,7 +35,7 @@ struct Facts {
     check_shim(aoti_torch_get_sizes(t.get(), &shape));
     sizes = shape;
   }
-  bool is_beside(const Facts& other) const { return device_type == other.device_type && device == other.device; }
+  bool is_on_device_of(const Facts& other) const { return device_type == other.device_type && device == other.device; }
   bool has_shape_of(const Facts& other) const {
     return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
   }
@@ -47,7 +47,7 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // For tensors of one shape: whether elements at the same index have the same offset in memory.
+  // Returns whether elements at the same index have the same offset in memory. The tensors have the same shape.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -55,7 +55,8 @@ struct Facts {
       if (sizes[i] != 1 && mine[i] != others[i]) return false;
     return true;
   }
-  // Whether the elements fill their memory without gaps, in any order of the dimensions: channels_last, a transpose.
+  // Returns whether the elements fill their memory without gaps, in any order of the dimensions (channels_last, a
+  // transpose).
   bool is_dense() const {
     if (contiguous) return true;
     const int64_t* stride = strides();
@@ -80,10 +81,10 @@ void check_length(const char* name, const Tensors& list, const Tensors& params) 
     fail(op, name, " must have as many tensors as params (", params.size(), "), got ", list.size());
 }
 
-// A tensor of one of the lists, and its parameter.
-void check_beside(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
-                  const Facts& wanted) {
-  if (!facts.is_beside(wanted))
+// Checks a tensor of one of the lists against its parameter.
+void check_against_param(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
+                         const Facts& wanted) {
+  if (!facts.is_on_device_of(wanted))
     fail(op, name, '[', i, "] is on ", describe_device(t), " but params[", i, "] is on ", describe_device(param));
   if (facts.dtype != wanted.dtype && facts.dtype != aoti_torch_dtype_float32())
     fail(op, name, '[', i, "] must be ", describe(param.scalar_type()), " as params[", i, "] or float32, got ",
@@ -97,7 +98,7 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// A tensor that is written together with its parameter: both are walked through in the order of their memory.
+// Checks a tensor that is written together with its parameter: both are traversed in the order of their memory.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -114,7 +115,7 @@ void check_number(const char* name, const OptionalTensor& t, const Tensor& param
 
 void check_step(size_t i, const Tensor& step, const Tensor& param, const Facts& wanted) {
   const Facts facts(step);
-  if (!facts.is_beside(wanted) || facts.dtype != aoti_torch_dtype_float32() || !facts.has_one_element())
+  if (!facts.is_on_device_of(wanted) || facts.dtype != aoti_torch_dtype_float32() || !facts.has_one_element())
     fail(op, "steps[", i, "] must be one float32 on ", describe_device(param), ", got ", describe(step.scalar_type()),
          " of shape ", describe(shape_of(step)), " on ", describe_device(step));
 }
@@ -122,7 +123,7 @@ void check_step(size_t i, const Tensor& step, const Tensor& param, const Facts& 
 void check_param(size_t i, const Tensor& param, const Facts& facts, const Tensor& first, const Facts& wanted) {
   if ((i == 0 || facts.dtype != wanted.dtype) && !is_floating(param.scalar_type()))
     fail(op, "params[", i, "] must be float64, float32, bfloat16 or float16, got ", describe(param.scalar_type()));
-  if (!facts.is_beside(wanted))
+  if (!facts.is_on_device_of(wanted))
     fail(op, "params[", i, "] is on ", describe_device(param), " but params[0] is on ", describe_device(first));
   if (!facts.is_dense())
     fail(op, "params[", i, "] is written in place and must fill its memory without gaps, got ", describe_layout(param));
@@ -135,7 +136,7 @@ void check_master(size_t i, const Tensor& master, const Tensor& param, const Fac
          describe(param.scalar_type()));
   if (facts.dtype != aoti_torch_dtype_float32())
     fail(op, "master_params[", i, "] must be float32, got ", describe(master.scalar_type()));
-  check_beside("master_params", i, master, facts, param, wanted);
+  check_against_param("master_params", i, master, facts, param, wanted);
   check_layout("master_params", i, master, facts, param, wanted);
 }
 
@@ -169,11 +170,11 @@ struct Lists {
 
 // Tensors of the same dtypes, which share a launch.
 struct Group {
-  std::array<int32_t, 3> dtypes;  // of the parameters, gradients and moments
-  std::vector<size_t> members;    // by their places in the lists
+  std::array<int32_t, 3> dtypes;  // parameters, gradients, moments
+  std::vector<size_t> members;    // indices in the lists
 };
 
-// The gradient in its parameter's layout.
+// Copies the gradient to its parameter's layout.
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(grad.scalar_type()));
   AtenTensorHandle handle;
@@ -193,9 +194,9 @@ std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
     const Tensor& param = lists.params[i];
     const Facts facts(param), grad(grads[i]), exp_avg(lists.exp_avgs[i]), exp_avg_sq(lists.exp_avg_sqs[i]);
     check_param(i, param, facts, first, first_facts);
-    check_beside("grads", i, grads[i], grad, param, facts);
-    check_beside("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
-    check_beside("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
+    check_against_param("grads", i, grads[i], grad, param, facts);
+    check_against_param("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
+    check_against_param("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
     check_layout("exp_avgs", i, lists.exp_avgs[i], exp_avg, param, facts);
     check_layout("exp_avg_sqs", i, lists.exp_avg_sqs[i], exp_avg_sq, param, facts);
     if (exp_avg_sq.dtype != exp_avg.dtype)
@@ -250,7 +251,7 @@ void launch(const Launcher& launcher, const Lists& lists, const Group& group, co
                                            launcher.stream()));
 }
 
-// fn.template operator()<T>(), or <float> where the tensor is wider than its parameter.
+// Calls fn.template operator()<T>(), or <float> if the tensor is float32 and its parameter is not.
 template <typename T, typename Fn>
 void dispatch_or_float(const Tensor& t, const Fn& fn) {
   if constexpr (!std::is_same_v<T, float>)
@@ -258,7 +259,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// The value of an lr on the CPU; one on the device is read by the kernel.
+// Returns the value of an lr on the CPU; 0 for an lr on the device, which the kernel reads.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

@@ -1,4 +1,4 @@
-// Attention that keeps no (T, T) matrix, for packed qkv and for separate query, key and value: one set of launchers.
+// Attention that stores no (T, T) matrix, for packed qkv and for separate query, key and value.
 #include "../csrc/attention.h"
 
 #include <algorithm>
@@ -6,15 +6,15 @@
 #include <cmath>
 #include <limits>
 
+#include "calls.h"
 #include "matmul.h"
-#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// A (B, heads, T, HS) tensor, or a part of a packed one, wherever it lies; its last dimension is contiguous.
+// A (B, heads, T, HS) tensor, or a part of a packed one, with any strides but a contiguous last dimension.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -33,23 +33,23 @@ Heads heads(const Tensor& t) {
   return {t, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// Which of q, k and v of a packed (B, T, 3C).
+// Returns q, k or v, the part `which` of a packed (B, T, 3C) tensor.
 Heads part(const Tensor& qkv, int64_t which, int64_t head_size) {
   const int64_t width = qkv.size(2);
   return {qkv, which * (width / 3), qkv.size(1) * width, head_size, width};
 }
 
-// Packed (B, T, C).
+// Returns the heads of a packed (B, T, C) tensor.
 Heads unpacked(const Tensor& t, int64_t head_size) {
   return {t, 0, t.size(1) * t.size(2), head_size, t.size(2)};
 }
 
-// The arguments of an op other than the tensors that are differentiated.
+// The arguments of an op, except the tensors that are differentiated.
 struct Options {
   std::optional<double> scale = {};
   bool causal = false;
   int64_t query_offset = 0;
-  OptionalTensor mask = {};  // (B, NH, Tq, Tk) or what broadcasts to it
+  OptionalTensor mask = {};  // (B, NH, Tq, Tk), or broadcastable to it
   OptionalTensor key_begin = {};
   OptionalTensor key_end = {};
   double dropout_p = 0;
@@ -128,10 +128,10 @@ void check_options(const char* op, const Options& options, const AttentionSizes&
            describe(mask->scalar_type()));
     const Shape wanted = mask_shape(s);
     const int64_t missing = 4 - mask->dim();
-    bool fits = missing >= 0;
-    for (int64_t i = 0; fits && i < mask->dim(); ++i)
-      fits = mask->size(i) == 1 || mask->size(i) == wanted[static_cast<size_t>(i + missing)];
-    if (!fits)
+    bool broadcastable = missing >= 0;
+    for (int64_t i = 0; broadcastable && i < mask->dim(); ++i)
+      broadcastable = mask->size(i) == 1 || mask->size(i) == wanted[static_cast<size_t>(i + missing)];
+    if (!broadcastable)
       fail(op, "attn_mask must be broadcastable to ", describe(wanted), ", got shape ", describe(shape_of(*mask)));
   }
   const auto check_bound = [&](const char* name, const OptionalTensor& t) {
@@ -147,20 +147,21 @@ void check_options(const char* op, const Options& options, const AttentionSizes&
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// The tensor itself where its last dimension is contiguous, else a copy.
+// Returns the tensor if its last dimension is contiguous, otherwise a copy.
 Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// The same of a gradient of out, which may have any strides: an expanded one (of a sum) has 0, with which the fastest
-// kernels of 16 bits do nothing.
-Tensor with_steps(const Tensor& t) {
-  bool steps = true;
-  for (int64_t i = 0; i < 3; ++i) steps = steps && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
-  return steps || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
+// The same for a gradient of out, which may be expanded, as the gradient of a sum is. The fastest 16-bit kernels load
+// it by TMA, whose strides are positive multiples of 16 bytes.
+Tensor with_tma_strides(const Tensor& t) {
+  bool supported = true;
+  for (int64_t i = 0; i < 3; ++i)
+    supported = supported && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
+  return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
-// A contiguous (B, heads, T, HS) tensor.
+// Allocates a dense (B, heads, T, HS) tensor; `order` is that of its first three dimensions in memory.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -171,12 +172,14 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// A (B, heads, T, HS) tensor that is (B, T, heads, HS) in memory: a model's reshape to (B, T, C) then copies nothing.
+// Allocates a (B, heads, T, HS) tensor that is (B, T, heads, HS) in memory, so that a model's reshape to (B, T, C)
+// copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// A gradient, whose dimensions are in memory in the order of its tensor's; if that is dense, it has the same layout.
+// Allocates a gradient whose dimensions are in memory in the order of its tensor's. If that is dense,
+// the layouts agree.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });
@@ -209,7 +212,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// The bounds as the kernels read them: dense.
+// Makes the bounds contiguous, as the kernels require.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);
@@ -387,7 +390,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
   Tensor dquery = allocate_gradient(query);
   Tensor dkey = allocate_gradient(key);
   Tensor dvalue = allocate_gradient(value);
-  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_steps(dout)), dense(dlogsumexp),
+  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_tma_strides(dout)), dense(dlogsumexp),
            heads(with_dense_rows(out)), dense(logsumexp), {heads(dquery), heads(dkey), heads(dvalue)});
   return {dquery, dkey, dvalue};
 }

@@ -31,7 +31,7 @@ double scale_or_default(std::optional<double> scale, const Sizes& s) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(s.head)));
 }
 
-// The matrices of all batches and heads in one tensor: those of batch b and head h start at
+// The matrices of all batches and heads in one tensor. The matrix of batch b and head h starts at
 // first + b * batch_step + h * head_step.
 struct Heads {
   Matrix first;
@@ -41,10 +41,10 @@ struct Heads {
   Heads transposed() const { return {first.transposed(), batch_step, head_step}; }
 };
 
-// Which of q, k and v.
+// The index of q, k and v in qkv.
 enum Part { kQuery, kKey, kValue };
 
-// (T, HS) each, rows 3C apart.
+// Matrices (T, HS) with rows 3C apart.
 Heads part(const Tensor& qkv, Part which, const Sizes& s) {
   return {{.tensor = qkv,
            .rows = s.tokens,
@@ -56,23 +56,23 @@ Heads part(const Tensor& qkv, Part which, const Sizes& s) {
           s.head};
 }
 
-// (T, HS) each, rows C apart.
+// Matrices (T, HS) with rows C apart.
 Heads parts_of_out(const Tensor& out, const Sizes& s) {
   return {{.tensor = out, .rows = s.tokens, .columns = s.head, .row_stride = s.channels, .column_stride = 1},
           s.tokens * s.channels,
           s.head};
 }
 
-// (T, T) each, dense.
+// Dense matrices (T, T).
 Heads squares(const Tensor& probabilities, const Sizes& s) {
   return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
           s.heads * s.tokens * s.tokens,
           s.tokens * s.tokens};
 }
 
-// out = alpha * a @ b for every batch and head. One call of BLAS takes matrices at one constant step, but batches and
-// heads have two: the fewer of them become a loop, and each call takes all of the others. So q, k, v and out are read
-// and written where they lie, and nothing is permuted.
+// out = alpha * a @ b for every batch and head. A batched call of BLAS supports one constant stride between matrices,
+// but batches and heads have two. So the smaller of these dimensions is a loop, and each call computes all of the
+// other. In this way q, k, v and out need not be permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   Tensor probabilities = allocate(s.probabilities(), qkv);
   if (qkv.numel() == 0) return {out, probabilities};
 
-  // The scale goes into the product, before float16 could overflow.
+  // The scale is applied in the product, before float16 could overflow.
   const Heads scores = squares(probabilities, s);
   matmul_heads(launcher, s, scores, part(qkv_dense, kQuery, s), part(qkv_dense, kKey, s).transposed(),
                scale_or_default(scale, s));
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   return {out, probabilities};
 }
 
-// With P the probabilities and S = scale * q k^T the scores: dP = dout v^T, dv = P^T dout, dS by the softmax,
-// dq = scale * dS k, dk = scale * dS^T q.
+// With the probabilities P and the scores S = scale * q k^T: dP = dout v^T, dv = P^T dout, dS by the softmax's
+// gradient, dq = scale * dS k, dk = scale * dS^T q.
 Tensor attention_probabilities_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& probabilities,
                                            int64_t num_heads, std::optional<double> scale) {
   constexpr const char* op = "attention_probabilities_backward";

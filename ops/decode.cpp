@@ -1,4 +1,4 @@
-// A step of decoding: the newest token of each sequence through all of GPT-2, the keys and values before it in a cache.
+// A decoding step: the newest token of each sequence through all of GPT-2, with a cache of earlier keys and values.
 #include "../csrc/decode.h"
 
 #include "op.h"
@@ -7,7 +7,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 constexpr const char* op = "decode";
-constexpr size_t kMatrices = 6;  // of a layer; as many biases
+constexpr size_t kMatrices = 6;  // weights of a layer; there are as many biases
 
 GeluForm form_of(const std::string& approximate) {
   if (approximate == "tanh") return GeluForm::kTanh;
@@ -19,7 +19,7 @@ void check_dense(const char* name, const Tensor& t) {
   if (!t.is_contiguous()) fail(op, name, " must be contiguous");
 }
 
-// One of the model's tensors, which is not copied at each step: it must be dense.
+// Checks one of the model's tensors. It must be dense, because copying it at each step would be slow.
 void check_weight(const std::string& name, const Tensor& t, const Tensor& wte, const Shape& shape) {
   check_like(op, name.c_str(), t, "wte", wte);
   check_shape(op, name.c_str(), t, shape);
@@ -33,13 +33,13 @@ void check_numbers(const char* name, const Tensor& t, const Tensor& wte, const S
   check_dense(name, t);
 }
 
-// The shape of a layer's i-th matrix or norm, by GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
+// Returns the shape of a layer's i-th weight in GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
 Shape weight_shape(size_t i, int64_t C) {
   const Shape shapes[kMatrices] = {{C}, {3 * C, C}, {C, C}, {C}, {4 * C, C}, {C, 4 * C}};
   return shapes[i];
 }
 
-// Shapes of all arguments; returns how many layers there are.
+// Checks all arguments, and returns the number of layers.
 int64_t check_arguments(const Tensor& sequences, const Tensor& lengths, const Tensor& wte, const Tensor& wpe,
                         const std::vector<Tensor>& layers, const Tensor& norm_weight, const OptionalTensor& norm_bias,
                         const Tensor& head, const Tensor& keys_values, int64_t num_heads, int64_t vocab_size) {
@@ -91,18 +91,18 @@ std::vector<DecodeLayer<T>> layers_of(const std::vector<Tensor>& tensors, bool b
   for (size_t l = 0; l < found.size(); ++l) {
     const auto weight = [&](size_t i) { return pointer<T>(tensors[(l * kMatrices + i) * step]); };
     const auto bias = [&](size_t i) { return biases ? pointer<T>(tensors[(l * kMatrices + i) * step + 1]) : nullptr; };
-    found[l] = {.norm1_weight = weight(0),
-                .norm1_bias = bias(0),
+    found[l] = {.norm_1_weight = weight(0),
+                .norm_1_bias = bias(0),
                 .qkv_weight = weight(1),
                 .qkv_bias = bias(1),
-                .proj_weight = weight(2),
-                .proj_bias = bias(2),
-                .norm2_weight = weight(3),
-                .norm2_bias = bias(3),
+                .attn_proj_weight = weight(2),
+                .attn_proj_bias = bias(2),
+                .norm_2_weight = weight(3),
+                .norm_2_bias = bias(3),
                 .fc_weight = weight(4),
                 .fc_bias = bias(4),
-                .fcproj_weight = weight(5),
-                .fcproj_bias = bias(5)};
+                .mlp_proj_weight = weight(5),
+                .mlp_proj_bias = bias(5)};
   }
   return found;
 }
@@ -128,7 +128,7 @@ Tensor decode_op(const Tensor& sequences, const Tensor& lengths, const Tensor& w
                    .layers = weights.data(),
                    .norm_weight = pointer<T>(norm_weight),
                    .norm_bias = pointer<T>(norm_bias),
-                   .head = pointer<T>(head),
+                   .lm_head = pointer<T>(head),
                    .batch = sequences.size(0),
                    .sequence_length = sequences.size(1),
                    .layer_count = layer_count,
@@ -136,7 +136,7 @@ Tensor decode_op(const Tensor& sequences, const Tensor& lengths, const Tensor& w
                    .heads = num_heads,
                    .capacity = keys_values.size(4),
                    .vocabulary = vocab_size == -1 ? wte.size(0) : vocab_size,
-                   .head_rows = head.size(0),
+                   .lm_head_rows = head.size(0),
                    .eps = eps,
                    .gelu = form,
                    .workspace = nullptr};

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// The shape that the kernels see: (batch, length) tokens. Without positions there is one sequence.
+// The (batch, length) of the tokens for the kernels. Without positions they are one sequence.
 struct Tokens {
   int64_t batch;
   int64_t length;
@@ -34,7 +34,7 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
   return out;
 }
 
-// Writes dwte, or adds to it, and, if there are positions, writes dwpe.
+// Writes dwte, or adds to it, and writes dwpe if there are positions.
 void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, const Tensor& dwte,
               const OptionalTensor& dwpe, bool accumulate = false) {
   const Launcher launcher(op, dout);
@@ -85,13 +85,13 @@ void check_count(const char* op, const char* name, int64_t count, int64_t most) 
 void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, int64_t vocab_size) {
   check_dim_at_least(op, "dout", dout, 1);
   check_floating(op, "dout", dout);
-  check_count(op, "vocab_size", vocab_size, kEncoderMostWords);
-  check_count(op, "the number of tokens", tokens.numel(), kEncoderMostRows);
-  check_count(op, "the width of dout", width_of(dout), kEncoderMostColumns);
+  check_count(op, "vocab_size", vocab_size, kEncoderMaxVocabulary);
+  check_count(op, "the number of tokens", tokens.numel(), kEncoderMaxRows);
+  check_count(op, "the width of dout", width_of(dout), kEncoderMaxColumns);
   check_tokens(op, tokens, "dout", dout);
 }
 
-// V, for a table of Vp rows. The rows from V on are padding: a token must be below V.
+// Returns V for a table of Vp rows. The rows from V on are padding: a token must be below V.
 int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
   const int64_t rows = table.size(0);
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
                                                int64_t max_positions) {
   constexpr const char* op = "encoder_backward";
   check_backward(op, dout, tokens, vocab_size);
-  check_count(op, "max_positions", max_positions, kEncoderMostRows);
+  check_count(op, "max_positions", max_positions, kEncoderMaxRows);
   check_length(op, tokens, max_positions);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   Tensor dwte = allocate({vocab_size, width_of(dout)}, dout);
@@ -134,14 +134,14 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// The same, but added to a gradient of wte that exists already, from an output head that is tied to it.
+// Adds to an existing gradient of wte, from an LM head that is tied to it.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);
   check_like(op, "dwte", dwte, "dout", dout);
   check_no_overlap(op, "dwte", dwte);
   check_backward(op, dout, tokens, dwte.size(0));
-  check_count(op, "max_positions", max_positions, kEncoderMostRows);
+  check_count(op, "max_positions", max_positions, kEncoderMaxRows);
   check_length(op, tokens, max_positions);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   check_shape(op, "dwte", dwte, {dwte.size(0), width_of(dout)});
@@ -152,7 +152,7 @@ Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Ten
   return dwpe;
 }
 
-// ---- tokens alone, in any shape -------------------------------------------------------------------------------------
+// ---- tokens without positions, in any shape -------------------------------------------------------------------------
 
 Tensor embedding_op(const Tensor& tokens, const Tensor& weight, int64_t vocab_size) {
   constexpr const char* op = "embedding";

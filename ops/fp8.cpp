@@ -16,10 +16,10 @@ bool is_fp8(ScalarType dtype) {
 }
 
 template <typename T>
-void launch_quantize(const Launcher& launcher, Fp8Quantize<T> pass, const Tensor& x) {
-  const Tensor scratch = workspace(fp8_quantize_workspace<T>(pass.rows, pass.width), x);
-  pass.workspace = pointer<void>(scratch);
-  launcher.check(fp8_quantize<T>(pass, launcher.stream()));
+void launch_quantize(const Launcher& launcher, Fp8Quantize<T> quantization, const Tensor& x) {
+  const Tensor scratch = workspace(fp8_quantize_workspace<T>(quantization.rows, quantization.width), x);
+  quantization.workspace = pointer<void>(scratch);
+  launcher.check(fp8_quantize<T>(quantization, launcher.stream()));
 }
 
 #ifdef GPTKERNELS_CUDA
@@ -29,7 +29,7 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
-// A copy of a bias that begins elsewhere: cuBLASLt's float8 products load it in packs of 16 bytes.
+// Copies a bias that is not 16-byte aligned: cuBLASLt's float8 products load it in packs of 16 bytes.
 OptionalTensor aligned(const OptionalTensor& bias) {
   if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
   Tensor copy = allocate(shape_of(*bias), *bias);
@@ -37,7 +37,7 @@ OptionalTensor aligned(const OptionalTensor& bias) {
   return copy;
 }
 
-// Where the matrix starts, null when it is empty.
+// Returns the first element of the matrix, or null if it is empty.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
@@ -64,14 +64,14 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// The fastest plan for a product that has not been seen before. One that accumulates is timed on other memory.
+// Times the plans of a new product and returns the fastest. A product that accumulates is timed on other memory.
 template <typename T>
-Fp8Plan timed_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
-                   cublasHandle_t handle) {
-  const Tensor scratch = workspace(kMatmulTimingWorkspace, like);
+Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
+                       cublasHandle_t handle) {
+  const Tensor scratch = workspace(kAutotuneWorkspace, like);
   const OptionalTensor other = workspace_if(p.accumulate ? p.rows * p.columns * int64_t(sizeof(T)) : 0, like);
   if (p.accumulate) p.out = pointer<T>(other);
-  return fp8_matmul_time(p, plan, pointer<void>(scratch), handle, launcher.stream());
+  return fp8_matmul_autotune(p, plan, pointer<void>(scratch), handle, launcher.stream());
 }
 
 template <typename T>
@@ -83,7 +83,7 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
   if (!plan.found)
     fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ",
          p.inner, ")^T on this GPU; it needs compute capability 8.9 or newer");
-  if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
+  if (plan.needs_autotune) plan = autotuned_plan(launcher, out, p, plan, handle);
   const Tensor scratch = workspace(plan.workspace, out);
   const MatmulStatus status = fp8_matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
   launcher.check(status.cuda);
@@ -93,7 +93,7 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
 
 #else
 
-// What is quantised, by the kernels that the same composition without float8 has.
+// Computes the values that are quantised: x, GELU(x), or x times GELU's derivative.
 Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOptions& options) {
   if (!options.gelu && !options.dgelu_at) return x;
   const Tensor out = allocate(shape_of(x), x);
@@ -127,7 +127,7 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-// A BLAS takes float8 matrices in packs of 16 bytes. Tensors from torch's allocator begin at such an address.
+// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator have it.
 void check_aligned(const char* op, const char* name, const Tensor& t) {
   if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
     fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");
@@ -221,13 +221,13 @@ Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTens
 #ifdef GPTKERNELS_CUDA
   const Quantized out = allocate_quantized(x, dtype, options.transposed, options.values);
   dispatch_fp8(x, [&]<typename T>() {
-    launch_quantize<T>(launcher, pass_of<T>(out, x, history, options, source_of(options)), x);
+    launch_quantize<T>(launcher, quantize_arguments<T>(out, x, history, options, source_of(options)), x);
   });
 #else
   const Quantized out = allocate_quantized(x, dtype, options.transposed);
   const Tensor values = source_of(launcher, x, options);
   dispatch_fp8(x, [&]<typename T>() {
-    launch_quantize<T>(launcher, pass_of<T>(out, values, history, {}, Fp8Source::kValues), x);
+    launch_quantize<T>(launcher, quantize_arguments<T>(out, values, history, {}, Fp8Source::kValues), x);
   });
   if (options.column_sums)
     column_sums(launcher, *options.column_sums,
@@ -249,16 +249,16 @@ void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& 
   matmul(launcher, matrix(product), matrix(widened(launcher, a.values)),
          matrix(widened(launcher, b.values)).transposed());
   dispatch_fp8(out.tensor, [&]<typename T>() {
-    launcher.check(fp8_finish<T>({.out = pointer<T>(out.tensor) + out.offset,
-                                  .product = pointer<float>(product),
-                                  .scale_a = pointer<float>(a.scale),
-                                  .scale_b = pointer<float>(b.scale),
-                                  .bias = pointer<T>(options.bias),
-                                  .rows = rows,
-                                  .columns = columns,
-                                  .alpha = options.alpha,
-                                  .accumulate = options.accumulate},
-                                 launcher.stream()));
+    launcher.check(fp8_epilogue<T>({.out = pointer<T>(out.tensor) + out.offset,
+                                    .product = pointer<float>(product),
+                                    .scale_a = pointer<float>(a.scale),
+                                    .scale_b = pointer<float>(b.scale),
+                                    .bias = pointer<T>(options.bias),
+                                    .rows = rows,
+                                    .columns = columns,
+                                    .alpha = options.alpha,
+                                    .accumulate = options.accumulate},
+                                   launcher.stream()));
   });
 #endif
 }
@@ -272,15 +272,15 @@ Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp
   added.bias = aligned(product.bias);
   dispatch_fp8(out, [&]<typename T>() {
     const Fp8Matmul<T> p = product_of<T>(flat(out), a, b, added);
-    Fp8Quantize<T> pass = pass_of<T>(quantized, out, history, options, source_of(options));
-    if (!fp8_gelu_sm90_serves(p, pass)) {
+    Fp8Quantize<T> quantization = quantize_arguments<T>(quantized, out, history, options, source_of(options));
+    if (!fp8_gelu_sm90_supports(p, quantization)) {
       launch_product(launcher, out, p);
-      launch_quantize(launcher, pass, out);
+      launch_quantize(launcher, quantization, out);
       return;
     }
     const Tensor scratch = workspace(fp8_gelu_sm90_workspace(p), out);
-    pass.workspace = pointer<void>(scratch);
-    launcher.check(fp8_gelu_sm90(p, pass, launcher.stream()));
+    quantization.workspace = pointer<void>(scratch);
+    launcher.check(fp8_gelu_sm90(p, quantization, launcher.stream()));
   });
   return quantized;
 #else

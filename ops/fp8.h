@@ -1,4 +1,4 @@
-// Matrices of float8 numbers: quantisation, and their products. See docs/fp8.md.
+// Quantisation to float8, and products of float8 matrices. See docs/fp8.md.
 #pragma once
 
 #include "../csrc/fp8.h"
@@ -6,7 +6,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A quantised tensor. values has its shape; transposed is (C, N rounded up to a multiple of 16). Either may have no
+// A quantised tensor. `values` has its shape; `transposed` is (C, N rounded up to a multiple of 16). Either may have no
 // elements.
 struct Quantized {
   Tensor values;
@@ -14,13 +14,13 @@ struct Quantized {
   Tensor scale;  // 0-dim float32
 };
 
-// What is quantised besides the values of a tensor, and what else the pass writes.
+// Fused operations before the quantisation, and additional outputs.
 struct QuantizeOptions {
   bool transposed = false;
-  bool values = true;               // CUDA: else the transposed copy alone
+  bool values = true;               // CUDA: if false, only the transposed copy is written
   bool gelu = false;                // quantise GELU (tanh) of x
-  OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative there
-  OptionalTensor column_sums = {};  // (C), of x's dtype: takes the sums over all rows of what is quantised
+  OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative at this tensor
+  OptionalTensor column_sums = {};  // (C), of x's dtype: gets the sums of the values over all rows, before quantisation
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);
@@ -28,10 +28,10 @@ void check_fp8(const char* op, const char* name, const Tensor& t);
 void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
                    const Tensor& like);
 
-// Features that a layer multiplies by on the tensor cores: a multiple of 16.
+// The number of features of a float8 product on the tensor cores must be a multiple of 16.
 void check_features(const char* op, const char* name, int64_t features);
 
-// The tensors without data, for a tensor like x.
+// Allocates the outputs for a tensor like x.
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
@@ -41,7 +41,7 @@ inline Fp8Format format_of(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
 }
 
-// fn with the kernels' type for a tensor's dtype, which has been checked.
+// Calls fn with the kernels' type for a tensor's dtype, which must be checked before.
 template <typename Fn>
 void dispatch_fp8(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -51,10 +51,10 @@ void dispatch_fp8(const Tensor& t, const Fn& fn) {
   }
 }
 
-// The kernel's arguments, without a workspace.
+// Returns the kernel's arguments, without a workspace.
 template <typename T>
-Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTensor& history,
-                       const QuantizeOptions& options = {}, Fp8Source source = Fp8Source::kValues) {
+Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const OptionalTensor& history,
+                                  const QuantizeOptions& options = {}, Fp8Source source = Fp8Source::kValues) {
   return {.out = pointer<uint8_t>(out.values),
           .out_transposed = pointer<uint8_t>(out.transposed),
           .scale = pointer<float>(out.scale),
@@ -69,12 +69,12 @@ Fp8Quantize<T> pass_of(const Quantized& out, const Tensor& x, const OptionalTens
           .source = source};
 }
 
-// A dense tensor as a matrix: all dimensions but the last are its rows.
+// Returns a dense tensor as a matrix: all dimensions but the last are its rows.
 inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// A matrix (rows, inner), its rows contiguous, whose numbers are to be multiplied by the scale, if there is one.
+// A matrix (rows, inner) with contiguous rows. Its numbers are multiplied by the scale, if there is one.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;
@@ -85,17 +85,17 @@ struct Fp8Operand {
 
 struct Fp8ProductOptions {
   OptionalTensor bias = {};
-  bool fast_accumulation = false;  // it has 14 bits of significand
-  bool accumulate = false;         // add the product to what is in out, which is float32; without a bias
+  bool fast_accumulation = false;  // accumulate with 14 bits of significand
+  bool accumulate = false;         // add the product to out, which is float32; no bias is allowed
   float alpha = 1;
 };
 
-// out (rows, columns) = alpha * a @ b^T + bias; out's rows are dense.
+// out (rows, columns) = alpha * a @ b^T + bias; out has dense rows.
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// fp8_product, then quantise what it gives, with a history, in one kernel where there is one. With dgelu_at out may be
-// left unwritten.
+// Computes fp8_product and quantises the result, in one kernel if that supports it. With dgelu_at, that kernel may
+// leave out unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

@@ -11,23 +11,23 @@ constexpr ScalarType kFormat = ScalarType::Float8_e4m3fn;
 
 #ifdef GPTKERNELS_CUDA
 
-// By one kernel, if that serves.
+// Runs the norm and the quantisation in one kernel; returns nothing if that does not support them.
 std::optional<Fp8Layernorm> run_fused(const Launcher& launcher, const LayernormInputs& inputs,
                                       const OptionalTensor& history, bool transposed) {
   if (is_mixed(inputs.x, inputs.stream())) return std::nullopt;
   const LayernormOutputs normed = allocate_layernorm(inputs, false);
   const Quantized out = allocate_quantized(inputs.x, kFormat, transposed);
-  bool serves = false;
+  bool supported = false;
   dispatch_fp8(inputs.x, [&]<typename T>() {
-    const LayernormForward<T> norm = layernorm_pass<T, T>(inputs, normed);
-    Fp8Quantize<T> pass = pass_of<T>(out, inputs.x, history);
-    serves = fp8_layernorm_serves(norm, pass);
-    if (!serves) return;
+    const LayernormForward<T> norm = layernorm_arguments<T, T>(inputs, normed);
+    Fp8Quantize<T> quantization = quantize_arguments<T>(out, inputs.x, history);
+    supported = fp8_layernorm_supports(norm, quantization);
+    if (!supported) return;
     const Tensor scratch = workspace(fp8_layernorm_workspace(), inputs.x);
-    pass.workspace = pointer<void>(scratch);
-    launcher.check(fp8_layernorm(norm, pass, launcher.stream()));
+    quantization.workspace = pointer<void>(scratch);
+    launcher.check(fp8_layernorm(norm, quantization, launcher.stream()));
   });
-  if (!serves) return std::nullopt;
+  if (!supported) return std::nullopt;
   return Fp8Layernorm{out, normed.sum, normed.mean, normed.rstd};
 }
 

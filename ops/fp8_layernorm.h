@@ -1,4 +1,4 @@
-// A norm whose output is float8, for a product that follows. See docs/fp8.md.
+// A norm whose output is quantised to float8 for a following product. See docs/fp8.md.
 #pragma once
 
 #include "fp8.h"
@@ -13,7 +13,7 @@ struct Fp8Layernorm {
   Tensor rstd;
 };
 
-// run_layernorm, and quantize of its output rounded to x's dtype; in one kernel where there is one.
+// Computes run_layernorm() and quantize() of its output, rounded to x's dtype, in one kernel if that supports it.
 Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const OptionalTensor& x_bias, const LayernormDropout& dropout,

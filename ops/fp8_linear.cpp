@@ -3,8 +3,8 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // x and weights: the finer significand
-constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // the wider range
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // x and weights: more significand bits
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // gradients of outputs: a wider range
 
 Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// A saved, transposed operand (features, padded rows), or one without elements where it is not needed.
+// Checks a saved transposed operand (features, padded rows), which has no elements if it is not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);
@@ -51,14 +51,14 @@ Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quant
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// save: whether dx and dweight will be wanted; what they need is then returned.
+// `save` has two entries: whether dx and dweight will be needed. The operands that their products need are returned.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
   check_input(op, x);
   check_fp8_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
   check_history(op, "history", history, "x", x);
-  check_history(op, "dout_history", dout_history, "x", x);  // the backward's; on CUDA it alone would choose this kernel
+  check_history(op, "dout_history", dout_history, "x", x);  // used by the backward
 
   const Launcher launcher(op, x);
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
@@ -68,7 +68,7 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
 
 using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// save: whether dx, dfc_weight, dproj_weight, and anything at all, will be wanted.
+// `save` has four entries: whether dx, dfc_weight, dproj_weight, and any gradient at all will be needed.
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                       const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
                       const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,
@@ -79,7 +79,7 @@ MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTe
   check_fp8_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
   check_history(op, "history", history, "x", x);
   check_history(op, "hidden_history", hidden_history, "x", x);
-  check_history(op, "dhidden_history", dhidden_history, "x", x);  // the backward's
+  check_history(op, "dhidden_history", dhidden_history, "x", x);  // used by the backward
   check_history(op, "dout_history", dout_history, "x", x);
 
   const Launcher launcher(op, x);

@@ -1,11 +1,11 @@
-// The float8 layers' operators as parts of another (fp8_layer.cpp): what each computes and returns is in library.cpp.
+// The float8 layers' operators, callable from C++ (fp8_layer.cpp). Their arguments and results are in library.cpp.
 #pragma once
 
 #include "fp8.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A layer's weight (out_features, inner) and bias, of the dtype and on the device of x.
+// Checks a layer's weight (out_features, inner) and bias, which have the dtype and the device of x.
 void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias);
 
@@ -14,19 +14,19 @@ struct Fp8Product {
   Quantized weight;
 };
 
-// out = x @ weight^T + bias, in the weight's dtype. The weight is quantised here, and if wanted transposed.
+// out = x @ weight^T + bias, in the weight's dtype. It quantises the weight, with a transposed copy on request.
 Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tensor& weight, const OptionalTensor& bias,
                        bool transposed);
 
 struct Fp8Mlp {
   Tensor out;
   Tensor pre_gelu;
-  Quantized fc;      // the weights
+  Quantized fc;      // fc_weight
   Quantized hidden;  // GELU's output
-  Quantized proj;
+  Quantized proj;    // proj_weight
 };
 
-// Which of these are wanted transposed.
+// Which tensors are also quantised transposed.
 struct Fp8MlpTransposed {
   bool fc_weight = true;
   bool hidden = true;

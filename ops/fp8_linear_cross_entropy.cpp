@@ -1,5 +1,5 @@
-// linear_cross_entropy, the products of whose gradients are float8, and if wanted that of the logits (docs/fp8.md);
-// otherwise logits and loss are those of linear_cross_entropy. No step depends on the values in a tensor, so a CUDA
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md).
+// Otherwise logits and loss are those of linear_cross_entropy. No step depends on the values in a tensor, so a CUDA
 // graph can replay it.
 
 #include "../csrc/linear_cross_entropy.h"
@@ -26,21 +26,21 @@ std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// The gradient of t, in float32 for float16: without the loss scale, which the backward multiplies by, float16 would
-// underflow.
+// Allocates the gradient of t. Float16 gradients are float32, because float16 would underflow before the backward
+// multiplies by the loss scale.
 Tensor gradient_if(bool wanted, const Tensor& t) {
   const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
 }
 
-// The operands, their gradients, and the memory of a chunk. What a gradient that is not wanted needs has no elements.
+// The operands, their gradients, and the memory of a chunk. Tensors for a gradient that is not needed have no elements.
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // are of the rounded operands
-  OptionalTensor scale;             // of dlogits, without Fp8Dlogit's
+  bool logits;                      // whether logits are computed from the rounded operands
+  OptionalTensor scale;             // of dlogits, without Fp8Dlogit's multiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
-  Tensor sum;                       // dweight, or in float32 where several chunks are added
+  Tensor sum;                       // dweight, or a float32 sum if there are several chunks
   std::optional<Quantized> weight;  // (Vp, C) for the logits, (C, Vp) for dx
   std::optional<Quantized> x;       // (N, C) for the logits, (C, N rounded up to 16) for dweight
   Tensor dlogits;                   // (rows of a chunk, Vp)
@@ -63,13 +63,14 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// logits = rows begin .. begin + count of x @ weight^T, of the rounded ones. Terms are few: fast accumulation serves.
+// logits = rows begin .. begin + count of x @ weight^T, with rounded operands. The sums are short enough for fast
+// accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
 }
 
-// Rows begin .. begin + count: their losses and dlogits.
+// Computes losses and dlogits of rows begin .. begin + count.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Gradients& g, int64_t begin, int64_t count) {
   if (g.logits)
@@ -83,13 +84,13 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// Their dx = dlogits @ weight. Fast accumulation would lose what many small terms add to a few large ones.
+// Computes these rows of dx = dlogits @ weight. Fast accumulation would lose many small terms next to a few large ones.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// What they add to dweight = dlogits^T @ x.
+// Adds the contribution of these rows to dweight = dlogits^T @ x.
 void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
   const int64_t padded = fp8_padded(count);
   launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
@@ -105,12 +106,12 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
               {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Fills losses (N) and the gradients, chunk by chunk. A chunk's columns of x^T begin at a multiple of 16, so the rows
-// of a chunk are one too.
+// Computes losses (N) and the gradients, chunk by chunk. Chunk sizes are multiples of 16, because cuBLASLt requires
+// that alignment of x^T's columns.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // also once for no rows: their sum is 0
+  do {  // once even without rows, so that the sum is 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Checks the arguments of both variants and returns V.
+// Checks the arguments of both variants, and returns V.
 int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
               const OptionalTensor& dlosses) {
   check_dim_at_least(op, "logits", logits, 1);
@@ -79,7 +79,7 @@ void check_backward(const char* op, const Tensor& dlosses, const Tensor& dlogits
   if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
 }
 
-// scaled and dlogits are dense, and may be the same.
+// scaled and dlogits are dense; they may be the same tensor.
 void backward(const char* op, const Tensor& scaled, const Tensor& dlosses, const Tensor& dlogits) {
   const Launcher launcher(op, dlogits);
   const Tensor dlosses_dense = dense(dlosses);

@@ -1,7 +1,7 @@
 #include "../csrc/gelu.h"
 
+#include "calls.h"
 #include "op.h"
-#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {

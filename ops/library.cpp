@@ -1,8 +1,8 @@
 // The schemas of all operators. ops/<op>.cpp registers an operator's kernels, once for each device;
-// python/gptkernels/ops/<op>.py registers what torch takes in Python (fake, autograd, autocast, flops).
+// python/gptkernels/rules/<op>.py registers its rules for torch in Python (fake, autograd, autocast, flops).
 //
-// Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. A backward's output that
-// its mask does not ask for has no elements.
+// Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. If a backward's mask
+// excludes an output, it has no elements.
 
 #include <torch/csrc/stable/library.h>
 
@@ -24,9 +24,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. x may have 16 bits where the
-  // residual is float32: out then has x's dtype, all else the residual's. _bias_backward also gives the gradient of
-  // x_bias; without dropout dx is that of the residual too. _dropout_backward gives both, dx in dout's dtype.
+  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. With a float32 residual, x may
+  // have 16 bits: out then has x's dtype, and all other tensors are float32. _bias_backward also returns the gradient
+  // of x_bias; without dropout, dx is the residual's gradient too. _dropout_backward returns both, with dx in dout's
+  // dtype.
   m.def(
       "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
       "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
@@ -79,7 +80,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");
 
-  // seed and offset are 0-dim int64 on x's device. The mask is that of `size` elements, counted through all dimensions.
+  // seed and offset are 0-dim int64 on x's device. `size` is the number of elements of all dimensions.
   m.def("dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor");
   m.def("dropout_mask(SymInt size, float p, Tensor seed, Tensor offset) -> Tensor");
 
@@ -88,7 +89,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_backward(Tensor dout, Tensor x, Tensor weight, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // A post_gelu that is not kept has no elements, and the backward computes it again.
+  // If keep_post_gelu is false, post_gelu has no elements, and the backward computes it again.
   m.def(
       "mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias, "
       "bool keep_post_gelu=True) -> (Tensor out, Tensor pre_gelu, Tensor post_gelu)");
@@ -97,8 +98,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // float8 (docs/fp8.md). A history (18) of int32, a tensor's largest magnitudes so far, is read for the scale and
-  // moved on; q_t is (C, N rounded up to 16), without elements unless transposed. fp8_matmul is a @ b^T.
+  // float8 (docs/fp8.md). An amax history, (18) int32, is read for the scale and updated. q_t is (C, N rounded up to
+  // 16), without elements unless transposed. fp8_matmul is a @ b^T.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");
@@ -106,16 +107,16 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fp8_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, "
       "bool fast_accumulation=False) -> Tensor");
 
-  // layernorm, or with a residual residual_layernorm, with fp8_quantize of its output in e4m3. sum has no elements
-  // without a residual.
+  // layernorm, or residual_layernorm if there is a residual, with fp8_quantize of its output in e4m3. sum has no
+  // elements without a residual.
   m.def(
       "fp8_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? history, "
       "bool transposed=False, float eps=1e-5, Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, "
       "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
 
-  // A layer's histories are those of its input and of its output's gradient; the second is for the backward. save says
-  // which gradients will be wanted (of x and weight; of x, fc_weight, proj_weight, and any but proj's own): what they
-  // need is returned, transposed.
+  // A product has two amax histories: of its input, and of its output's gradient for the backward. `save` says which
+  // gradients will be needed: of x and weight; of x, fc_weight, proj_weight, and any but proj's own. The transposed
+  // operands of their products are returned.
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? history, Tensor? dout_history, bool[2] save) "
       "-> (Tensor out, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale)");
@@ -133,8 +134,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor(a!)? dhidden_history, Tensor(b!)? dout_history, bool[5] output_mask) "
       "-> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, Tensor dproj_bias)");
 
-  // dlosses (N) or 0-dim float32, when already known, is folded into dlogits: the logits are then read and written
-  // once.
+  // dlosses (N) or 0-dim float32, if already known, is multiplied into dlogits, so that the logits are read and written
+  // only once.
   m.def(
       "fused_classifier(Tensor logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> (Tensor losses, Tensor dlogits)");
@@ -145,8 +146,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
   // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
-  // lets the op choose. _with_gradients is for 'mean' and 'sum'. _with_logits: loss is the sum times scale, which is
-  // 0-dim in its dtype, by default 1 / (the rows that count); dweight is in the loss's dtype.
+  // lets the op choose. _with_gradients is for 'mean' and 'sum'. In _with_logits the loss is the sum times scale, 0-dim
+  // in the loss's dtype, by default 1 / (the rows that are not ignored); dweight has the loss's dtype.
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
@@ -162,8 +163,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
-  // The same loss, for 'mean' and 'sum'; the products of the gradients are float8 (docs/fp8.md). _with_gradients
-  // returns float16's gradients in float32.
+  // The same loss, for 'mean' and 'sum', with float8 products in the gradients (docs/fp8.md). _with_gradients returns
+  // float16's gradients in float32.
   m.def(
       "fp8_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1, bool fp8_logits=False) -> Tensor");
@@ -180,72 +181,74 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
 
   m.def("global_norm(Tensor[] tensors) -> Tensor");
 
-  // A layer without its last addition: sum_1 = values + values_bias + stream, sum_2 = attention's output + sum_1, and
-  // out, which is to be added to sum_2 with the bias of proj. Without values sum_1 is the stream and has no elements.
-  // Values and products may have 16 bits where the stream and the norms are float32. approximate is GELU's. The
-  // backward's mask and outputs: stream, values (no elements where they are stream's), values_bias, and the weights and
-  // biases in their order. dsum is the gradient of sum_2. The dropouts are of values with their bias, of attention's
-  // probabilities, and of attention's output with its bias. Without values the norm is of the stream alone, rounded to
-  // the products' dtype, and adds_past may be false: the gradient that goes past the norm is then the first output, and
-  // the norm's own the second.
+  // A layer without its last addition: residual_1 = dropout(values + values_bias) + stream, residual_2 = residual_1 +
+  // dropout(attention's projection), and out, which the caller adds to residual_2 with the bias of mlp_proj. Without
+  // values, residual_1 is the stream, and the output of that name has no elements. Values and products may have 16 bits
+  // if the stream and the norms are float32. approximate selects GELU's form. out_dropout is applied to attention's
+  // projection. If post_gelu has no elements, the backward computes it again. The backward's mask has an entry for each
+  // output; dvalues has no elements if it equals dstream. Without values, adds_past may be false: dstream is then
+  // dresidual_1 without the gradient through the first norm, and dvalues is the gradient through the norm.
   m.def(
       "layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
-      "Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, Tensor? norm_2_weight, "
-      "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, int num_heads, float? scale, "
+      "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "
+      "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor mlp_proj_weight, int num_heads, float? scale, "
       "float eps_1, float eps_2, str approximate, float values_dropout_p=0.0, Tensor? values_seed=None, "
       "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
       "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, "
       "bool keep_post_gelu=True) "
-      "-> (Tensor out, Tensor sum_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, Tensor qkv, Tensor attended, "
-      "Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, Tensor pre_gelu, "
+      "-> (Tensor out, Tensor residual_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, Tensor qkv, Tensor attended, "
+      "Tensor logsumexp, Tensor residual_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, Tensor pre_gelu, "
       "Tensor post_gelu)");
   m.def(
-      "layer_backward(Tensor dout, Tensor? dsum, Tensor sum_1, Tensor mean_1, Tensor rstd_1, Tensor norm_1, "
-      "Tensor qkv, Tensor attended, Tensor logsumexp, Tensor sum_2, Tensor mean_2, Tensor rstd_2, Tensor norm_2, "
-      "Tensor pre_gelu, Tensor post_gelu, Tensor? norm_1_weight, Tensor qkv_weight, Tensor out_weight, "
-      "Tensor? norm_2_weight, Tensor fc_weight, Tensor proj_weight, int num_heads, float? scale, str approximate, "
-      "bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, Tensor? values_offset=None, "
-      "float attention_dropout_p=0.0, Tensor? attention_seed=None, Tensor? attention_offset=None, "
-      "float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, bool has_values=True, "
-      "bool adds_past=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-      "Tensor, Tensor, Tensor, Tensor)");
+      "layer_backward(Tensor dout, Tensor? dresidual_2, Tensor residual_1, Tensor mean_1, Tensor rstd_1, "
+      "Tensor norm_1, Tensor qkv, Tensor attended, Tensor logsumexp, Tensor residual_2, Tensor mean_2, Tensor rstd_2, "
+      "Tensor norm_2, Tensor pre_gelu, Tensor post_gelu, Tensor? norm_1_weight, Tensor qkv_weight, "
+      "Tensor attn_proj_weight, Tensor? norm_2_weight, Tensor fc_weight, Tensor mlp_proj_weight, int num_heads, "
+      "float? scale, str approximate, bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, "
+      "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
+      "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None, "
+      "bool has_values=True, bool adds_past=True) "
+      "-> (Tensor dstream, Tensor dvalues, Tensor dvalues_bias, Tensor dnorm_1_weight, Tensor dnorm_1_bias, "
+      "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
+      "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The same with float8 products and GELU's tanh form. Histories are four: of the inputs of the layers of qkv_weight,
-  // out_weight, fc_weight and proj_weight, and of their outputs' gradients, which are for the backward. saved is what
-  // the backward takes besides sum_1 (the stream, without values) and sum_2. Where not adds_past, the gradient of sum_2
-  // is not added to the stream's, and takes the place of the values'.
+  // The same with float8 products and GELU's tanh form. The histories belong to the products with qkv_weight,
+  // attn_proj_weight, fc_weight and mlp_proj_weight: those of their inputs, and those of their outputs' gradients for
+  // the backward. saved holds the outputs from mean_1 on. adds_past is false only without values, as above.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
-      "Tensor qkv_weight, Tensor? qkv_bias, Tensor out_weight, Tensor? out_bias, Tensor? norm_2_weight, "
-      "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor(a!)[] histories, "
+      "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "
+      "Tensor? norm_2_bias, Tensor fc_weight, Tensor? fc_bias, Tensor mlp_proj_weight, Tensor(a!)[] histories, "
       "Tensor[] dout_histories, int num_heads, float? scale, float eps_1, float eps_2, float values_dropout_p=0.0, "
       "Tensor? values_seed=None, Tensor? values_offset=None, float attention_dropout_p=0.0, "
       "Tensor? attention_seed=None, Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, "
-      "Tensor? out_offset=None) -> (Tensor out, Tensor sum_1, Tensor sum_2, Tensor mean_1, Tensor rstd_1, "
-      "Tensor norm_1_t, Tensor norm_1_scale, Tensor qkv_weight_t, Tensor qkv_weight_scale, Tensor qkv, "
-      "Tensor attended, Tensor logsumexp, Tensor attended_t, Tensor attended_scale, Tensor out_weight_t, "
-      "Tensor out_weight_scale, Tensor mean_2, Tensor rstd_2, Tensor norm_2_t, Tensor norm_2_scale, "
+      "Tensor? out_offset=None) "
+      "-> (Tensor out, Tensor residual_1, Tensor residual_2, Tensor mean_1, Tensor rstd_1, Tensor norm_1_t, "
+      "Tensor norm_1_scale, Tensor qkv_weight_t, Tensor qkv_weight_scale, Tensor qkv, Tensor attended, "
+      "Tensor logsumexp, Tensor attended_t, Tensor attended_scale, Tensor attn_proj_weight_t, "
+      "Tensor attn_proj_weight_scale, Tensor mean_2, Tensor rstd_2, Tensor norm_2_t, Tensor norm_2_scale, "
       "Tensor fc_weight_t, Tensor fc_weight_scale, Tensor pre_gelu, Tensor hidden_t, Tensor hidden_scale, "
-      "Tensor proj_weight_t, Tensor proj_weight_scale)");
+      "Tensor mlp_proj_weight_t, Tensor mlp_proj_weight_scale)");
   m.def(
-      "fp8_layer_backward(Tensor dout, Tensor? dsum, Tensor sum_1, Tensor sum_2, Tensor[] saved, "
+      "fp8_layer_backward(Tensor dout, Tensor? dresidual_2, Tensor residual_1, Tensor residual_2, Tensor[] saved, "
       "Tensor? norm_1_weight, Tensor? norm_2_weight, Tensor(a!)[] histories, int num_heads, float? scale, "
       "bool adds_past, bool[14] output_mask, float values_dropout_p=0.0, Tensor? values_seed=None, "
       "Tensor? values_offset=None, float attention_dropout_p=0.0, Tensor? attention_seed=None, "
       "Tensor? attention_offset=None, float out_dropout_p=0.0, Tensor? out_seed=None, Tensor? out_offset=None) "
-      "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
-      "Tensor)");
+      "-> (Tensor dstream, Tensor dvalues, Tensor dvalues_bias, Tensor dnorm_1_weight, Tensor dnorm_1_bias, "
+      "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
+      "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The logits that follow each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values go to
-  // keys_values (L, 2, B, NH, capacity, HS), which has those of the tokens before; B is at most 8. layers has, for each
-  // layer, the tensors of ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: the weight and, if there is a norm_bias, the bias.
+  // The logits after each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values are added to
+  // keys_values (L, 2, B, NH, capacity, HS), which has those of the earlier tokens; B is at most 8. For each layer,
+  // `layers` has the tensors of ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: the weight and, with a norm_bias, the bias.
   m.def(
       "decode(Tensor sequences, Tensor lengths, Tensor wte, Tensor wpe, Tensor[] layers, Tensor norm_weight, "
       "Tensor? norm_bias, Tensor head, Tensor(a!) keys_values, int num_heads, SymInt vocab_size=-1, float eps=1e-5, "
       "str approximate='tanh') -> Tensor");
 
-  // Adds a token to each sequence: sequences[b, lengths[b]] is drawn from logits[b] (V), and lengths[b] becomes one
-  // more. noise (B, V) is float32 and exponentially distributed; without it the likeliest token is taken.
+  // Appends a token to each sequence: sequences[b, lengths[b]] is drawn from logits[b] (V), and lengths[b] is
+  // incremented. noise (B, V) is float32 with an exponential distribution; without it the likeliest token is taken.
   m.def(
       "sample_(Tensor logits, Tensor? noise, Tensor(a!) sequences, Tensor(b!) lengths, float temperature=1.0, "
       "int? top_k=None, float? top_p=None) -> ()");

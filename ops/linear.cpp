@@ -1,5 +1,5 @@
+#include "calls.h"
 #include "matmul.h"
-#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {

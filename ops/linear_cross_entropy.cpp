@@ -1,6 +1,6 @@
-// cross_entropy(x @ weight^T, targets) without holding all the logits: the rows are processed in chunks, and a chunk's
-// logits are replaced by their gradient, or by exponentials that a factor for each row makes their gradient. No step
-// depends on the values in a tensor, so a CUDA graph can replay it.
+// cross_entropy(x @ weight^T, targets) without materializing all logits. The rows are processed in chunks. A chunk's
+// logits are overwritten by their gradient, or by exponentials. The exponentials times one factor per row are the
+// gradient. No step depends on the values in a tensor, so a CUDA graph can replay it.
 
 #include "linear_cross_entropy.h"
 
@@ -28,9 +28,10 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 
 namespace {
 
-// Even chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows, which suit a matrix product. Each
-// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best: at GPT-2's vocabulary
-// 5248 rows, where that pass is a twentieth of the chunk's three products.
+// Divides the rows evenly into chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for
+// efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a few large chunks are
+// best. With GPT-2's vocabulary they have 5248 rows, and that pass takes a twentieth of the time of the chunk's three
+// matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -83,8 +84,8 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Rows begin .. begin + count: their losses, their logits, and dlogits, the gradient of the losses times dlosses, which
-// is (N), 0-dim, or absent. dlogits may be logits.
+// Computes losses and logits of rows begin .. begin + count, and dlogits, the gradient of the losses times dlosses,
+// which is (N), 0-dim, or absent. dlogits may be the same memory as logits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -100,12 +101,12 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// Where the gradients go. One that is not wanted is absent.
+// The gradients. One that is not wanted has no elements.
 struct Gradients {
   bool want_x;
   bool want_weight;
   Tensor dx;       // of x's shape
-  Tensor dweight;  // (Vp, C), in weight's dtype or in that of sums
+  Tensor dweight;  // (Vp, C), in weight's dtype or that of the sums
 
   Gradients(const Tensor& x, const Tensor& weight, bool want_x, bool want_weight)
       : Gradients(x, weight, want_x, want_weight, weight.scalar_type()) {}
@@ -119,8 +120,8 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Rows begin .. begin + count without a pass over their logits, where that is possible: their losses, their dx, and in
-// dlogits what becomes the gradient by a factor of each row. Returns the rows of x with these factors, for dweight.
+// Computes rows begin .. begin + count without a separate pass over their logits, if a kernel supports that: losses,
+// dx, and in dlogits the gradient up to a factor for each row. Returns the rows of x times these factors, for dweight.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {
@@ -135,7 +136,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   classifier.inner = x.columns;
   classifier.x_stride = x.row_stride;
   classifier.weight_stride = p.weight.row_stride;
-  if (!exp_classifier_takes(classifier)) return std::nullopt;
+  if (!exp_classifier_supports(classifier)) return std::nullopt;
   OptionalTensor factors;
   if (gradients.want_x || gradients.want_weight) factors = allocate({count}, ScalarType::Float, x.tensor);
   const Matrix scaled = gradients.want_weight ? matrix(allocate({count, x.columns}, x.tensor)) : x;
@@ -143,7 +144,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   classifier.scaled_x = gradients.want_weight ? pointer<bfloat16>(scaled.tensor) : nullptr;
   const Tensor scratch = workspace(exp_classifier_workspace(classifier), x.tensor);
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
-  if (gradients.want_x) {  // the factors come before the product is rounded
+  if (gradients.want_x) {  // the factors are applied before the product is rounded
     const Matrix dx = part(matrix(gradients.dx), begin, count);
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
@@ -162,9 +163,9 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 
 #endif
 
-// Fills losses (N) and the gradients. dweight is the sum of the chunks' products, each added by the product's own call,
-// in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. logits (N, Vp) are filled where
-// they are given; otherwise a chunk's logits are replaced by their gradient.
+// Computes losses (N) and the gradients. dweight is the sum of the chunks' products, which the matmuls
+// accumulate in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. The logits (N, Vp)
+// are written if given; otherwise a chunk's logits are replaced by their gradient.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -173,7 +174,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // also once for no rows: their sum is 0
+  do {  // once even without rows, so that the sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;
@@ -258,7 +259,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// The sum of the losses times scale, its gradients, and the logits. dweight is not rounded.
+// Computes the sum of the losses times scale, its gradients, and the logits. dweight is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {

@@ -1,5 +1,5 @@
-// What linear_cross_entropy and fp8_linear_cross_entropy share: their arguments, the logits and losses of a chunk of
-// rows, and the reduction.
+// Shared by linear_cross_entropy and fp8_linear_cross_entropy: the arguments, the logits and losses of a chunk of rows,
+// and the reduction.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// One to a number, whose gradients can be computed before that of the number is known.
+// A reduction to one number. Its gradients can be computed before the gradient of that number is known.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {
@@ -23,7 +23,7 @@ struct CrossEntropy {
   Tensor targets;  // (N), dense
   int64_t vocab_size;
   int64_t ignore_index;
-  int64_t chunk;  // rows at a time
+  int64_t chunk;  // the number of rows in a chunk
 
   int64_t rows() const { return x.rows; }
   int64_t columns() const { return weight.rows; }
@@ -33,7 +33,7 @@ struct CrossEntropy {
 CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets,
                                    int64_t vocab_size, int64_t ignore_index, int64_t chunk_size);
 
-// The loss alone.
+// Computes only the loss.
 Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction);
 
 // Rows begin .. begin + count of a matrix.
@@ -47,7 +47,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// The classifier of these rows, without dlogits and dlosses.
+// Returns the classifier's arguments for these rows, without dlogits and dlosses.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {
@@ -67,8 +67,8 @@ FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Ten
           .first_row = begin};
 }
 
-// For "mean" the gradient of every loss, (dloss or 1) / (the rows that take part); else dloss itself. `finite` takes
-// the same for "mean", but 0 where no row takes part.
+// Returns the gradient of every loss: for "mean" (dloss or 1) / (the number of rows that are not ignored), otherwise
+// dloss. For "mean", `finite` receives the same, but 0 if all rows are ignored.
 OptionalTensor row_gradient(const Launcher& launcher, const CrossEntropy& p, Reduction reduction,
                             const OptionalTensor& dloss, const OptionalTensor& finite = std::nullopt);
 

@@ -18,17 +18,17 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// torch's handle for the current device and stream. It has a workspace, and the math mode set by
-// torch.backends.cuda.matmul: whether float32 products may use TF32. The stable ABI has no other way to read that flag.
-// torch sets all of this at each call, which takes the host time.
+// Returns torch's handle for the current device and stream. It has a workspace, and the math mode of
+// torch.backends.cuda.matmul, which says whether float32 products may use TF32; the stable ABI has no other way to read
+// that flag. torch sets all of this at each call, which takes host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
 
-// The same handle for cuBLASLt, which is given stream and workspace at each product and reads no math mode. torch has
-// one for each thread and device, and keeps them for ever.
+// Returns the same handle for cuBLASLt, which gets the stream and the workspace with each product and reads no math
+// mode. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -38,15 +38,15 @@ cublasHandle_t cublas_lt(const Tensor& like) {
   return known[device];
 }
 
-// Where the matrix starts, null when it is empty.
+// Returns the first element of the matrix, or null if it is empty.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
   return base ? base + m.offset : nullptr;
 }
 
-// A BLAS takes rows that are `ld` apart, or columns. The stride of a single row (or column) can be any number, but BLAS
-// still demands the ld that a second one would need.
+// A BLAS supports rows, or columns, that are `ld` apart. A single row (or column) may have any stride, but BLAS still
+// requires the ld that a second one would need.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -55,18 +55,18 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// The fastest plan for a product that has not been seen before. One that accumulates is timed on other memory.
+// Times the plans of a new product and returns the fastest. A product that accumulates is timed on other memory.
 template <typename T>
-MatmulPlan timed_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
-                      cublasHandle_t handle) {
-  const Tensor scratch = workspace(kMatmulTimingWorkspace, out.tensor);
+MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
+                          cublasHandle_t handle) {
+  const Tensor scratch = workspace(kAutotuneWorkspace, out.tensor);
   const Tensor other = workspace(p.accumulate ? p.rows * p.out_ld * int64_t(sizeof(double)) : 0, out.tensor);
-  return matmul_time(p, plan, pointer<void>(other), pointer<void>(scratch), handle, launcher.stream());
+  return matmul_autotune(p, plan, pointer<void>(other), pointer<void>(scratch), handle, launcher.stream());
 }
 
 #else
 
-// The matrix, or the batch of matrices, as a tensor over the same memory.
+// Returns the matrix, or the batch of matrices, as a tensor over the same memory.
 Tensor strided(const Matrix& m) {
   const int64_t sizes[] = {m.batches, m.rows, m.columns};
   const int64_t strides[] = {m.batch_stride, m.row_stride, m.column_stride};
@@ -76,7 +76,7 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
-// torch's own BLAS, called below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
+// Calls torch's own BLAS below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
 // beta is 0, out is not read. If alpha is 0, out becomes zero, as in every BLAS; oneDNN, which torch calls for 16-bit
 // matrices, would leave it unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
@@ -90,7 +90,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// A float32 out of 16-bit operands: the product in their dtype, then the sum in float32.
+// Computes a float32 output of 16-bit operands: the product in their dtype, and the sum in float32.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));
@@ -115,7 +115,7 @@ void gelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
   });
 }
 
-// In place: out becomes out * GELU'(x).
+// Multiplies out by GELU'(x), in place.
 void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
   dispatch_floating(x, [&]<typename T>() {
     launcher.check(gelu_backward<T>({.dx = pointer<T>(out),
@@ -171,14 +171,14 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
     constexpr bool k16Bits = sizeof(T) == 2;  // their products do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     MatmulPlan plan = matmul_plan(p, handle);
-    if (plan.untimed) plan = timed_plan(launcher, out, p, plan, handle);
+    if (plan.needs_autotune) plan = autotuned_plan(launcher, out, p, plan, handle);
     if (k16Bits && plan.needs_cublas()) handle = cublas();
     const OptionalTensor scratch = workspace_if(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());
     launcher.check(status.cuda);
     if (status.cublas != CUBLAS_STATUS_SUCCESS)
       fail(launcher.op(), "cuBLAS error: ", cublasGetStatusString(status.cublas));
-    if (epilogue.column_sums && !plan.own) column_sums(launcher, *epilogue.column_sums, out);
+    if (epilogue.column_sums && !plan.sm90) column_sums(launcher, *epilogue.column_sums, out);
   });
 }
 
@@ -188,7 +188,7 @@ bool tf32_allowed() {
   return false;
 }
 
-// The product as our own kernels take it, still without out.
+// Returns the product as an argument of our own kernels, without out.
 Matmul own_product(const Matrix& a, const Matrix& b) {
   const auto strided = [](const Matrix& m) {
     return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};
@@ -196,10 +196,10 @@ Matmul own_product(const Matrix& a, const Matrix& b) {
   return {.a = strided(a), .b = strided(b), .rows = a.rows, .columns = b.columns, .inner = a.columns};
 }
 
-// Whether they compute it.
-bool is_own(const Matrix& a, const Matrix& b, double alpha = 1) {
+// Returns whether our own kernels compute the product.
+bool uses_own_kernels(const Matrix& a, const Matrix& b, double alpha = 1) {
   return a.tensor.scalar_type() == ScalarType::Float && a.batches == 1 && b.batches == 1 && alpha == 1 &&
-         matmul_serves(own_product(a, b));
+         matmul_supports(own_product(a, b));
 }
 
 void own_matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
@@ -219,7 +219,7 @@ void own_matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, co
 }
 
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b) {
-  const int64_t ld = is_own(a, b) ? matmul_ld(b.columns) : b.columns;
+  const int64_t ld = uses_own_kernels(a, b) ? matmul_ld(b.columns) : b.columns;
   const Tensor out = allocate_strided({a.rows, b.columns}, {ld, 1}, a.tensor.scalar_type(), a.tensor);
   return {out, a.rows, b.columns, ld, 1};
 }
@@ -238,8 +238,8 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
   if (out.tensor.scalar_type() != a.tensor.scalar_type())
     return wide_product(launcher, out, a, b, epilogue.alpha, epilogue.accumulate);
   if (out.column_stride != 1) return matmul(launcher, out.transposed(), b.transposed(), a.transposed(), epilogue);
-  is_own(a, b, epilogue.alpha) ? own_matmul(launcher, out, a, b, epilogue)
-                               : matmul_by_blas(launcher, out, a, b, epilogue);
+  uses_own_kernels(a, b, epilogue.alpha) ? own_matmul(launcher, out, a, b, epilogue)
+                                         : matmul_by_blas(launcher, out, a, b, epilogue);
 }
 
 #endif

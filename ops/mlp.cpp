@@ -1,5 +1,5 @@
+#include "calls.h"
 #include "matmul.h"
-#include "parts.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
   return {out, pre_gelu, keep_post_gelu ? post_gelu : absent(x)};
 }
 
-// With u = pre_gelu: du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, and the two weights' gradients. The
+// With u = pre_gelu: du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, and the gradients of both weights. The
 // bias gradients are the sums over the rows of du and dout. With a mask of four entries dproj_bias is undefined.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
@@ -79,7 +79,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
   Tensor dproj_bias = output_mask.size() > 4 ? allocate_if(proj_bias_wanted, {proj_weight.size(0)}, x) : Tensor();
   const Matrix dout_rows = matrix(dense(dout));
   if (output_mask[3])
-    matmul(launcher, matrix(dproj_weight), dout_rows.transposed(), matrix(kept_or_again(post_gelu, pre_gelu, "tanh")));
+    matmul(launcher, matrix(dproj_weight), dout_rows.transposed(),
+           matrix(saved_or_recomputed(post_gelu, pre_gelu, "tanh")));
   if (proj_bias_wanted) column_sums(launcher, dproj_bias, dout_rows);
   if (output_mask[0] || output_mask[1] || output_mask[2]) {
     const Matrix weight = matrix(proj_weight), du = allocate_intermediate(dout_rows, weight);

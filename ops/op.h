@@ -1,8 +1,8 @@
-// What every operator's glue needs: argument checks, allocation, dispatch over dtypes, and the launch. An op's file is
-// compiled once for each device; GPTKERNELS_CUDA chooses the kernels' namespace and the dispatch key.
+// Common code of all operators: argument checks, allocation, dispatch over dtypes, and the launch. An op's file is
+// compiled once for each device; GPTKERNELS_CUDA selects the kernels' namespace and the dispatch key.
 //
-// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one binary serves
-// every torch >= 2.10. Only std::runtime_error crosses that ABI as what it is: every error here is one.
+// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one binary supports
+// every torch >= 2.10. The only exception type that crosses that ABI is std::runtime_error, so every error is one.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -38,10 +38,10 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-// ---- what an error says ---------------------------------------------------------------------------------------------
+// ---- error messages -------------------------------------------------------------------------------------------------
 
-// The parts of a message, joined without streams: a stream takes its locale from the process, and a libstdc++ that is
-// linked into this library does not have the process's.
+// The parts of a message are joined without streams. A stream takes its locale from the process, which a libstdc++ that
+// is linked into this library cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -106,7 +106,7 @@ inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }
 
-// ---- checks: op, argument, what it got, what it takes ---------------------------------------------------------------
+// ---- checks: a message names the op and the argument, what it must be, and what it got ------------------------------
 
 inline bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
@@ -133,7 +133,7 @@ inline void check_same_device(const char* op, const char* name, const Tensor& t,
     fail(op, name, " is on ", describe_device(t), " but ", other_name, " is on ", describe_device(other));
 }
 
-// The same dtype and device.
+// Checks that dtype and device are the same.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* other_name, const Tensor& other) {
   check_same_device(op, name, t, other_name, other);
   if (t.scalar_type() != other.scalar_type())
@@ -146,8 +146,8 @@ inline void check_like(const char* op, const char* name, const OptionalTensor& t
   if (t) check_like(op, name, *t, other_name, other);
 }
 
-// Refuses a tensor that is written in place and whose elements share memory: which write would be the last is not
-// defined.
+// Checks that the elements of a tensor that is written in place do not share memory: the order of the writes would be
+// undefined.
 inline void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i)
     if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
@@ -170,7 +170,7 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
-// A dropout's probability, and its seed and offset, 0-dim int64: given where something is dropped.
+// Checks a dropout's probability, and its seed and offset, which are 0-dim int64 and required if it is not 0.
 inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
                           const OptionalTensor& offset, const char* like_name, const Tensor& like) {
   if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
@@ -188,7 +188,7 @@ inline void check_dropout(const char* op, const char* name, double probability, 
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// A tensor on the device of `like`, from torch's allocator, without the dispatcher.
+// Allocates a tensor on the device of `like`, from torch's allocator, without the dispatcher.
 inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarType dtype, const Tensor& like) {
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;
@@ -199,7 +199,7 @@ inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarT
   return Tensor(handle);
 }
 
-// A dense one.
+// Allocates a dense tensor.
 inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like) {
   Shape strides(shape.size());
   int64_t stride = 1;
@@ -214,9 +214,9 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
-// The text of an operator's argument, which is freed: to be called once. torch's own conversion to std::string, in its
-// headers up to 2.13 at least, leaks one each call. Small blocks that stay, among the large ones that a step frees,
-// keep a heap from using these again.
+// Copies an operator's string argument and frees it, so this must be called once. torch's own conversion to
+// std::string, at least up to 2.13, leaks the string. Small blocks that are never freed fragment the heap between the
+// large ones that a step frees.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* text = nullptr;
@@ -227,8 +227,7 @@ inline std::string take_string(StringHandle handle) {
   return taken;
 }
 
-// What a backward returns for an output that is not wanted: a tensor of no elements, which the Python rules turn into
-// None.
+// A backward's output that is not needed: a tensor without elements, which the Python rules replace by None.
 inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
@@ -241,7 +240,7 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// Scratch memory from torch's allocator, which reuses it only for launches queued after its release.
+// Allocates scratch memory from torch's allocator, which reuses it only for launches queued after its release.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
@@ -268,7 +267,7 @@ T* pointer(const OptionalTensor& t) {
   return t ? pointer<T>(*t) : nullptr;
 }
 
-// The dtype of statistics and of per-row losses.
+// Returns the dtype of statistics and of per-row losses.
 inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -292,7 +291,7 @@ inline Shape leading_shape(const Tensor& t) {
 
 // ---- dispatch and launch --------------------------------------------------------------------------------------------
 
-// fn.template operator()<T>() with T the kernels' type for this tensor's dtype, which has been checked.
+// Calls fn.template operator()<T>(), T being the kernels' type for this tensor's dtype, which must be checked before.
 template <typename Fn>
 void dispatch_floating(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -311,7 +310,7 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 
 #ifdef GPTKERNELS_CUDA
 
-// The tensor's device made current for the calls below, and the stream that torch queues its work on there.
+// Makes the tensor's device current during its lifetime, and has torch's current stream on it.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op) {
@@ -330,13 +329,13 @@ class Launcher {
 
  private:
   const char* op_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only where another device is current
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only if another device is current
   Stream stream_;
 };
 
 #else
 
-// Kernels run on the threads of torch's own pool.
+// Runs kernels on the threads of torch's own pool.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor&) : op_(op) {}

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& 
   return {found.dx, found.dweight, found.dbias};
 }
 
-// With the gradient of x_bias.
+// Also computes the gradient of x_bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, const std::vector<bool>& output_mask) {
@@ -30,7 +30,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
   return {found.dx, found.dweight, found.dbias, found.dx_bias};
 }
 
-// With the gradient of the residual, which is another than dx with dropout of x, or where dx has another dtype.
+// Also computes the gradient of the residual, which differs from dx if x is dropped or dx has another dtype.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layernorm_dropout_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,

@@ -1,36 +1,37 @@
-"""A layer of GPT-2 as one node of autograd's graph, for training.
+"""A transformer block as one node of autograd's graph, for training.
 
-Called one by one, the operators of a layer cost the host more than the device needs for a small batch: each goes
-through autocast's and autograd's rules. Here the same operators are called below both, with the casts that autocast
-would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a layer's parameters, or
-of all layers', are one launch, and those of a layer's gradients.
+Called one by one, the operators of a block cost the host more than the device needs for a small batch: each passes
+autocast's and autograd's rules. The node calls them as one operator, ``layer`` or ``fp8_layer``, below both rules, with
+the casts that autocast would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a
+block's parameters, or of all blocks', are one launch, and so are those of a block's gradients.
 
 ``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). The caller
-computes the layer by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's
-backward runs the layer again by these where its own operator does not serve: for a second derivative, and where a
-gradient arrives at qkv or at the sum.
+computes the block by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's
+backward runs the block again by single operators for a second derivative, and where a gradient arrives at qkv or at
+residual_1. With float8 products there is no second derivative.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
 
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gptkernels._unmodified import is_exporting
+from gptkernels.block.tensors import BlockParameters, LayerSaved, Matrices
 from gptkernels.rules import _jvp as _forward
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype, without_autocast
 from gptkernels.rules._below_autograd import below
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.dropout import drop
+from gptkernels.rules.fp8_linear import refuse_second_derivatives
 
 
 class Dropout(NamedTuple):
-    """One dropout: p, and the 0-dim seed and offset of its mask, which are None where p is 0."""
+    """A dropout's probability, and the 0-dim seed and offset of its mask, which are None if p is 0."""
 
     p: float = 0.0
     seed: Tensor | None = None
@@ -40,35 +41,42 @@ class Dropout(NamedTuple):
 NONE = Dropout()
 
 
+class FP8Histories(NamedTuple):
+    """The amax histories of c_attn, attention's c_proj, c_fc and the MLP's c_proj."""
+
+    inputs: Sequence[Tensor]
+    douts: Sequence[Tensor]
+
+
 class Plan(NamedTuple):
-    """What a block is computed with besides its tensors."""
+    """How a block is computed."""
 
     epsilons: tuple[float, float]
     heads: int
     scale: float | None
     tanh: bool
     transposed: bool  # the matrices are (in, out)
-    low: torch.dtype  # of matrix products
+    low: torch.dtype  # the dtype of matrix products
     adds_past: bool = True  # without values: the first norm's backward adds the gradient that goes past it
-    recompute_gelu: bool = False  # the GELU's output is not kept
+    recompute_gelu: bool = False  # the backward computes the GELU's output again
+    histories: FP8Histories | None = None  # the products are in float8
 
 
-# A block's 11 parameters: ln_1's weight and bias, c_attn's, attention's c_proj's, ln_2's, c_fc's, and the weight of the
-# MLP's c_proj.
-MATRICES = (2, 3, 4, 8, 9, 10)  # those that matrix products take
-WEIGHTS = (2, 4, 8, 10)  # of these, the weights
-_matrices = itemgetter(*MATRICES)
+_PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
 
 
 class Dtypes(NamedTuple):
-    """Of a forward pass: of matrix products, and of the residual stream, the norms and the parameters."""
+    """The two dtypes of a forward pass."""
 
-    low: torch.dtype
-    wide: torch.dtype
+    low: torch.dtype  # of matrix products
+    wide: torch.dtype  # of the residual stream, the norms and the parameters
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """None where no block of this forward pass can be one node; ``compiled`` tells that the caller can be traced."""
+    """Return the dtypes, or None if no block of this forward pass can be one node.
+
+    ``compiled`` says whether the caller supports tracing by ``torch.compile``.
+    """
     if not torch.is_grad_enabled() or is_exporting():
         return None
     if torch.compiler.is_compiling():
@@ -88,72 +96,62 @@ class _Layer(torch.autograd.Function):
         ctx: Any,
         plan: Plan,
         dropouts: Sequence[Dropout],
-        matrices: Sequence[Any] | None,
+        matrices: Matrices | None,
         stream: Tensor,
         values: Tensor | None,
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """The block's outputs, and the sum of its inputs.
+        """Compute the block's outputs, and the residual stream after the first addition.
 
-        The sum is all that the backward needs of the inputs. It is an output so that a second derivative finds its way
-        from the sum to them.
+        The backward reads this sum and not the inputs. The sum is an output, so that a second derivative can pass
+        through it to the inputs.
 
         Args:
             ctx: autograd's.
-            plan: as made by ``plan_of``.
+            plan: how the block is computed.
             dropouts: of the values, of attention's probabilities, and of attention's output.
-            matrices: the parameters that matrix products take, in their dtype; None: they are cast here.
+            matrices: in the dtype of matrix products; None: they are cast here.
             stream: (B, T, C).
             values: (B, T, C), to be added to the stream, in the dtype of products; or None.
             bias: (C), to be added to the values; or None.
-            parameters: the block's.
+            parameters: those of ``BlockParameters``.
 
         Returns:
-            stream (B, T, C); values (B, T, C), to be added to it; qkv (B, T, 3C); sum (B, T, C), None without values.
+            residual_2 (B, T, C); the values to be added to it (B, T, C); qkv (B, T, 3C); residual_1 (B, T, C), which is
+            None without values. The last two are None with float8 products.
         """
-        with below():
-            if matrices is None:
-                matrices = _matrices(parameters)
-                if stream.dtype != plan.low:
-                    traced = type(stream) is not Tensor  # Inductor then allocates
-                    matrices = _cast(matrices, plan.low) if traced else cast_layers([parameters], plan.low)[0]
-            qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices) if plan.transposed else matrices
-            norm_1_w, norm_1_b, _, _, _, out_b, norm_2_w, norm_2_b, *_ = parameters
-            out, sum_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, sum_2, *rest = ops.layer.default(
-                stream, values, bias, norm_1_w, norm_1_b, qkv_w, qkv_b, out_w, out_b, norm_2_w, norm_2_b, fc_w, fc_b,
-                proj_w, plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
-                *dropouts[0], *dropouts[1], *dropouts[2], not plan.recompute_gelu,
-            )  # fmt: skip
-        kept = stream if values is None else sum_1, mean_1, rstd_1, normed_1, qkv, attended, logsumexp, sum_2, *rest
-        weights = () if qkv_w is parameters[WEIGHTS[0]] else (qkv_w, out_w, fc_w, proj_w)
-        ctx.save_for_backward(*parameters, *kept, *weights)
         ctx.plan, ctx.dropouts, ctx.has_values = plan, dropouts, values is not None
         ctx.set_materialize_grads(False)
-        return sum_2, out, qkv, None if values is None else sum_1
+        with below():
+            if plan.histories is not None:
+                return _run_fp8(ctx, stream, values, bias, parameters)
+            return _run(ctx, matrices, stream, values, bias, parameters)
 
     @staticmethod
-    def backward(ctx: Any, dtotal: Any, dout: Any, dqkv: Any, dsum: Any):  # type: ignore[no-untyped-def]
-        """All gradients that are wanted."""
-        plan, dropouts, saved, needs = ctx.plan, ctx.dropouts, ctx.saved_tensors, ctx.needs_input_grad[3:]
-        parameters, kept, weights = saved[:11], saved[11:24], saved[24:] or [saved[i] for i in WEIGHTS]
-        if torch.is_grad_enabled() or dout is None or dqkv is not None or dsum is not None:
-            return _differentiably(ctx, parameters, kept[0], (dtotal, dout, dqkv), dsum)
+    def backward(  # type: ignore[no-untyped-def]
+        ctx: Any, dresidual_2: Any, dout: Any, dqkv: Any, dresidual_1: Any
+    ):
+        """Compute the gradients that are needed."""
+        plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
+        if plan.histories is not None:
+            refuse_second_derivatives()
+            gradients = _gradients_fp8
+        elif torch.is_grad_enabled() or dout is None or dqkv is not None or dresidual_1 is not None:
+            return _differentiably(ctx, (dresidual_2, dout, dqkv), dresidual_1)
+        else:
+            gradients = _gradients
         adds_past = plan.adds_past or ctx.has_values
-        qkv_w, out_w, fc_w, proj_w = weights
         with below():
-            dstream, dvalues, dbias, *found = ops.layer_backward.default(
-                dout, dtotal, *kept, parameters[0], qkv_w, out_w, parameters[6], fc_w, proj_w,
-                plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs,
-                *dropouts[0], *dropouts[1], *dropouts[2], ctx.has_values, adds_past,
-            )  # fmt: skip
-            _cast_gradients(found, parameters, needs[3:], plan)
+            dstream, dvalues, *found = gradients(ctx, needs, adds_past, dresidual_2, dout)
             if not adds_past and needs[0]:
                 dstream = dvalues + dstream
         if ctx.has_values and plan.low == dstream.dtype and not dropouts[0].p:
             dvalues = dstream
-        gradients = (g if need else None for g, need in zip((dstream, dvalues, dbias, *found), needs, strict=True))
-        return None, None, None, *gradients
+        if all(needs):
+            return None, None, None, dstream, dvalues, *found
+        wanted = zip((dstream, dvalues, *found), needs, strict=True)
+        return None, None, None, *[gradient if need else None for gradient, need in wanted]
 
 
 # Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
@@ -162,11 +160,84 @@ apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 @torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """The block's outputs. ``torch.compile`` calls it as it is, and records the operators of both passes."""
+    """Compute the block's outputs. ``torch.compile`` does not trace this function, but records its operators."""
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
-        return _compute(plan, dropouts, stream, values, bias, parameters)
+        return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
     return apply_layer(plan, dropouts, None, *tensors)[:3]  # type: ignore[no-any-return]
+
+
+def _run(
+    ctx: Any,
+    matrices: Matrices | None,
+    stream: Tensor,
+    values: Tensor | None,
+    bias: Tensor | None,
+    parameters: Sequence[Any],
+) -> tuple[Any, ...]:
+    """Return the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and the weights if they were cast."""
+    plan, dropouts = ctx.plan, ctx.dropouts
+    used: Sequence[Any] = parameters
+    weights: Sequence[Tensor] = ()
+    if matrices is not None or plan.transposed or stream.dtype != plan.low:
+        used = given = _with_matrices(BlockParameters._make(parameters), matrices, plan, stream)
+        weights = given.weights()
+    out, *saved = ops.layer.default(
+        stream, values, bias, *used, plan.heads, plan.scale, *plan.epsilons, "tanh" if plan.tanh else "none",
+        *dropouts[0], *dropouts[1], *dropouts[2], not plan.recompute_gelu,
+    )  # fmt: skip
+    kept = LayerSaved._make(saved)
+    if values is None:
+        ctx.save_for_backward(*parameters, *kept._replace(residual_1=stream), *weights)
+        return kept.residual_2, out, kept.qkv, None
+    ctx.save_for_backward(*parameters, *kept, *weights)
+    return kept.residual_2, out, kept.qkv, kept.residual_1
+
+
+def _run_fp8(
+    ctx: Any, stream: Tensor, values: Tensor | None, bias: Tensor | None, parameters: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Return the outputs of ``_Layer``; save the norms' weights, both residuals, and ``FP8LayerSaved``."""
+    plan, dropouts = ctx.plan, ctx.dropouts
+    out, residual_1, residual_2, *saved = ops.fp8_layer.default(
+        stream, values, bias, *parameters, *plan.histories, plan.heads, plan.scale, *plan.epsilons,
+        *dropouts[0], *dropouts[1], *dropouts[2],
+    )  # fmt: skip
+    given = BlockParameters._make(parameters)
+    residual_1 = stream if values is None else residual_1
+    ctx.save_for_backward(given.norm_1_weight, given.norm_2_weight, residual_1, residual_2, *saved)
+    return residual_2, out, None, None
+
+
+def _gradients(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Tensor) -> Sequence[Any]:
+    """Call ``layer_backward``; return its outputs, the matrices' gradients in the parameters' layout and dtype."""
+    plan, dropouts = ctx.plan, ctx.dropouts
+    (
+        norm_1_weight, _, qkv_weight, _, attn_proj_weight, _, norm_2_weight, _, fc_weight, _, mlp_proj_weight, *kept
+    ) = ctx.saved_tensors  # fmt: skip
+    dtype = qkv_weight.dtype
+    if len(kept) > _SAVED:
+        *kept, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight = kept
+    found = ops.layer_backward.default(
+        dout, dresidual_2, *kept, norm_1_weight, qkv_weight, attn_proj_weight, norm_2_weight, fc_weight,
+        mlp_proj_weight, plan.heads, plan.scale, "tanh" if plan.tanh else "none", needs,
+        *dropouts[0], *dropouts[1], *dropouts[2], ctx.has_values, adds_past,
+    )  # fmt: skip
+    if not plan.transposed and dtype == plan.low:
+        return found  # type: ignore[no-any-return]
+    dstream, dvalues, dbias, *gradients = found
+    return dstream, dvalues, dbias, *_as_parameters(BlockParameters._make(gradients), dtype, plan)
+
+
+def _gradients_fp8(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Any) -> Sequence[Any]:
+    """Call ``fp8_layer_backward``."""
+    plan, dropouts = ctx.plan, ctx.dropouts
+    norm_1_weight, norm_2_weight, residual_1, residual_2, *saved = ctx.saved_tensors
+    return ops.fp8_layer_backward.default(
+        torch.zeros_like(residual_2) if dout is None else dout, dresidual_2, residual_1, residual_2, saved,
+        norm_1_weight, norm_2_weight, plan.histories.douts, plan.heads, plan.scale, adds_past, needs,
+        *dropouts[0], *dropouts[1], *dropouts[2],
+    )  # fmt: skip
 
 
 def _compute(
@@ -175,78 +246,94 @@ def _compute(
     stream: Tensor,
     values: Tensor | None,
     bias: Tensor | None,
-    parameters: Sequence[Any],
+    parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """The block's three outputs by single operators, which can be differentiated; arguments as of ``_Layer``."""
+    """Compute the block's outputs by single operators, which can be differentiated; arguments as in ``_Layer``."""
     with without_autocast(stream.device.type):
         low = plan.low
-        matrices = [t if t is None else t.to(low) for t in _matrices(parameters)]
-        qkv_w, qkv_b, out_w, fc_w, fc_b, proj_w = _as_linear(matrices) if plan.transposed else matrices
-        norm_1, norm_2 = (*parameters[:2], plan.epsilons[0]), (*parameters[6:8], plan.epsilons[1])
+        matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
+        p = parameters.with_matrices(_as_linear(matrices) if plan.transposed else matrices)
+        norm_1, norm_2 = (p.norm_1_weight, p.norm_1_bias), (p.norm_2_weight, p.norm_2_bias)
+        eps_1, eps_2 = plan.epsilons
         if values is None:
-            total_1, normed = stream, ops.layernorm.default(stream, *norm_1)[0].to(low)
+            residual_1, normed = stream, ops.layernorm.default(stream, *norm_1, eps_1)[0].to(low)
         else:
-            normed, total_1, _, _ = ops.residual_layernorm.default(values, stream, *norm_1, bias, *dropouts[0])
-        qkv = ops.linear.default(normed, qkv_w, qkv_b)
+            normed, residual_1, _, _ = ops.residual_layernorm.default(
+                values, stream, *norm_1, eps_1, bias, *dropouts[0]
+            )
+        qkv = ops.linear.default(normed, p.qkv_weight, p.qkv_bias)
         attended = ops.attention.default(qkv, plan.heads, plan.scale, *dropouts[1])[0]
-        added = ops.linear.default(attended, out_w, None)
-        normed, total_2, _, _ = ops.residual_layernorm.default(added, total_1, *norm_2, parameters[5], *dropouts[2])
+        added = ops.linear.default(attended, p.attn_proj_weight, None)
+        normed, residual_2, _, _ = ops.residual_layernorm.default(
+            added, residual_1, *norm_2, eps_2, p.attn_proj_bias, *dropouts[2]
+        )
         if plan.tanh:
-            out = ops.mlp.default(normed, fc_w, fc_b, proj_w, None)[0]
+            out = ops.mlp.default(normed, p.fc_weight, p.fc_bias, p.mlp_proj_weight, None)[0]
         else:
-            hidden = ops.gelu.default(ops.linear.default(normed, fc_w, fc_b), approximate="none")
-            out = ops.linear.default(hidden, proj_w, None)
-        return total_2, out, qkv
+            hidden = ops.gelu.default(ops.linear.default(normed, p.fc_weight, p.fc_bias), approximate="none")
+            out = ops.linear.default(hidden, p.mlp_proj_weight, None)
+        return residual_2, out, qkv
 
 
-def _differentiably(
-    ctx: Any,
-    parameters: Sequence[Any],
-    total: Tensor,
-    grads: Sequence[Any],
-    dsum: Tensor | None,
-) -> tuple[Any, ...]:
-    """The backward as a function that can be differentiated: by the single operators' own autograd."""
-    plan, dropouts = ctx.plan, ctx.dropouts
+def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
+    """Compute the backward by the single operators' autograd, which can be differentiated again."""
+    plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
+    parameters, residual_1 = (
+        tensors[:_PARAMETERS],
+        LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED]).residual_1,
+    )
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
 
-    def formula(total: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
-        return _compute(plan, dropouts, total, None, None, parameters)
+    def formula(residual_1: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
+        return _compute(plan, dropouts, residual_1, None, None, BlockParameters._make(parameters))
 
-    need_sum = need_stream or need_values or need_bias
-    dtotal, *gradients = differentiate(formula, (total, *parameters), (need_sum, *needs), grads)
-    if dsum is not None:
-        dtotal = dsum if dtotal is None else dtotal + dsum
+    need_residual = need_stream or need_values or need_bias
+    dresidual, *gradients = differentiate(formula, (residual_1, *parameters), (need_residual, *needs), grads)
+    if dresidual_1 is not None:
+        dresidual = dresidual_1 if dresidual is None else dresidual + dresidual_1
     dvalues = dbias = None
-    if dtotal is not None and (need_values or need_bias):
-        dvalues = drop(dtotal, *dropouts[0])
+    if dresidual is not None and (need_values or need_bias):
+        dvalues = drop(dresidual, *dropouts[0])
         dbias = dvalues.flatten(0, -2).sum(0) if need_bias else None
         dvalues = dvalues.to(plan.low) if need_values else None
-    return None, None, None, dtotal if need_stream else None, dvalues, dbias, *gradients
+    return None, None, None, dresidual if need_stream else None, dvalues, dbias, *gradients
 
 
-def _as_linear(matrices: Sequence[Any]) -> list[Any]:
-    """Weights (in, out) as (out, in) views, biases as they are."""
-    return [t.t() if t is not None and t.dim() == 2 else t for t in matrices]
+def _with_matrices(
+    parameters: BlockParameters, matrices: Matrices | None, plan: Plan, stream: Tensor
+) -> BlockParameters:
+    """Replace the matrices by those in the dtype of products, as (out, in)."""
+    if matrices is None:
+        if stream.dtype == plan.low:
+            matrices = parameters.matrices()
+        elif type(stream) is Tensor:
+            matrices = cast_layers([parameters], plan.low)[0]
+        else:  # traced: Inductor then allocates
+            matrices = _cast(parameters.matrices(), plan.low)
+    return parameters.with_matrices(_as_linear(matrices) if plan.transposed else matrices)
 
 
-def _cast(tensors: Sequence[Any], dtype: torch.dtype) -> list[Any]:
-    """The tensors in another dtype, by one launch; None stays None."""
-    given = [t for t in tensors if t is not None]
-    if given[0].dtype == dtype:
-        return list(tensors)
+def _as_linear(matrices: Matrices) -> Matrices:
+    """View weights (in, out) as (out, in); biases stay."""
+    return Matrices._make([t.t() if t is not None and t.dim() == 2 else t for t in matrices])
+
+
+def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
+    """Cast the tensors by one launch; None stays None."""
+    given = [t for t in matrices if t is not None]
     made = [torch.empty_like(t, dtype=dtype) for t in given]
-    torch._foreach_copy_(made, given)
+    if made:
+        torch._foreach_copy_(made, given)
     cast = iter(made)
-    return [None if t is None else next(cast) for t in tensors]
+    return Matrices._make([None if t is None else next(cast) for t in matrices])
 
 
-def cast_layers(layers: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[list[Any]]:
-    """The matrices of several layers, each given by its parameters, in another dtype, by one launch.
+def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
+    """Cast the matrices of several layers by one launch.
 
-    Those of a layer are one allocation, since they live equally long; a layer's are freed in its backward.
+    The matrices of a layer are one allocation, because they are freed together, in the layer's backward.
     """
-    matrices = [_matrices(parameters) for parameters in layers]
+    matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
     made: list[Tensor] = []
     for some in given:
@@ -254,17 +341,12 @@ def cast_layers(layers: Sequence[Sequence[Any]], dtype: torch.dtype) -> list[lis
         made += torch._utils._unflatten_dense_tensors(flat, some)
     torch._foreach_copy_(made, [t for some in given for t in some])
     cast = iter(made)
-    return [[None if t is None else next(cast) for t in some] for some in matrices]
+    return [Matrices._make([None if t is None else next(cast) for t in some]) for some in matrices]
 
 
-def _cast_gradients(found: list[Any], parameters: Sequence[Any], needs: Sequence[bool], plan: Plan) -> None:
-    """The matrices' gradients in the parameters' dtype and layout, in place in the list."""
+def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
+    """Cast the matrices' gradients to the parameters' dtype, in the parameters' layout."""
+    matrices = gradients.matrices()
     if plan.transposed:
-        for i in WEIGHTS:
-            found[i] = found[i].t() if needs[i] else None
-    if plan.low == parameters[MATRICES[0]].dtype:
-        return
-    wanted = [i for i in MATRICES if needs[i]]
-    if wanted:
-        for i, t in zip(wanted, _cast([found[i] for i in wanted], parameters[wanted[0]].dtype), strict=True):
-            found[i] = t
+        matrices = _as_linear(matrices)
+    return gradients.with_matrices(matrices if dtype == plan.low else _cast(matrices, dtype))

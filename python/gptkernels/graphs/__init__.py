@@ -1,4 +1,4 @@
-"""Training steps as CUDA graphs."""
+"""Training steps captured as CUDA graphs."""
 
 from gptkernels.graphs.capture import GraphedStep, StepNumbers, StepResult, graphed_step
 

@@ -18,28 +18,28 @@ __all__ = ["GraphedStep", "StepNumbers", "StepResult", "graphed_step"]
 
 _log = logging.getLogger("gptkernels.graphs")
 
-# Steps that run eagerly before a capture: the first initialises (kernels, libraries, the optimizer's state), the second
-# is watched for operations that wait for the device.
+# Eager steps before a capture. The first initialises kernels, libraries and the optimizer's state; the second is
+# checked for operations that synchronise with the device.
 _WARM_UP = 2
 
 Batch = Sequence[Tensor]
 
 
 class StepNumbers(NamedTuple):
-    """A step's loss, and the norm of its gradients before clipping; None where the optimizer computes none."""
+    """The loss of a step and the norm of its gradients before clipping; the norm is None if it is not computed."""
 
     loss: float
     grad_norm: float | None
 
 
 class StepResult:
-    """What a step has computed, still on the device or on its way to the host.
+    """The results of a step, on the device; a copy to the host is in flight.
 
     Attributes:
-        loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses,
+        loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses
             before the update.
-        grad_norm: 0-dim, likewise: the norm of all gradients before clipping. None where the optimizer's
-            ``max_grad_norm`` is None.
+        grad_norm: 0-dim, with the same dtype and device: the norm of all gradients before clipping. None if the
+            optimizer's ``max_grad_norm`` is None.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -54,9 +54,9 @@ class StepResult:
             self._arrived.record()
 
     def read(self) -> StepNumbers:
-        """The numbers on the host, once the device has come so far.
+        """Wait for the step and return its numbers.
 
-        Read those of a step after the next one has been launched, and the device never idles.
+        To keep the device busy, launch the next step before reading the numbers of this one.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -71,7 +71,7 @@ def graphed_step(
     before_update: Callable[[], object] | None = None,
     capture: bool = True,
 ) -> "GraphedStep":
-    """A training step that the device runs without the host: captured once, then replayed as a CUDA graph.
+    """Make a training step that runs without the host: it is captured once, then replayed as a CUDA graph.
 
     ::
 
@@ -80,32 +80,34 @@ def graphed_step(
 
         step = gptkernels.graphed_step(loss, optimizer)
         for batch in batches:
-            result = step(batch)  # launches the step, and waits for nothing
+            result = step(batch)  # launches the step without waiting
             ...
             print(result.read())  # better one step later
 
     A call with several batches accumulates their gradients: ``step(batch, batch, batch)`` is one update with the mean
-    of the three losses. The results have the bits of the eager step, dropout's masks included.
+    of the three losses. The results are bitwise those of the eager step, including dropout's masks.
 
-    Before the first capture, and for each new shape of a batch, two steps run eagerly. What is captured is what the
-    device was told: Python code in ``loss`` (and in hooks of the model) runs in these steps, not in the replayed ones.
-    Learning rates may change at every step. Captured again is the step if the batches' shapes or their number, an
-    option of a param group, ``requires_grad`` of a parameter, or autocast change; if a parameter or the optimizer's
-    state lies elsewhere, as after ``load_state_dict``; and after :meth:`GraphedStep.reset`, which must be called when
-    ``loss`` is to compute something else, as between ``model.train()`` and ``model.eval()``.
+    Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
+    in hooks of the model runs only in these steps and the capture: a replay repeats what they launched on the device.
 
-    The step is the same but eager, with a line in the log of ``gptkernels.graphs`` that says why, on the CPU; where
-    ``optimizer`` is not :class:`gptkernels.optim.AdamW` or has step hooks; where the parameters are not plain tensors
-    on one CUDA device; with several processes, unless ``before_update`` is given; and where the loss or a hook waits
-    for the device, or cannot be captured.
+    Learning rates may change at every step. The step is captured again if the shapes or the number of batches, an
+    option of a param group, ``requires_grad`` of a parameter or autocast change; if a parameter or the optimizer's
+    state has moved in memory, as after ``load_state_dict``; and after :meth:`GraphedStep.reset`. Call ``reset`` if
+    ``loss`` shall compute something else, for example after ``model.train()`` or ``model.eval()``.
+
+    The step runs eagerly, and the log of ``gptkernels.graphs`` says why: on the CPU; if ``optimizer`` is not
+    :class:`gptkernels.optim.AdamW` or has step hooks; if the parameters are not plain tensors on one CUDA device; with
+    several processes, unless ``before_update`` is given; and if the loss or a hook synchronises with the device, or
+    cannot be captured.
 
     Args:
-        loss: ``loss(*batch)``, a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called inside.
-        optimizer: of the parameters that are trained. Its gradients belong to the step: they are None before and
-            after.
+        loss: ``loss(*batch)`` returns a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called
+            inside autocast.
+        optimizer: the optimizer of the trained parameters. The step manages their gradients: they are None before and
+            after it.
         before_update: called between the last backward and the update, outside the graphs, with the gradients in
-            ``.grad``: it may change them in place, for example average them over processes.
-        capture: False is the eager step.
+            ``.grad``. It may change them in place, for example average them over processes.
+        capture: False for the eager step.
 
     Raises:
         TypeError: a batch is not a sequence of tensors.
@@ -115,11 +117,11 @@ def graphed_step(
 
 
 class GraphedStep:
-    """What :func:`graphed_step` returns.
+    """The training step that :func:`graphed_step` returns.
 
     Attributes:
-        eager_because: why no step is captured; None if steps are.
-        captures: how many times a step has been captured so far.
+        eager_because: the reason why steps are not captured; None if they are.
+        captures: the number of captures so far.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class GraphedStep:
         _reset_when_loaded(self, optimizer)
 
     def reset(self) -> None:
-        """Forget the captured graphs; the next steps run eagerly and capture anew."""
+        """Discard the captured graphs; the next steps run eagerly and are captured again."""
         self._eager_steps: dict[tuple[Signature, ...], int] = {}
         self._programs: dict[tuple[Signature, ...], _Program] = {}
         self._inputs: dict[Signature, Staging] = {}
@@ -154,10 +156,10 @@ class GraphedStep:
         """Launch one update of the parameters.
 
         Args:
-            batches: the micro-batches: each a sequence of tensors, on the host or on the parameters' device.
+            batches: the micro-batches, each a sequence of tensors on the host or on the parameters' device.
 
         Returns:
-            The loss and the gradients' norm. Nothing waits for them.
+            The loss and the gradients' norm, without waiting for them.
         """
         signatures = _signatures(batches)
         if self.eager_because is None and self._may_replay(signatures):
@@ -168,7 +170,7 @@ class GraphedStep:
         return StepResult(self._run_eagerly(batches))
 
     def _may_replay(self, signatures: tuple[Signature, ...]) -> bool:
-        """Whether steps like this one have run eagerly before."""
+        """Whether enough steps with these shapes and settings have run eagerly."""
         setting = _setting(self._optimizer)
         if setting != self._setting or self._state is not self._optimizer.state:
             self.reset()
@@ -182,7 +184,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """One step; the last of those before a capture is watched."""
+        """Run a step eagerly; the last one before a capture is checked for synchronisation."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -199,21 +201,21 @@ class GraphedStep:
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
-        """Forward and backward of one of ``count`` batches; ``total``, if there is one, takes the loss."""
+        """Run forward and backward of a batch, with the loss divided by ``count``, and add it to ``total`` if given."""
         if total is None:
-            self._drop_gradients()  # the backward then writes them, instead of adding to them
-        torch.clear_autocast_cache()  # casts of parameters from before their last update, or from outside the graph
+            self._drop_gradients()  # so that the backward writes them instead of adding to them
+        torch.clear_autocast_cache()  # casts of parameters made before their last update, or outside the graph
         loss = self._loss(*batch)
         if count > 1:
             loss = loss / count
-        with torch.autograd.set_multithreading_enabled(False):  # handing it to a thread costs the host 0.5 ms
+        with torch.autograd.set_multithreading_enabled(False):  # handing over to another thread costs the host 0.5 ms
             loss.backward()  # type: ignore[no-untyped-call]
         torch.clear_autocast_cache()
         loss = loss.detach()
         return loss if total is None else total.add_(loss)
 
     def _update(self, total: Tensor) -> Tensor:
-        """The optimizer's step; the loss and, if there is one, the norm, as one tensor."""
+        """Run the optimizer's step; returns the loss, and the norm if there is one, as one tensor."""
         self._optimizer.step()
         self._drop_gradients()
         norm = getattr(self._optimizer, "grad_norm", None)
@@ -247,9 +249,10 @@ class GraphedStep:
         return result
 
     def _capture(self, signatures: tuple[Signature, ...]) -> "_Program":
-        """One graph of the whole step; with several batches one of the first, one of each like it, one of the update.
+        """Capture a step: one graph, or with several batches one for each of their shapes and one for the update.
 
-        The memory of one graph may hold another's intermediate results, as they never run at the same time.
+        The first batch has its own graph. The graphs share memory for intermediate results, as they never run at the
+        same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -284,20 +287,20 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """What the function launches, as a graph, and what it returns: tensors that every replay writes again."""
+        """Capture what a function launches; returns the graph and the result, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
-        # Another thread, for example one that pins a data loader's memory, may call what a capture forbids.
+        # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         with capture:
             result = function(*args)
-        # torch sets the generator's seed and offset on the device when a capture begins, on its stream, and when a
-        # replay begins, on that one's: a replay must not be overtaken.
-        assert capture.capture_stream is not None  # as torch's annotation allows
+        # When a capture begins, torch sets the generator's seed and offset on the device, on the capture's stream; when
+        # a replay begins, on its stream. Therefore a replay must wait for the capture's stream.
+        assert capture.capture_stream is not None  # for mypy: torch annotates it as optional
         torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
         return graph, result
 
     def _captured_update(self, total: Tensor) -> Tensor:
-        """The update with learning rates that are read on the device."""
+        """Run the update with learning rates that are read on the device."""
         groups = self._optimizer.param_groups
         given = [group["lr"] for group in groups]
         try:
@@ -310,15 +313,15 @@ class GraphedStep:
 
 
 class _CannotCapture(Exception):
-    """Why."""
+    """The step cannot be captured; the message is the reason."""
 
 
 class _Program:
     """The graphs of a step for batches of certain shapes.
 
-    ``micro_steps`` has one graph a batch, of which those for equal shapes after the first are the same; ``update`` is
-    None where the only micro-step has it; ``numbers`` is what StepResult takes; ``gradients`` is what the micro-steps
-    leave for the update.
+    ``micro_steps`` has one graph for each batch; after the first, batches of equal shapes share one. ``update`` is None
+    if the only micro-step includes it. ``numbers`` is the argument of StepResult, and ``gradients`` are those that the
+    micro-steps leave for the update.
     """
 
     micro_steps: list[torch.cuda.CUDAGraph]
@@ -327,19 +330,19 @@ class _Program:
     gradients: list[Tensor | None]
 
     def show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the parameters have the gradients that the replayed graphs have written."""
+        """Set the parameters' ``grad`` to the gradients that the replayed graphs have written."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse micro-steps that do not add to the gradients of the first."""
+        """Raise if a micro-step replaced a gradient of the first instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")
 
 
 class _Rate:
-    """A param group's learning rate on the device, in float64: the update has the bits of one with a Python float."""
+    """A param group's learning rate on the device, in float64, so that updates equal those with a Python float."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self._group = group
@@ -347,7 +350,7 @@ class _Rate:
         self.on_device = torch.zeros((), dtype=torch.float64, device=device)
 
     def follow(self) -> None:
-        """Take over what the group says now."""
+        """Copy the group's present learning rate."""
         rate = self._group["lr"]
         if isinstance(rate, Tensor) and not rate.is_cpu:
             self._value = None
@@ -358,10 +361,10 @@ class _Rate:
 
 
 class _Watch:
-    """Notes where the host waits for the device; other warnings are passed on.
+    """Records where the host waits for the device; other warnings are passed on.
 
     Attributes:
-        place: file and line of the last such operation; None if there was none.
+        place: file and line of the last such operation, or None.
     """
 
     place: str | None = None
@@ -381,7 +384,7 @@ class _Watch:
             text = str(warning.message)
             if "called a synchronizing" in text:
                 self.place = f"{warning.filename}:{warning.lineno}"
-            elif "ynchronization debug mode" not in text:  # that this mode is a prototype
+            elif "ynchronization debug mode" not in text:  # the warning that this mode is a prototype
                 warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
@@ -389,7 +392,7 @@ _ON_CPU = "the parameters are on the CPU"
 
 
 def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
-    """Why the step cannot be captured, as far as can be told without running it."""
+    """Return the reason why the step cannot be captured; None if none is known before running it."""
     parameters = _parameters(optimizer)
     if all(parameter.is_cpu for parameter in parameters):
         return _ON_CPU
@@ -423,7 +426,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _setting(optimizer: torch.optim.Optimizer) -> object:
-    """What is baked into a graph, besides the batches' shapes."""
+    """Return everything that is fixed in a graph, except the batches' shapes."""
     groups = [
         [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         + [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
@@ -442,7 +445,7 @@ def _setting(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> None:
-    """Captured graphs would go on with the state that the optimizer had before ``load_state_dict``."""
+    """Reset the step after ``load_state_dict``: its graphs use the optimizer's former state."""
     reference = weakref.ref(step)
 
     def reset(_: object) -> None:
@@ -453,13 +456,13 @@ def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> N
 
 
 def _end_capture_of_random_numbers(device: torch.device) -> None:
-    """After a capture that failed, torch's generator still takes every draw for a part of it: replace its state."""
+    """Replace the state of torch's generator: after a failed capture it would go on recording draws for it."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the first error: those that it led to when the capture was ended say less."""
+    """Return the first line of the original error; the errors that it led to at the end of the capture say less."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

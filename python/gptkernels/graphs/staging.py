@@ -1,4 +1,4 @@
-"""A batch on its way into the tensors that a CUDA graph reads."""
+"""Copies of batches to the tensors that a CUDA graph reads."""
 
 from collections.abc import Sequence
 
@@ -9,20 +9,20 @@ Signature = tuple[tuple[torch.Size, torch.dtype], ...]
 
 
 def signature(batch: Sequence[Tensor]) -> Signature:
-    """What a graph captured for one batch asks of the next."""
+    """Return the shapes and dtypes that a graph captured for this batch requires."""
     return tuple((t.shape, t.dtype) for t in batch)
 
 
 class Staging:
-    """Static tensors on a CUDA device, and the way into them.
+    """Static tensors on a CUDA device, with buffers for copies into them.
 
-    A batch on the host is copied to pinned memory and from there, on a stream of its own, to one of two buffers on the
-    device, while the device still works on the step before. Only the copy from the buffer into the static tensors waits
-    for that step. The caller may use his own memory again at once.
+    A batch on the host is copied to pinned memory, and from there on a separate stream to one of two buffers on the
+    device, while the device still computes the previous step. Only the copy from the buffer into the static tensors
+    waits for that step. The caller can reuse its own memory immediately.
 
     Args:
-        kind: the shapes and dtypes that all batches have.
-        device: where the static tensors are.
+        kind: the shapes and dtypes of all batches.
+        device: the device of the static tensors.
     """
 
     def __init__(self, kind: Signature, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class Staging:
         self._buffers: list[_Buffer] = []
 
     def put(self, batch: Sequence[Tensor]) -> None:
-        """Copy a batch into the static tensors, in the order of the current stream."""
+        """Copy a batch into the static tensors, ordered with the current stream."""
         sources = batch if all(t.is_cuda for t in batch) else self._on_device(batch)
         for static, source in zip(self.static, sources, strict=True):
             static.copy_(source, non_blocking=True)
@@ -39,12 +39,12 @@ class Staging:
             self._buffers[-1].free.record()
 
     def _on_device(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """The batch in a buffer on the device, before whatever the current stream does next."""
+        """Copy the batch to a buffer on the device; the current stream waits for it."""
         if not self._buffers:
             self._buffers = [_Buffer(self.static) for _ in range(2)]
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        buffer.filled.synchronize()  # the copy of two batches ago: as a rule it has long been done
+        buffer.filled.synchronize()  # wait for the copy of two batches ago, which has usually finished
         for pinned, t in zip(buffer.pinned, batch, strict=True):
             pinned.copy_(t)
         with torch.cuda.stream(self._stream):
@@ -57,10 +57,10 @@ class Staging:
 
 
 class _Buffer:
-    """A batch in pinned memory and on the device; `filled` is when it is there, `free` when it has been taken."""
+    """A batch in pinned memory and on the device, with an event after the copy and one after the last use."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]
         self.on_device = [torch.empty_like(t) for t in like]
         self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
-        self.free.record()  # on_device may be memory that earlier work of this stream still uses
+        self.free.record()  # earlier work on this stream may still use the memory of on_device

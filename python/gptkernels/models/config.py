@@ -1,4 +1,4 @@
-"""GPT-2's configuration, and OpenAI's four."""
+"""GPT-2's configuration, and the sizes of OpenAI's four models."""
 
 import dataclasses
 import math
@@ -18,35 +18,36 @@ ACTIVATIONS = ("gelu_tanh", "gelu")
 
 @dataclasses.dataclass(frozen=True)
 class GPT2Config:
-    """A GPT-2's shape.
+    """The shape of a GPT-2 and its options.
 
     Args:
         block_size: the longest sequence.
         vocab_size: V.
-        padded_vocab_size: Vp, the number of rows of the embedding; V rounded up to a multiple of 128 when None, for
+        padded_vocab_size: Vp, the number of rows of the embedding; when None, V rounded up to a multiple of 128, with
             which matrix products are faster.
         n_layer: L.
         n_head: NH, which divides n_embd.
         n_embd: C.
-        bias: whether linear layers and norms have one.
-        dropout: the probability with which, in training, elements are dropped in nanoGPT's places: attention's
-            probabilities, what a layer adds to the residual stream, the embeddings' sum.
-        activation: the GELU of the feed-forward layers: "gelu_tanh", GPT-2's and llm.c's, or "gelu", the exact one of
-            nanoGPT.
+        bias: whether linear layers and norms have a bias.
+        dropout: the probability with which, in training, elements are dropped where nanoGPT drops them: in attention's
+            probabilities, in what a layer adds to the residual stream, and in the sum of the embeddings.
+        activation: the GELU of the feed-forward layers: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as
+            in nanoGPT.
         fp8: train with float8 products in the layers' four matrices (``gptkernels.nn.Linear``), not in the head; n_embd
-            is then a multiple of 16.
-        fp8_head: train with float8 products in the head's gradients, where the model returns no logits
-            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size are then multiples of 16.
-        fp8_logits: with fp8_head, compute the logits of training by a float8 product, too.
+            must then be a multiple of 16.
+        fp8_head: train with float8 products in the head's gradients, if the model returns no logits
+            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size must then be multiples
+            of 16.
+        fp8_logits: with fp8_head, also compute the logits of training by a float8 product.
 
     Raises:
-        ValueError: a size below 1, one that does not fit another, a dropout that is not from 0 to 1, or an unknown
-            activation.
+        ValueError: a size is below 1 or inconsistent with another, the dropout is not from 0 to 1, or the activation is
+            unknown.
     """
 
     block_size: int = 1024
     vocab_size: int = 50257
-    padded_vocab_size: int = None  # type: ignore[assignment]  # V rounded up, once the configuration is made
+    padded_vocab_size: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -88,11 +89,11 @@ class GPT2Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
-        """One of OpenAI's four: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
+        """Return the configuration of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", OpenAI's four models.
 
         Args:
-            name: which.
-            changes: fields to set otherwise.
+            name: one of the four.
+            changes: fields that differ from the preset.
 
         Raises:
             ValueError: there is no preset of that name.

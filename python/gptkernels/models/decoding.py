@@ -1,9 +1,9 @@
-"""Text generation a token at a time: what ``GPT2.stream`` does, and on CUDA as a graph that the device replays.
+"""Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
-Sequences stay on the device: a buffer (B, T + new) of tokens and how many of them each sequence has. Prompts of
-different lengths are padded on the right, and each sequence's new tokens take the place of its padding. ``ops.decode``
-reads the newest token, ``ops.sample_`` adds the next, so a step needs nothing of the host. The host launches some steps
-ahead and reads tokens behind.
+Sequences stay on the device: a buffer (B, T + new) of tokens, and the length of each sequence. Prompts of different
+lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` reads the newest
+token and ``ops.sample_`` appends the next one, so that a step needs nothing from the host. The host launches some steps
+ahead, and reads the tokens later.
 """
 
 import collections
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gptkernels import nn
 from gptkernels._unmodified import is_unmodified
-from gptkernels.models.recompute import may_draw
+from gptkernels.block.fused import parameters_of
+from gptkernels.models.recompute import uses_dropout
 from gptkernels.models.transformer import Block, Transformer
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from gptkernels.models.gpt2 import GPT2
 
 MOST_SEQUENCES = 8
-"""What ``ops.decode`` takes at most; with more, matrix products are faster than its products with vectors."""
+"""The most sequences that ``ops.decode`` supports; with more, matrix-matrix products are faster."""
 
 
 class Draw(NamedTuple):
-    """How the next token is drawn; see ``GPT2.stream``."""
+    """The options with which the next token is drawn; see ``GPT2.stream``."""
 
     temperature: float
     top_k: int | None
@@ -37,7 +38,7 @@ class Draw(NamedTuple):
     generator: torch.Generator | None
 
     def check(self) -> None:
-        """Raise a ValueError for a number out of its range."""
+        """Raise a ValueError for an option out of its range."""
         if not self.temperature >= 0:
             raise ValueError(f"GPT2: temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -46,22 +47,22 @@ class Draw(NamedTuple):
             raise ValueError(f"GPT2: top_p must be above 0 and at most 1, got {self.top_p}")
 
     def noise(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
-        """What a step takes from the generator, as ``torch.multinomial`` does; None at temperature 0."""
+        """Draw a step's random numbers as ``torch.multinomial`` does; None at temperature 0."""
         if not self.temperature:
             return None
         noise = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)
         return noise.exponential_(generator=self.generator)
 
     def __call__(self, logits: Tensor, noise: Tensor | None, sequences: Tensor, lengths: Tensor) -> None:
-        """Add a token to each sequence, from the logits (B, V) of the newest and :meth:`noise`."""
+        """Append a token to each sequence, drawn from the logits (B, V) of its newest token and :meth:`noise`."""
         ops.sample_.default(logits, noise, sequences, lengths, self.temperature or 1.0, self.top_k, self.top_p)
 
 
 class TokenStream(Iterator[Tensor]):
-    """The tokens of each step, (B,) on the device of the prompt; by :meth:`on_host` without a copy to the device.
+    """The tokens of each step, (B,) on the device of the prompt; :meth:`on_host` returns them without that copy.
 
     Args:
-        steps: tensors on the host.
+        steps: the tokens of each step, on the host.
         like: the prompt.
     """
 
@@ -70,35 +71,35 @@ class TokenStream(Iterator[Tensor]):
         self._like = like
 
     def __next__(self) -> Tensor:
-        """The next step's."""
+        """Return the tokens of the next step."""
         return next(self.steps).to(self._like, non_blocking=True)
 
     def close(self) -> None:
-        """End the generation: the generator of the draws then is where the last step that was taken has left it."""
+        """End the generation; the random generator is then as after the last step that was read."""
         self.steps.close()  # type: ignore[attr-defined]
 
     def on_host(self) -> Iterator[list[int]]:
-        """The rest of the steps, without a wait for later ones that the device already works on."""
+        """Iterate over the remaining steps, without waiting for later steps that the device already computes."""
         return (step.tolist() for step in self.steps)
 
 
 @torch.no_grad()
 def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> Iterator[Tensor]:
-    """The tokens of ``count`` steps, int64 (B,) on the host.
+    """Generate the tokens of ``count`` steps, int64 (B,) on the host.
 
     Args:
-        model: what predicts them.
-        prompt: (B, T) of at most ``block_size`` tokens; padding on the right may be any tokens.
-        lengths: how many tokens of each row are no padding; the longest has T.
-        count: how many steps.
+        model: the model.
+        prompt: (B, T), at most ``block_size`` tokens; padding on the right may be any tokens.
+        lengths: the number of tokens of each row without its padding; the longest has T.
+        count: the number of steps.
         draw: how a token is drawn.
 
     Raises:
-        FloatingPointError: at a step, whose logits are NaN or infinite.
+        FloatingPointError: the logits of a step are NaN or infinite.
     """
     kept = _Kept.take(model, prompt, count)
     state = _State(model, prompt, lengths, kept.buffers, draw)
-    length = prompt.shape[1]  # of the longest sequence
+    length = prompt.shape[1]  # that of the longest sequence
     last = length + count
     weights = None
     try:
@@ -109,7 +110,7 @@ def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: D
             if weights is not None and prompt.is_cuda and graphed >= _Graphs.FEWEST:
                 found = kept.graphs_of(weights, draw)
                 if found is None and length > prompt.shape[1] + 1:
-                    # The steps before have loaded the kernels, which a capture may not do.
+                    # The previous steps loaded the kernels, which is not allowed in a capture.
                     found = kept.graphs = _Graphs(kept.buffers, weights, draw)
                 if found is not None:
                     yield from found.run(state, weights, length, graphed)
@@ -130,7 +131,7 @@ def _not_finite() -> FloatingPointError:
 
 
 class _Buffers(NamedTuple):
-    """What a generation reads and writes."""
+    """The memory of a generation."""
 
     sequences: Tensor  # (B, columns), int64
     lengths: Tensor  # (B,), int64
@@ -138,7 +139,7 @@ class _Buffers(NamedTuple):
 
     @classmethod
     def new(cls, model: "GPT2", prompt: Tensor, columns: int) -> "_Buffers":
-        """For sequences of ``columns`` tokens."""
+        """Allocate buffers for sequences of ``columns`` tokens."""
         config, parameter = model.config, model.lm_head.weight
         B, C, capacity = prompt.shape[0], config.n_embd, min(config.block_size, columns)
         return cls(
@@ -153,7 +154,7 @@ class _Buffers(NamedTuple):
 
 
 class _State:
-    """The sequences of a generation, and the keys and values of their tokens."""
+    """The state of a generation: its sequences, and the keys and values of their tokens."""
 
     def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], buffers: _Buffers, draw: Draw) -> None:
         T = prompt.shape[1]
@@ -169,16 +170,16 @@ class _State:
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
     def new_tokens(self, begin: int, size: int) -> Tensor:
-        """(B, size): what the steps from ``begin`` on have added."""
+        """The tokens (B, size) that ``size`` steps from ``begin`` on have appended."""
         if self.same_length:
             return self.sequences[:, self.prompt + begin : self.prompt + begin + size]
         return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
 
     def step(self, length: int, weights: "_Weights | None") -> None:
-        """Add a token to each sequence, by ``weights`` alone or by calling the model's modules.
+        """Append a token to each sequence, by ``weights`` alone or by calling the model's modules.
 
         Args:
-            length: of the longest sequence.
+            length: that of the longest sequence.
             weights: the model as one operator; None if its modules must be called.
         """
         logits = self.logits(length, weights)
@@ -186,9 +187,9 @@ class _State:
         self.draw(logits, noise, self.sequences, self.lengths)
 
     def logits(self, length: int, weights: "_Weights | None") -> Tensor:
-        """(B, V) after the newest token of each sequence."""
+        """Compute the logits (B, V) after the newest token of each sequence."""
         if length > self.model.config.block_size:
-            # The windows slide: all positions change with each token.
+            # The window slides, which changes the position of every token.
             padded = self._of_windows(length)
         elif weights is not None:
             padded = weights.decode(self.sequences, self.lengths, self.keys_values)
@@ -201,14 +202,14 @@ class _State:
         return padded[:, : self.model.config.vocab_size]
 
     def _of_windows(self, length: int) -> Tensor:
-        """The logits by running the newest ``block_size`` tokens of each sequence."""
+        """Compute the logits from the newest ``block_size`` tokens of each sequence, without a cache."""
         block_size = self.model.config.block_size
         first = (self.lengths - block_size).clamp(min=0)
         window = first[:, None] + torch.arange(min(length, block_size), device=first.device)
         return self._call(self.sequences.gather(1, window), self.lengths - first, None)
 
     def _call(self, tokens: Tensor, lengths: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
-        """Padded logits after the first ``lengths`` of these tokens (B, T)."""
+        """Compute padded logits after the first ``lengths`` of these tokens (B, T)."""
         hidden = self.model.transformer(tokens) if caches is None else self.model.transformer(tokens, caches)
         newest = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
         padded: Tensor = self.model.lm_head(newest)
@@ -219,7 +220,7 @@ class _State:
 
 
 class _Weights(NamedTuple):
-    """The arguments of ``ops.decode`` that are the model's."""
+    """The model's part of the arguments of ``ops.decode``."""
 
     wte: Tensor
     wpe: Tensor
@@ -233,7 +234,7 @@ class _Weights(NamedTuple):
     approximate: str
 
     def decode(self, sequences: Tensor, lengths: Tensor, keys_values: Tensor) -> Tensor:
-        """Logits (B, Vp) after the newest tokens, whose keys and values are added to the cache."""
+        """Compute logits (B, Vp) after the newest tokens, and add their keys and values to the cache."""
         wte, wpe, layers, norm_weight, norm_bias, head, *options = self
         return ops.decode.default(
             sequences, lengths, wte, wpe, layers, norm_weight, norm_bias, head, keys_values, *options
@@ -241,7 +242,7 @@ class _Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: "GPT2", prompt: Tensor) -> "_Weights | None":
-        """Those of a model whose modules would compute just that; None if they must be called."""
+        """Read the parameters of a model; None if its modules must be called."""
         if prompt.shape[0] > MOST_SEQUENCES or autocast_dtype(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
@@ -263,7 +264,7 @@ class _Weights(NamedTuple):
         )
         tensors = [t for t in (found.wte, found.wpe, *layers, found.norm_weight, bias, found.head) if t is not None]
         each = 6 if bias is None else 12
-        fits = len(layers) == each * config.n_layer and config.n_embd // config.n_head <= 256
+        supported = len(layers) == each * config.n_layer and config.n_embd // config.n_head <= 256
         alike = all(
             type(t) is torch.nn.Parameter
             and t.dtype == found.wte.dtype
@@ -271,20 +272,19 @@ class _Weights(NamedTuple):
             and t.is_contiguous()
             for t in tensors
         )
-        return found if fits and alike else None
+        return found if supported and alike else None
 
 
-def _parameters(block: Any) -> Iterator[Tensor]:
+def _parameters(block: Any) -> list[Tensor]:
     """A layer's parameters in the order of ``ops.decode``, biases that are None left out."""
     attention, mlp = block.attn, block.mlp
-    for module in (block.ln_1, attention.c_attn, attention.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj):
-        yield module.weight
-        if module.bias is not None:
-            yield module.bias
+    modules = block.ln_1, attention.c_attn, attention.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj
+    parameters, mlp_proj_bias = parameters_of(*modules)
+    return [t for t in (*parameters, mlp_proj_bias) if t is not None]
 
 
 def _is_plain(model: "GPT2") -> bool:
-    """Whether no module has been replaced, hooked or changed, and none drops elements now."""
+    """Whether no module was replaced, hooked or changed, and no dropout is active."""
     transformer, eps = model.transformer, model.transformer.ln_f.eps
     heads, activation = model.config.n_head, model.config.activation
 
@@ -301,7 +301,7 @@ def _is_plain(model: "GPT2") -> bool:
     ):
         return False
     return all(
-        not may_draw(block, Block, transformer.drop)
+        not uses_dropout(block, Block, transformer.drop)
         and all_are(nn.LayerNorm, block.ln_1, block.ln_2)
         and all_are(nn.CausalSelfAttention, block.attn)
         and all_are(nn.MLP, block.mlp)
@@ -318,22 +318,23 @@ def _is_plain(model: "GPT2") -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Tokens (B, n) on their way to pinned memory."""
+    """Tokens (B, n) that are being copied to pinned memory, and the event after the copy."""
 
     tokens: Tensor
     arrived: torch.cuda.Event
 
 
 class _Graphs:
-    """Steps as CUDA graphs: of one step, and of several.
+    """CUDA graphs of one step and of several steps.
 
-    They draw from a generator of their own, which has the state of the caller's at each launch: so they serve any.
+    They use a random generator of their own, which gets the state of the caller's generator at each launch. Therefore
+    the same graphs can be used with any generator.
     """
 
     FEWEST = 4
-    """Steps that are worth a capture."""
+    """The fewest steps for which a capture pays."""
     STEPS = 8
-    """Of the longer graph: what the device does between two graphs is done once for so many steps."""
+    """Steps of the longer graph, which amortise the device's work between two graphs."""
 
     def __init__(self, buffers: _Buffers, weights: _Weights, draw: Draw) -> None:
         self.key = self.key_of(weights, draw)
@@ -346,16 +347,16 @@ class _Graphs:
 
     @staticmethod
     def key_of(weights: _Weights, draw: Draw) -> tuple[Any, ...]:
-        """What a captured step depends on, besides the buffers."""
+        """Return everything that a captured step depends on, except the buffers."""
         wte, wpe, layers, norm_weight, norm_bias, head, *options = weights
         tensors = [t for t in (wte, wpe, *layers, norm_weight, norm_bias, head) if t is not None]
         return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
 
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
-        """The tokens of ``count`` steps, (B,) on the host, from sequences the longest of which has ``length`` tokens.
+        """Generate the tokens of ``count`` steps, (B,) on the host; the longest sequence has ``length`` tokens.
 
-        Two launches are under way while the first one's tokens are read: if no more are wanted then, the generator of
-        the draws is set back to the last step that was.
+        Up to two launches are in flight while the tokens of the first are read. If the caller stops early, the random
+        generator is set back to the last step that was read.
         """
         generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
         start = generator.get_offset() if self._offset else 0
@@ -364,7 +365,7 @@ class _Graphs:
         try:
             while taken < count:
                 while launched < count and len(chunks) < 2:
-                    # The first tokens come one by one, the others as many at a time as the longer graph has.
+                    # The first tokens come one by one, so that they arrive early; the others by the longer graph.
                     size = 1 if launched < self.STEPS or count - launched < self.STEPS else self.STEPS
                     self._launch(size, weights, generator)
                     chunks.append(self._fetch(state, length - state.prompt + launched, size))
@@ -390,7 +391,7 @@ class _Graphs:
             generator.set_offset(generator.get_offset() + size * self._offset)
 
     def _fetch(self, state: _State, begin: int, size: int) -> _Chunk:
-        """On a stream of its own, so that the next launch does not wait for it."""
+        """Copy tokens on a separate stream, so that the next launch does not wait for the copy."""
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             from_device = state.new_tokens(begin, size)
@@ -405,7 +406,7 @@ class _Graphs:
         return self._draw.noise(sequences.shape[0], self._vocabulary, sequences.device)
 
     def _offset_per_step(self) -> int:
-        """How far a step's draws move the generator on CUDA: what ``exponential_`` does for so many numbers."""
+        """Measure by how much a step advances the offset of a CUDA generator."""
         if self._draw.generator is None:
             return 0
         before = self._draw.generator.get_offset()
@@ -421,19 +422,19 @@ class _Graphs:
         if self._draw.generator is not None:
             graph.register_generator_state(self._draw.generator)
         device = self._buffers.sequences.device
-        stream, beside = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        stream, second_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Another thread may call what a capture forbids.
+            # Another thread may make calls that are not allowed in a capture.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 noises = [self._noise()]
-                # The other steps' is drawn beside the first step.
-                beside.wait_stream(stream)
-                with torch.cuda.stream(beside):
+                # The noise of the other steps is drawn in parallel with the first step.
+                second_stream.wait_stream(stream)
+                with torch.cuda.stream(second_stream):
                     noises += [self._noise() for _ in range(1, steps)]
                 self._step(noises[0], weights)
-                stream.wait_stream(beside)
+                stream.wait_stream(second_stream)
                 for noise in noises[1:]:
                     self._step(noise, weights)
             finally:
@@ -443,39 +444,39 @@ class _Graphs:
 
 
 class _Kept:
-    """Buffers, and graphs captured over them, that the next generation with the same model may use again."""
+    """Buffers, and graphs captured with them, which the next generation with the same model can reuse."""
 
     _of_models: ClassVar["weakref.WeakKeyDictionary[GPT2, _Kept]"] = weakref.WeakKeyDictionary()
 
     def __init__(self, key: tuple[Any, ...] | None, buffers: _Buffers) -> None:
-        self.key = key  # None: not to be kept
+        self.key = key  # None: do not reuse
         self.buffers = buffers
         self.graphs: _Graphs | None = None
 
     @classmethod
     def take(cls, model: "GPT2", prompt: Tensor, count: int) -> "_Kept":
-        """What the last generation left, if it fits: it belongs to this one until it is put back."""
+        """Take what the last generation left if it can be reused; no other call can until it is put back."""
         block_size, columns = model.config.block_size, prompt.shape[1] + count
         kept = cls._of_models.pop(model, None)
         if not prompt.is_cuda or prompt.shape[0] > MOST_SEQUENCES or columns > block_size + 1:
             return cls(None, _Buffers.new(model, prompt, columns))
-        # Of the longest sequences, but no more than the model itself takes.
+        # Buffers for the longest sequences are kept if they need no more memory than the model's parameters.
         dtype = model.lm_head.weight.dtype
         nbytes = 2 * model.config.n_layer * prompt.shape[0] * block_size * model.config.n_embd * dtype.itemsize
         if count < _Graphs.FEWEST or nbytes > sum(p.nbytes for p in model.parameters()):
             return cls(None, _Buffers.new(model, prompt, columns))
-        # Work on another stream might still use them.
+        # The stream is part of the key, because work on another stream may still use the buffers.
         key = prompt.shape[0], prompt.device, dtype, torch.cuda.current_stream(prompt.device).cuda_stream
         if kept is not None and kept.key == key:
             return kept
         return cls(key, _Buffers.new(model, prompt, block_size + 1))
 
     def graphs_of(self, weights: _Weights, draw: Draw) -> _Graphs | None:
-        """The graphs of such steps."""
+        """Return the kept graphs if they compute steps with these weights and options."""
         found = self.graphs
         return found if found is not None and found.key == _Graphs.key_of(weights, draw) else None
 
     def put_back(self, model: "GPT2") -> None:
-        """To be called at the end of the generation."""
+        """Keep the buffers and graphs for the next generation; called at the end of each generation."""
         if self.key is not None and self.graphs is not None:
             self._of_models[model] = self

@@ -1,4 +1,4 @@
-"""A model from and to files, in any of the forms of `gptkernels.convert`."""
+"""Reading and writing models in any of the formats of `gptkernels.convert`."""
 
 import dataclasses
 import os
@@ -27,20 +27,20 @@ class Files(torch.nn.Module):
     def from_checkpoint(
         cls: type[Model], path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
     ) -> Model:
-        """The model in a file or folder.
+        """Load a model from a file or folder.
 
         Args:
-            path: a ``.safetensors`` (a model or a training state) or the folder of a run, llm.c's ``.bin``, a Hugging
+            path: a ``.safetensors`` (a model or a training state), the folder of a run, llm.c's ``.bin``, a Hugging
                 Face folder, or nanoGPT's ``ckpt.pt``, which is read without running code.
-            device: where to; the CPU when None.
-            dtype: what to convert to; when None the file's, or the smallest that holds all its parameters exactly.
+            device: the device of the model; the CPU when None.
+            dtype: the dtype of the model; when None the file's, or the smallest that holds all its parameters exactly.
 
         Returns:
-            The model without dropout, whatever the file says.
+            The model. Its dropout is 0, whatever the file says.
 
         Raises:
-            ValueError: the file is damaged or of another kind, or holds what GPT-2 here cannot be.
-            OSError: it cannot be read.
+            ValueError: the file is damaged or of another format, or describes a model that this GPT-2 cannot represent.
+            OSError: the file cannot be read.
         """
         config, state = load(path)
         return _build(cls, config, state, 0.0, device, dtype)
@@ -54,19 +54,19 @@ class Files(torch.nn.Module):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """A Hugging Face GPT-2.
+        """Load a Hugging Face GPT-2.
 
         Args:
-            name: a folder, as ``save_pretrained`` writes it here and in transformers; or where there is none of that
-                name, a name on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
-            dropout: of the new model.
-            device: where to; the CPU when None.
+            name: a folder written by ``save_pretrained``, here or in transformers. If there is no such folder, a name
+                on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
+            dropout: the dropout of the new model.
+            device: the device of the model; the CPU when None.
             dtype: as in :meth:`from_checkpoint`.
 
         Raises:
-            ValueError: ``config.json`` describes what GPT-2 here cannot be, a file is missing or damaged, or the name
-                is neither a folder nor one that the hub could have.
-            ImportError: the name is one of the hub, and ``huggingface_hub`` is not installed.
+            ValueError: ``config.json`` describes a model that this GPT-2 cannot represent, a file is missing or
+                damaged, or the name is neither a folder nor a possible name on the hub.
+            ImportError: the name is one on the hub, and ``huggingface_hub`` is not installed.
             OSError: a file cannot be read, or the hub cannot be reached.
         """
         model = read_huggingface(local_folder(name))
@@ -74,7 +74,7 @@ class Files(torch.nn.Module):
         return _build(cls, model.config, state, dropout, device, dtype)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write the model, whole or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
+        """Write the model completely or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
 
         Raises:
             ValueError: the format cannot hold the model.
@@ -85,8 +85,8 @@ class Files(torch.nn.Module):
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads.
 
-        ``config.json`` and ``model.safetensors`` take the place of those that are there. Biases that the model lacks
-        are written as 0.
+        Existing files ``config.json`` and ``model.safetensors`` are replaced. Biases that the model lacks are written
+        as 0.
 
         Raises:
             ValueError: ``folder`` is a file, or the head is not the token embedding.

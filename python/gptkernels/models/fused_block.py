@@ -1,9 +1,6 @@
-"""A block of GPT-2 as one node of autograd's graph: what ``_layer_node.py`` needs to know, read from its modules.
+"""A block of ``GPT2`` as one node of autograd's graph: its description, read from its modules."""
 
-Shapes: B batch, T tokens, C channels.
-"""
-
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,36 +8,34 @@ from torch import Tensor
 from gptkernels import functional, nn
 from gptkernels._dtensor import PLAIN
 from gptkernels._unmodified import are_unmodified
-from gptkernels.block import fp8_node as fp8
-from gptkernels.block.node import NONE, Dropout, Plan, apply_layer, dtypes_of
+from gptkernels.block.fused import FusedBlock, Pending, draw, parameters_of
+from gptkernels.block.node import FP8Histories, Plan, dtypes_of
 from gptkernels.rules._autocast import KEYS
 
+FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-def run(
-    block: torch.nn.Module, stream: Tensor, values: Tensor | None, bias: Tensor | None, dropout: torch.nn.Module | None
-) -> tuple[Tensor, Tensor, Tensor | None] | None:
-    """The block without its last residual addition, by the same operators as its modules and with the same bits.
+
+def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
+    """Compute a ``Block`` without its last residual addition, by its modules' operators and with the same bits.
 
     Args:
-        block: a ``Block``.
+        block: the ``Block``.
         stream: (B, T, C), the residual stream.
-        values: (B, T, C), not yet added to it; None if nothing is.
-        bias: (C), to be added to the values, or None.
-        dropout: the module that drops elements of values + bias before they are added; None without values.
+        pending: must still be added to the stream, unless None.
 
     Returns:
-        The stream, what is now to be added to it, and a bias of that. None where the modules must be called one by one:
-        one has been replaced, hooked or parametrised; the block is traced or transformed; nothing records gradients.
+        The stream, and what must still be added to it. None if the modules must be called one by one: if one has been
+        replaced, hooked or parametrised, if the block is traced or transformed, or if nothing records gradients.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
         return None
-    # torch.nn.Module looks its own children up in Python: its dictionaries are asked instead.
+    # Attribute access of torch.nn.Module is slow, so children and parameters are read from its dictionaries.
     children = block.__dict__["_modules"]
     ln_1, attn, ln_2, mlp, resid_dropout = map(children.__getitem__, ("ln_1", "attn", "ln_2", "mlp", "resid_dropout"))
     if not are_unmodified(
         (ln_1, nn.LayerNorm), (attn, nn.CausalSelfAttention), (ln_2, nn.LayerNorm), (mlp, nn.MLP),
-        (resid_dropout, nn.Dropout), (resid_dropout if dropout is None else dropout, nn.Dropout),
+        (resid_dropout, nn.Dropout),
     ):  # fmt: skip
         return None
     of_attn, of_mlp = attn.__dict__["_modules"], mlp.__dict__["_modules"]
@@ -50,13 +45,11 @@ def run(
     histories = _histories(c_attn, attn_proj, c_fc, mlp_proj)
     if histories is None:
         return None
-    proj_weight, last_bias = _parameters(mlp_proj)
-    parameters = (
-        *(*_parameters(ln_1), *_parameters(c_attn), *_parameters(attn_proj)),
-        *(*_parameters(ln_2), *_parameters(c_fc), proj_weight),
-    )
-    for t in (*parameters, last_bias, bias):
-        if t is not None and (t.dtype != dtypes.wide or type(t) not in PLAIN):
+    parameters, mlp_proj_bias = parameters_of(ln_1, c_attn, attn_proj, ln_2, c_fc, mlp_proj)
+    values, bias, _ = (None, None, None) if pending is None else pending
+    wide = dtypes.wide
+    for t in (*parameters, mlp_proj_bias, bias):
+        if t is not None and (t.dtype != wide or type(t) not in PLAIN):
             return None
     shape, heads = stream.shape, attn.n_head
     if not (
@@ -67,29 +60,28 @@ def run(
         and (values is None or (type(values) in PLAIN and values.shape == shape and values.dtype == dtypes.low))
     ):
         return None
-    if histories and not (fp8.serves(dtypes, parameters) and mlp.activation != "gelu"):
-        return None
-    if not histories and torch._C._autograd._profiler_enabled():
-        return None  # the same kernels, each by an operator of its own
-    epsilons = ln_1.eps, ln_2.eps
-    dropouts = (
-        NONE if dropout is None else _draw(dropout.p, dropout, stream),
-        _draw(attn.dropout, attn, stream),
-        _draw(resid_dropout.p, resid_dropout, stream),
-    )
     if histories:
-        eight = fp8.Plan(epsilons, heads, histories[::2], histories[1::2])
-        stream, values = fp8.apply_fp8_layer(eight, dropouts, stream, values, bias, *parameters)
-        return stream, values, last_bias
-    plan = Plan(epsilons, heads, None, mlp.activation != "gelu", False, dtypes.low, False, mlp.recompute_gelu)
-    stream, values, _, _ = apply_layer(plan, dropouts, None, stream, values, bias, *parameters)
-    return stream, values, last_bias
+        # Autocast casts between the operators; those of a frozen parameter leave out the products that only its
+        # gradient needs, and the scales of their operands.
+        trains = all([t is None or t.requires_grad for t in parameters])
+        norms = parameters.norm_1_weight is not None and parameters.norm_2_weight is not None
+        if not (dtypes.low == wide and wide in FP8_DTYPES and trains and norms and mlp.activation != "gelu"):
+            return None
+    elif torch._C._autograd._profiler_enabled():
+        return None  # the modules call one operator per kernel, which the profile then names
+    plan = Plan(
+        (ln_1.eps, ln_2.eps), heads, None, mlp.activation != "gelu", False, dtypes.low, False, mlp.recompute_gelu,
+        FP8Histories(histories[::2], histories[1::2]) if histories else None,
+    )  # fmt: skip
+    p = resid_dropout.p if resid_dropout.training else 0.0
+    fused = FusedBlock(plan, parameters, mlp_proj_bias, (attn.dropout if attn.training else 0.0, p, p))
+    return fused.run(stream, pending, partial(draw, like=stream))[:2]
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Both histories of each, if all multiply float8 numbers; none if no layer does.
+    """Return both histories of each layer if all have float8 products; an empty list if no layer has.
 
-    None where a layer has other buffers, or some multiply float8 numbers: other products than a node's.
+    None if a layer has other buffers, or if only some have float8 products: no node supports that.
     """
     found: list[Tensor] = []
     for layer in layers:
@@ -100,16 +92,3 @@ def _histories(*layers: nn.Linear) -> list[Tensor] | None:
             return None
         found += buffers.values()
     return found if len(found) in (0, 2 * len(layers)) else None
-
-
-def _parameters(module: torch.nn.Module) -> tuple[Any, Any]:
-    """Weight and bias."""
-    parameters = module.__dict__["_parameters"]
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return module.weight, module.bias  # FSDP makes them plain attributes
-
-
-def _draw(p: Any, module: torch.nn.Module, like: Tensor) -> Dropout:
-    """A dropout of this probability in training: its numbers are those that the operator would be given by itself."""
-    return Dropout(p, *functional._dropout_numbers(p, like)) if p and module.training else NONE

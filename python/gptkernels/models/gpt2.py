@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019). Every operation of its training step is a kernel of this package.
+"""GPT-2 (Radford et al., 2019). All operations of its training step run in this package's kernels.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
 and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
@@ -24,15 +24,15 @@ from gptkernels.rules.encoder import tied_encoder
 
 
 class GPT2(Files, NanoGPT):
-    """GPT-2 with a language-model head that is tied to the token embedding.
+    """GPT-2 with an LM head that is tied to the token embedding.
 
     The embedding has Vp rows. The last Vp - V are 0 and are not used. A state dict with V or more rows can be loaded,
     with or without ``lm_head.weight``.
 
     Args:
-        config: the model's shape.
-        device: of the parameters.
-        dtype: of the parameters.
+        config: the shape of the model.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -46,7 +46,7 @@ class GPT2(Files, NanoGPT):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's: N(0, 0.02), the two projections into the residual stream N(0, 0.02 / sqrt(2L)), biases 0."""
+        """Initialise as GPT-2: weights N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L)), biases 0."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -63,7 +63,7 @@ class GPT2(Files, NanoGPT):
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Keep the head tied: torch replaces parameters that leave the meta device, each by its own."""
+        """Keep the head tied: torch replaces parameters that leave the meta device by separate ones."""
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -75,14 +75,14 @@ class GPT2(Files, NanoGPT):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True, ignore_index: int = -100
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Logits of every position, and their mean cross-entropy with ``targets``.
+        """Compute the logits of every position, and their mean cross-entropy with ``targets``.
 
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
-            targets: (B, T), int64 or int32, ``ignore_index`` where there is none; None for no loss.
+            targets: (B, T), int64 or int32; ``ignore_index`` marks positions without a target. None for no loss.
             return_logits: False, with targets, computes the loss without ever holding all the logits, unless
-                ``lm_head`` has been replaced or hooked and so must be called.
-            ignore_index: the target that is none; nanoGPT's and llm.c's is -1.
+                ``lm_head`` was replaced or hooked and must be called.
+            ignore_index: targets of this value are ignored; nanoGPT and llm.c use -1.
 
         Returns:
             logits (B, T, V), a view of the padded (B, T, Vp), or None; loss, 0-dim float32 (float64 for float64), or
@@ -111,9 +111,9 @@ class GPT2(Files, NanoGPT):
         return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The transformer's output, and the head's weight.
+        """Compute the transformer's output, and return it with the head's weight.
 
-        If that is the token embedding, its two gradients are summed without a pass of their own (``TiedEncoder``).
+        If the head is tied to the token embedding, ``TiedEncoder`` adds up its two gradients without an extra pass.
         """
         transformer, weight = self.transformer, self.lm_head.weight
         if (
@@ -174,10 +174,10 @@ class GPT2(Files, NanoGPT):
         generator: torch.Generator | None = None,
         top_p: float | None = None,
     ) -> Tensor | list[Tensor]:
-        """``tokens`` with ``max_new_tokens`` more: :meth:`stream`, collected.
+        """Append ``max_new_tokens`` tokens to ``tokens``; the tokens are those of :meth:`stream`.
 
         Returns:
-            (B, T + max_new_tokens), of tokens' dtype; of a list of prompts, a list of (T_i + max_new_tokens,).
+            (B, T + max_new_tokens), of tokens' dtype; for a list of prompts, a list of (T_i + max_new_tokens,).
         """
         new = [*self.stream(tokens, max_new_tokens, temperature, top_k, generator, top_p).steps]
         if isinstance(tokens, Tensor):
@@ -194,31 +194,30 @@ class GPT2(Files, NanoGPT):
         generator: torch.Generator | None = None,
         top_p: float | None = None,
     ) -> TokenStream:
-        """The continuation of ``tokens``, a (B,) tensor a step, as soon as it is known.
+        """Continue ``tokens``; yields a (B,) tensor for each step as soon as it is known.
 
-        Keys and values of earlier tokens are kept, so that a step costs one token's work. Once there are more than
-        ``block_size`` tokens the oldest are dropped: every position then changes, so that each step runs the whole
-        window again.
+        Keys and values of earlier tokens are cached, so that a step costs one token's work. Beyond ``block_size``
+        tokens the oldest are dropped. That changes every position, so each step computes the whole window again.
 
-        A step of at most 8 sequences is one operator, unless a module has been replaced or hooked and so must be
-        called. On CUDA it is captured as a graph, which gives the same tokens.
+        A step of at most 8 sequences is one operator, unless a module was replaced or hooked and must be called. On
+        CUDA it is captured as a graph, which gives the same tokens.
 
         Args:
-            tokens: (B, T), int64 or int32, T at least 1; of more than ``block_size`` the last ones are used. Or prompts
-                of different lengths, (T_i,) each, which run as one batch. (Where modules must be called, each step
-                then runs the whole window, because their cache has one length for all sequences.)
-            max_new_tokens: how many steps.
-            temperature: what the logits are divided by; 0 always takes the likeliest token.
-            top_k: only the k likeliest tokens are drawn from; None draws from all.
-            generator: makes the draws reproducible; on the model's device. None is torch's own.
-            top_p: of the tokens that top_k leaves, only the likeliest are drawn from, as few as together have this
-                share of the probability; None draws from all.
+            tokens: (B, T), int64 or int32, T at least 1; if longer than ``block_size``, the last ones are used. Or a
+                list of prompts of different lengths, (T_i,) each, which run as one batch. (If modules must be called,
+                each step then computes the whole window, because their cache has one length for all sequences.)
+            max_new_tokens: the number of steps.
+            temperature: the divisor of the logits; 0 always takes the likeliest token.
+            top_k: draw from the k likeliest tokens only; None draws from all.
+            generator: a random generator on the model's device, for reproducible draws; None is torch's default.
+            top_p: of the tokens that top_k leaves, draw only from the smallest set of likeliest tokens whose total
+                probability reaches this share; None draws from all.
 
         Raises:
             ValueError: tokens is empty or not 2-dimensional (a prompt in a list: not 1-dimensional), max_new_tokens or
                 temperature is negative, top_k is below 1, or top_p is not above 0 and at most 1.
             TypeError: tokens has another dtype.
-            FloatingPointError: at a step, whose logits are NaN or infinite.
+            FloatingPointError: the logits of a step are NaN or infinite.
         """
         window, lengths = self._windows(tokens)
         self._check(window)
@@ -231,7 +230,7 @@ class GPT2(Files, NanoGPT):
         return TokenStream(steps(self, window, lengths, max_new_tokens, draw), window)
 
     def _windows(self, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """The newest ``block_size`` tokens of each prompt, padded on the right to (B, T), and how many they are."""
+        """Return the last ``block_size`` tokens of each prompt, padded on the right to (B, T), and their lengths."""
         if isinstance(tokens, Tensor):
             window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
             return window, [window.shape[-1]] * window.shape[0] if window.dim() == 2 else []
@@ -242,10 +241,10 @@ class GPT2(Files, NanoGPT):
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it where it is missing.
+    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it if it is missing.
 
-    With ``assign=True`` the two become one parameter if they are one in the model. Without fp8 its histories are left
-    out.
+    With ``assign=True`` the two become one parameter if they are one in the model. A model without fp8 ignores amax
+    histories.
     """
     if not model.config.fp8:
         for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:

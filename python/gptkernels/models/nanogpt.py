@@ -1,4 +1,4 @@
-"""What nanoGPT's `GPT` has and its users' scripts call."""
+"""The methods of nanoGPT's `GPT` that its users' scripts call."""
 
 import dataclasses
 from typing import Any
@@ -12,7 +12,7 @@ from gptkernels.optim import AdamW
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """For an optimizer: the matrices (embeddings too) with weight decay, biases and norms without."""
+    """Make an optimizer's parameter groups: matrices and embeddings with weight decay, biases and norms without."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -21,7 +21,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 class NanoGPT(torch.nn.Module):
-    """The methods of :class:`GPT2` about its size and its optimizer, with nanoGPT's names."""
+    """The methods of :class:`GPT2` for its size and its optimizer, with nanoGPT's names."""
 
     config: GPT2Config
     transformer: Transformer
@@ -35,15 +35,15 @@ class NanoGPT(torch.nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Floating-point operations of a training step for each token, as PaLM's appendix B counts them.
 
-        Every weight of a matrix product takes part in 6 of them, and each layer's attention in 12 C times the
-        sequence's length (of which the causal mask would save half).
+        These are 6 for each weight of a matrix product, and for each layer's attention 12 C times the sequence's
+        length (a causal mask would save half of those).
 
         Args:
             length: T; ``block_size`` when None.
         """
         config = self.config
         length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wte is the head's matrix too
+        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the head's matrix
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(
@@ -53,22 +53,22 @@ class NanoGPT(torch.nn.Module):
         betas: tuple[float, float],
         device_type: str | None = None,
     ) -> AdamW:
-        """This package's AdamW, with weight decay on the matrices and none on biases and norms.
+        """Make this package's AdamW, with weight decay for the matrices and none for biases and norms.
 
         Args:
-            weight_decay: of the matrices, embeddings too.
-            learning_rate: of both groups.
+            weight_decay: for the matrices and embeddings.
+            learning_rate: for both groups.
             betas: the decay of the two moments.
-            device_type: without effect; the kernels are those of the parameters' device.
+            device_type: ignored; the kernels are those of the parameters' device.
         """
         return AdamW(parameter_groups(self, weight_decay), lr=learning_rate, betas=betas)
 
     @torch.no_grad()
     def crop_block_size(self, block_size: int) -> None:
-        """Keep the first ``block_size`` positions only; before an optimizer is made, as the parameter is a new one.
+        """Keep only the first ``block_size`` positions. Call this before making an optimizer: the parameter is new.
 
         Raises:
-            ValueError: there are fewer, or none is to be kept.
+            ValueError: ``block_size`` is below 1 or above the present one.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")
@@ -81,7 +81,7 @@ class NanoGPT(torch.nn.Module):
         """The number of parameters, without the padding of the vocabulary.
 
         Args:
-            non_embedding: without the positions' embedding; the tokens', which is the head too, counts.
+            non_embedding: do not count the position embedding; the token embedding, which is also the head, counts.
         """
         positions = self.config.block_size * self.config.n_embd if non_embedding else 0
         return self.num_parameters() - positions
@@ -96,12 +96,12 @@ class NanoGPT(torch.nn.Module):
 
         Args:
             fwdbwd_per_iter: sequences of ``block_size`` tokens in a step.
-            dt: seconds that the step takes.
-            peak_flops: operations a second to compare with; when None the dense bfloat16 peak of the parameters'
-                device (nanoGPT's is always the A100's, 312e12).
+            dt: the duration of the step in seconds.
+            peak_flops: the peak in operations a second; when None, the dense bfloat16 peak of the parameters' device
+                (nanoGPT always assumes the A100's, 312e12).
 
         Raises:
-            ValueError: the device's peak is not known, or a number is not above 0.
+            ValueError: the device's peak is unknown, or a number is not above 0.
         """
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops

@@ -1,4 +1,4 @@
-"""What a layer that the backward pass runs again must find as it was: random state, and scales of float8 numbers."""
+"""Recomputation of layers in the backward pass, with the random state and float8 scales of the first run."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from gptkernels import nn
 from gptkernels._unmodified import is_unmodified
 
-_NEVER_DRAW = (
+_NO_DROPOUT = (
     nn.LayerNorm,
     nn.Linear,
     nn.MLP,
@@ -23,14 +23,14 @@ _NEVER_DRAW = (
 )
 
 
-def may_draw(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: torch.nn.Module) -> bool:
-    """Whether running a layer may take random numbers: it drops elements now, or has a part that is not known.
+def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: torch.nn.Module) -> bool:
+    """Whether running a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
 
     Args:
-        layer: asked with all its parts, as they are now: an adapter may have come since it was made, a probability or
-            the mode may have changed.
+        layer: the layer. It is checked at each call, because an adapter may be added, or a probability or the mode may
+            change.
         kind: the layer's class, whose own forward draws nothing.
-        others: modules that run with it.
+        others: modules that run with the layer.
     """
     if not is_unmodified(layer, kind):
         return True
@@ -42,29 +42,29 @@ def _draws(part: Any) -> bool:
         return part.training and part.p > 0
     if is_unmodified(part, nn.CausalSelfAttention):
         return part.training and part.dropout > 0
-    return not any(is_unmodified(part, kind) for kind in _NEVER_DRAW)
+    return not any(is_unmodified(part, kind) for kind in _NO_DROPOUT)
 
 
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
-    """``run(layer, *args)``, of which only the arguments are kept for the backward pass, which runs it again.
+    """Compute ``run(layer, *args)`` and save only the arguments for the backward pass, which computes it again.
 
-    Under ``torch.compile``, which knows no such contexts, that rounds to float8 with the scales of the call after it.
+    ``torch.compile`` does not support the contexts. Compiled, recomputation rounds to float8 with the newer scales.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Of the first run, which is yet to come, and of the others."""
+    """Return the context managers for the first run and for the recomputation."""
     layers = [part for part in layer.modules() if isinstance(part, nn.Linear) and part.multiplies_fp8()]
     return nullcontext(), _Histories(layers) if layers else nullcontext()
 
 
 class _Histories(AbstractContextManager[None]):
-    """Layers have copies of the histories that their inputs had when this was made.
+    """While active, layers use copies of the amax histories that their inputs had when this object was made.
 
-    So they round to the same numbers, and what is run again is not noted again. May be entered more than once: a graph
-    that is retained has several backward passes.
+    Then recomputation rounds to the same numbers, and does not record the amax again. It may be entered more than
+    once, because a retained graph can have several backward passes.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:

@@ -1,29 +1,22 @@
-"""GPT-2's layers (Radford et al., 2019), up to the norm before its head.
+"""GPT-2's layers (Radford et al., 2019), including the final norm, without the head.
 
 Shapes: B batch, T tokens, C channels. Parameters have nanoGPT's and Hugging Face's names; matrices are (out, in) as in
 ``torch.nn.Linear``.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gptkernels import functional, nn
+from gptkernels import nn
 from gptkernels._unmodified import are_unmodified, is_exporting, is_unmodified
-from gptkernels.models import fused_block as one_node
+from gptkernels.block.fused import Pending, add, draw
+from gptkernels.models import fused_block
 from gptkernels.models.config import GPT2Config
-from gptkernels.models.recompute import checkpointed, may_draw
+from gptkernels.models.recompute import checkpointed, uses_dropout
 from gptkernels.rules import ops
-
-
-class Pending(NamedTuple):
-    """What is yet to be added to the residual stream: (B, T, C), and a bias (C) or None; dropout is of their sum."""
-
-    values: Tensor
-    bias: Tensor | None
-    dropout: torch.nn.Module
 
 
 class Block(torch.nn.Module):
@@ -36,90 +29,83 @@ class Block(torch.nn.Module):
         self.attn = nn.CausalSelfAttention(C, config.n_head, bias, device, dtype, config.dropout, config.fp8)
         self.ln_2 = nn.LayerNorm(C, bias=bias, device=device, dtype=dtype)
         self.mlp = nn.MLP(C, bias, device, dtype, config.activation, config.fp8)
-        self.resid_dropout = nn.Dropout(config.dropout)  # of both additions
+        self.resid_dropout = nn.Dropout(config.dropout)  # used in both additions
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
         """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
-        return _add(*self.without_last_addition(x, None, cache))
+        return add(*self.without_last_addition(x, None, cache))
 
     def without_last_addition(
         self, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
     ) -> tuple[Tensor, Pending]:
-        """The layer without its last residual addition, which the next layer does.
+        """Compute the layer without its last residual addition, which the next layer makes.
 
         An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
         next layer, so the addition is passed on to it.
 
         Args:
             stream: (B, T, C), the residual stream.
-            pending: not yet added to the stream; None if nothing is pending.
+            pending: is added to the stream first, unless None.
             cache: as in :meth:`forward`.
 
         Returns:
-            The stream, and what is now to be added to it.
+            The stream, and what is to be added to it next.
         """
         if cache is None:
-            found = one_node.run(self, stream, *((None, None, None) if pending is None else pending))
+            found = fused_block.run(self, stream, pending)
             if found is not None:
-                stream, values, bias = found
-                return stream, Pending(values, bias, self.resid_dropout)
-        normed, stream = _add_and_norm(stream, pending, self.ln_1)
+                return found
+        normed, residual_1 = _add_and_norm(stream, pending, self.ln_1)
         caches = () if cache is None else (cache,)
         if is_unmodified(self.attn, nn.CausalSelfAttention):
             values, bias = self.attn.without_bias(normed, *caches)
         else:
             values, bias = self.attn(normed, *caches), None
-        normed, stream = _add_and_norm(stream, Pending(values, bias, self.resid_dropout), self.ln_2)
+        normed, residual_2 = _add_and_norm(residual_1, _pending(values, bias, self.resid_dropout), self.ln_2)
         if is_unmodified(self.mlp, nn.MLP):
             values, bias = self.mlp.without_bias(normed)
         else:
             values, bias = self.mlp(normed), None
-        return stream, Pending(values, bias, self.resid_dropout)
+        return residual_2, _pending(values, bias, self.resid_dropout)
 
 
-def _add(stream: Tensor, pending: Pending | None) -> Tensor:
-    if pending is None:
-        return stream
-    return stream + pending.dropout(_biased(pending))
-
-
-def _biased(pending: Pending) -> Tensor:
-    return pending.values if pending.bias is None else pending.values + pending.bias.to(pending.values.dtype)
+def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
+    """Return a sublayer's output, which is pending; a dropout that was replaced or hooked is called here."""
+    if is_unmodified(dropout, nn.Dropout):
+        return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
+    return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """``norm`` of the stream with what is pending, and that stream, in one kernel unless a module must be called."""
-    if pending is None or not is_unmodified(norm, nn.LayerNorm):
-        stream = _add(stream, pending)
+    """Add ``pending`` to the stream; returns ``norm`` of the sum, and the sum: one kernel unless a module is called."""
+    if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
+        stream = add(stream, pending)
         return norm(stream), stream
     values, bias, dropout = pending
-    p, training = 0.0, False
-    if is_unmodified(dropout, nn.Dropout):
-        p, training = cast(nn.Dropout, dropout).p, dropout.training
-    else:
-        values, bias = dropout(_biased(pending)), None
-    shape = norm.normalized_shape
-    return functional.residual_layer_norm(values, stream, shape, norm.weight, norm.bias, norm.eps, bias, p, training)
+    normed, total, _, _ = ops.residual_layernorm.default(
+        values, stream, norm.weight, norm.bias, norm.eps, bias, *dropout
+    )
+    return normed, total
 
 
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """A layer, whatever has become of it: the stream, and what is to be added to it."""
+    """Run a layer, even if it was replaced or wrapped; returns the stream and what is to be added to it."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
-    stream = _add(stream, pending)
+    stream = add(stream, pending)
     return layer(stream) if cache is None else layer(stream, cache), None  # an adapter need not know of caches
 
 
 class Transformer(torch.nn.Module):
-    """All of GPT-2 but its head.
+    """GPT-2 without its head.
 
-    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of the
-    modules has been replaced, wrapped, hooked or parametrised: such a module is called.
+    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of these
+    modules was replaced, wrapped, hooked or parametrised: then it is called.
 
     Attributes:
-        recompute_blocks: keep nothing of a layer but its inputs for the backward pass, which runs the layer again.
+        recompute_blocks: save only a layer's inputs for the backward pass, which computes the layer again.
     """
 
     recompute_blocks: bool = False
@@ -137,29 +123,29 @@ class Transformer(torch.nn.Module):
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
         """Tokens (B, T) -> the final norm's output (B, T, C).
 
-        With caches, one a layer, the tokens are those that follow what is in them.
+        With caches, one for each layer, the tokens follow the cached ones.
         """
         return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
 
     def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """What :meth:`forward` does with the sum of both embeddings, (B, T, C)."""
+        """Compute the rest of :meth:`forward` from the sum of both embeddings, (B, T, C)."""
         stream = self.drop(stream)
         pending: Pending | None = None
         recompute = self.recompute_blocks and caches is None and torch.is_grad_enabled()
         for i, layer in enumerate(self.h):
             if recompute:
-                draws = may_draw(layer, Block, *(() if pending is None else (pending.dropout,)))
+                draws = uses_dropout(layer, Block)
                 stream, pending = checkpointed(_run, layer, stream, pending, draws=draws)
             else:
                 stream, pending = _run(layer, stream, pending, None if caches is None else caches[i])
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
     def embeds_in_one(self) -> bool:
-        """Whether the two embeddings are one operator."""
+        """Whether the two embeddings can be computed by one operator."""
         return are_unmodified((self.wte, nn.Embedding), (self.wpe, nn.Embedding)) and not is_exporting()
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
-        """Tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
+        """Embed tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
         if self.embeds_in_one():
             positions = self.wpe.weight[start:] if start else self.wpe.weight
             return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)

@@ -1,6 +1,6 @@
-"""The rules torch takes in Python for each operator: fake, autograd, autocast, flops. One file an op.
+"""The operators' Python rules for torch: fake, autograd, vmap, autocast, flops. One file for each operator.
 
-``from gptkernels.rules import ops`` gives the operators themselves, with these rules registered: ``ops.gelu(x)``.
+``from gptkernels.rules import ops`` gives the operators with these rules registered: ``ops.gelu(x)``.
 """
 
 import importlib

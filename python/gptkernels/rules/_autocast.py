@@ -1,7 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch keeps the low-precision copy of a parameter until the outermost context ends, so that a weight is cast once
-however often it is used. Its cache cannot be called from Python; here is one of the same rules and the same lifetime.
+Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight is cast once
+however often it is used. Its cache cannot be called from Python; this one has the same rules and lifetime.
 """
 
 import weakref
@@ -17,19 +17,19 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that ``torch.autocast`` casts to; None if it is off, and for devices without kernels, such as meta."""
+    """Return the dtype of ``torch.autocast``; None if it is off, or for devices without kernels, such as meta."""
     if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """A context without autocast, for any device type."""
+    """Return a context without autocast, for any device type."""
     return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
-    """The op's kernel at the device type's autocast key: ``policy`` is as in ``_register.autocast``."""
+    """Make the op's kernel for the device type's autocast key; ``policy`` is as in ``_register.autocast``."""
 
     def target(values: Sequence[Any]) -> torch.dtype:
         if policy == "lower":
@@ -45,7 +45,7 @@ def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..
 
 
 def kernel_by(op: Callable[..., Any], device_type: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel at the device type's autocast key: ``rule`` is as in ``_register.autocast_by``."""
+    """Make a kernel for the device type's autocast key; ``rule`` is as in ``_register.autocast_by``."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
 
     def cast_eligible(value: Any, dtype: torch.dtype) -> Any:
@@ -67,19 +67,19 @@ def _eligible(value: Any, device_type: str) -> bool:
     )
 
 
-# ---- one cast a parameter and context --------------------------------------------------------------------------------
+# ---- one cast for each parameter and context -------------------------------------------------------------------------
 
 
 class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):
-    """From a parameter (by identity) and whether gradients are recorded to the parameter, its version, and its cast."""
+    """Maps the id of a parameter, and whether gradients are recorded, to the parameter, its version, and its cast."""
 
 
-_casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak reference, once there has been a context)
+_casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak reference after the first context)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """``value.to(dtype)``, once for a float32 parameter inside the outermost autocast context."""
-    if value.dtype == dtype or not _may_keep(value, dtype):
+    """Compute ``value.to(dtype)``, once for a float32 parameter inside the outermost autocast context."""
+    if value.dtype == dtype or not _is_cacheable(value, dtype):
         return value.to(dtype)
     casts = _casts()
     if casts is None:
@@ -91,7 +91,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     return kept[2]
 
 
-def _may_keep(value: Tensor, dtype: torch.dtype) -> bool:
+def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
     """Torch's conditions: a float32 leaf that requires a gradient, cast to autocast's own dtype; and no tracing."""
     return (
         value.dtype == torch.float32
@@ -107,16 +107,16 @@ def _may_keep(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _new_casts() -> _Casts:
-    """A dictionary that lives until torch clears its own cache.
+    """Make a dictionary that lives until torch clears its own cache.
 
-    Torch has no callback for that. So a small parameter of ours is put into torch's cache, by a product of no rows. Its
-    cast, to which only torch has a reference, holds the dictionary.
+    Torch has no callback for that. Therefore a product without rows puts a small parameter into torch's cache. The
+    dictionary is an attribute of its cast, to which only torch has a reference.
     """
     global _casts
     casts = _Casts()
     with _disable_current_modes(), _disable_saved_tensors_hooks(), torch.inference_mode(False), torch.enable_grad():
         rows, weight = torch.ones(0, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
-        # With the CPU's autocast key, whatever device type autocast is enabled for: all share one cache.
+        # The CPU's autocast key works for every device type, since all share one cache.
         autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         product = torch.ops.aten.linear.default.redispatch(autocast_cpu, rows, weight.requires_grad_())
         product.grad_fn._saved_mat2._base.gptkernels_casts = casts
@@ -126,7 +126,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Within, saved tensors are kept as they are. (The hooks of activation checkpointing would replace them.)"""
+    """Save tensors as they are inside this context. (The hooks of activation checkpointing would replace them.)"""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

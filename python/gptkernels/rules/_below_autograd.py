@@ -1,4 +1,4 @@
-"""Operators called without autograd's and autocast's rules, inside a node of autograd's graph that stands for them."""
+"""Calls of operators below autograd and autocast, inside a node of autograd's graph that differentiates them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from gptkernels.rules._autocast import KEYS
 
 
 def _excluded() -> torch._C.DispatchKeySet:
-    """What ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast of all devices."""
+    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast's for all devices."""
     before = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._AutoDispatchBelowAutograd():
         keys = torch._C._dispatch_tls_local_exclude_set() - before
@@ -21,5 +21,5 @@ _KEYS, _guard = _excluded(), torch._C._ExcludeDispatchKeyGuard
 
 
 def below() -> Any:
-    """A context manager: below autograd and autocast."""
+    """Return a context manager in which operators are called below autograd and autocast."""
     return _guard(_KEYS)

@@ -1,7 +1,7 @@
-"""Tells Inductor that the ops are calls into this package.
+"""Registration of the ops as fallbacks in Inductor.
 
-Inductor also calls ops that it has no rule for. But up to torch 2.12 it first formats the arguments of such an op for
-its log, each with everything that it was computed from, which takes time exponential in the depth of a model.
+Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments for its log,
+each with all its inputs, which takes time exponential in the depth of a model.
 """
 
 import sys
@@ -13,10 +13,10 @@ _done: list[Any] = []
 
 
 def register_fallbacks() -> None:
-    """Register every op, once Inductor is loaded.
+    """Register every op, if Inductor is loaded.
 
-    Called by every fake rule: Inductor is loaded before it traces a graph with them and lowers the result. So importing
-    this package does not import Inductor.
+    Every fake rule calls this, because Inductor is loaded before it traces a graph with these rules. In this way
+    importing this package does not import Inductor.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):

@@ -1,8 +1,8 @@
-"""Forward-mode AD: an op's outputs with tangents, from arguments with tangents.
+"""Forward-mode AD: the tangents of an op's outputs from those of its arguments.
 
-A rule takes the op's arguments (all of them, by position, without their tangents), their tangents and its outputs. It
-returns the outputs' tangents: one or, for several outputs, a tuple, with None for what has no tangent. It is written in
-differentiable ops, so that forward mode composes with reverse mode and with itself.
+A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. It
+returns the outputs' tangents: one or, for several outputs, a tuple, with None for an output without a tangent. It is
+written in differentiable ops, so that forward mode composes with reverse mode and with itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +16,10 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 
 
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
-    """The function with the rule as its ``jvp``.
+    """Return a subclass of the function with the rule as its ``jvp``.
 
-    Torch then gives the outputs their tangents before they are saved for the backward, so that forward over reverse
-    finds them there. It is a separate class, so that calls without tangents save nothing more.
+    Torch then gives the outputs their tangents before they are saved for the backward, as forward over reverse needs.
+    It is a separate class, so that calls without tangents save nothing more.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -32,10 +32,10 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             args, outputs, constant = ctx.forward_mode
-            del ctx.forward_mode  # the outputs know their ctx: do not leave a cycle
+            del ctx.forward_mode  # the outputs refer to ctx: this breaks the reference cycle
             several = isinstance(outputs, tuple)
             outputs = outputs if several else (outputs,)
-            # Torch disables forward mode here. An outer forward-mode transform needs it.
+            # Torch disables forward mode here, but an outer forward-mode transform needs it.
             with forward_ad._set_fwd_grad_enabled(True):
                 primals = [a if t is None else unpack(a).primal for a, t in zip(args, tangents, strict=True)]
                 found = rule(primals, tangents, outputs)
@@ -53,13 +53,13 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
 def active() -> bool:
     """Whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
 
-    (A compiled transform enters no level that Python knows of.)
+    (A compiled transform does not change the level that Python knows.)
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
-    """The tensor without its tangent, and the tangent or None. Torch has one level, 0."""
+    """Return the tensor without its tangent, and the tangent or None. Torch has only level 0."""
     return forward_ad.unpack_dual(t, level=0)
 
 
@@ -69,10 +69,10 @@ def any_tangent(args: Sequence[Any]) -> bool:
 
 
 def by_formula(formula: Callable[..., Any]) -> Rule:
-    """A rule from the op's formula in torch ops, by torch's own forward mode.
+    """Make a rule from the op's formula in torch ops, by torch's own forward mode.
 
     Args:
-        formula: takes the op's arguments by position; returns its outputs, or None for one that has no derivative.
+        formula: takes the op's arguments by position; returns its outputs, or None for an output without derivative.
     """
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -86,9 +86,9 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 
 
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
-    """A rule for an op that is linear in each of these arguments, from its function of all the arguments.
+    """Make a rule for an op that is linear in each of these arguments, from a function of all the arguments.
 
-    The tangent is the sum, over the arguments that have one, of the op with the tangent in the argument's place.
+    The tangent is a sum over the arguments with a tangent: of the op with the tangent in place of the argument.
     """
 
     def decorate(function: Callable[..., Any]) -> Rule:

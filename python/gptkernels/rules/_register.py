@@ -1,24 +1,27 @@
-"""How an op's Python rules reach torch's dispatcher.
+"""Registration of an op's Python rules with torch's dispatcher.
 
-An op's file holds its rules and ends with one call for each:
+An op's file contains its rules and ends with one call for each:
 
-| call | what the op then does |
+| call | what it provides |
 |---|---|
 | ``fake(name, f)`` | shapes and dtypes without data: meta and fake tensors, ``torch.compile``, ``torch.export`` |
 | ``autograd(name, Function, jvp=rule)`` | derivatives, reverse and forward, under ``torch.func``'s transforms too |
+| ``autograd_by_formula(name, f, inputs=n)`` | the same for a ``_backward`` op, from its formula in torch ops |
 | ``vmap(name, rule)`` | ``torch.vmap``, and with it ``jacrev``, ``jacfwd``, ``hessian`` and per-sample gradients |
 | ``autocast(name, cuda=..., cpu=...)`` | casts inside ``torch.autocast`` |
 | ``flops(name, f)`` | ``torch.utils.flop_counter`` |
-| ``mutates(name)``, ``without_derivative(name)`` | for an op that writes into an argument; for one with no derivative |
+| ``mutates(name)``, ``without_derivative(name)`` | for an op that writes to an argument; for one without derivative |
 
 - ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
   ``backward`` calls the ``_backward`` op. It needs no ``setup_context``: the dispatcher calls it once for each
   transform, as it calls the autograd kernels of torch's own ops.
-- ``jvp`` is written for the outputs' tangents (see ``_forward.py``): by an op that is linear in the argument, or by
-  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs one as well: forward over reverse calls
-  it.
-- ``vmap`` is a rule from ``_vmap.py``: ``rows(...)`` where the mapped dimension is only one more leading dimension,
-  ``loop`` where it is not.
+- ``jvp`` returns the outputs' tangents (see ``_jvp.py``): by an op that is linear in the argument, or by
+  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs one as well, because forward over
+  reverse calls it.
+- A ``_backward`` op is differentiated by ``differentiate(f, ...)`` from its own formula in torch ops. ``present`` makes
+  None of the outputs that its mask excludes.
+- ``vmap`` is a rule from ``_vmap.py``: ``rows(...)`` if the mapped dimension is only one more leading dimension,
+  ``rows_and_sums(...)`` for a backward that also returns gradients of parameters, otherwise ``loop``.
 
 The autograd kernel is the leanest that ``torch.compile`` still traces: it calls ``Function`` without the argument
 handling of ``torch.library.register_autograd`` and of ``Function.apply``.
@@ -36,15 +39,14 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from gptkernels import _library
-from gptkernels.rules import _autocast, _inductor, _vmap
-from gptkernels.rules import _jvp as _forward
+from gptkernels.rules import _autocast, _inductor, _jvp, _vmap
 
 ops = torch.ops.gptkernels
 _registrations = torch.library.Library("gptkernels", "FRAGMENT")
 
 
 def fake(name: str, function: Callable[..., Any]) -> None:
-    """The op's output shapes and dtypes, for tracing without data."""
+    """Register a function of the op's arguments that returns empty outputs, for tracing without data."""
 
     def rule(*args: Any, **kwargs: Any) -> Any:
         _inductor.register_fallbacks()
@@ -53,29 +55,34 @@ def fake(name: str, function: Callable[..., Any]) -> None:
     torch.library.register_fake(f"gptkernels::{name}", rule, lib=_registrations)
 
 
+def like(position: int) -> Callable[..., Tensor]:
+    """Make a function for ``fake``: the output has the shape and dtype of the argument at this position."""
+    return lambda *args, **kwargs: args[position].new_empty(args[position].shape)
+
+
 # ---- derivatives -----------------------------------------------------------------------------------------------------
 
 
-def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _forward.Rule) -> None:
-    """Differentiate the op.
+def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Rule) -> None:
+    """Register the op's derivative.
 
     Args:
         name: the op.
         function: takes the op's arguments by position, calls it through ``below_autograd``, and differentiates it.
-        jvp: the tangents of its outputs, for forward-mode AD.
+        jvp: computes the tangents of its outputs, for forward-mode AD.
     """
     op = getattr(ops, name).default
     complete = completer(op)
-    apply, apply_forward = recorder(function), recorder(_forward.with_jvp(function, jvp))
+    apply, apply_forward = recorder(function), recorder(_jvp.with_jvp(function, jvp))
 
-    # Looked up once: an op on a small tensor takes 5 us in all.
+    # These are looked up once, because a call of an op on a small tensor takes only 5 us.
     transforms_active, below = torch._C._are_functorch_transforms_active, torch._C._AutoDispatchBelowAutograd
     grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0 or transforms_active():  # _forward.active()
+        if forward_ad._current_level >= 0 or transforms_active():  # _jvp.active()
             positional = complete(args, kwargs)
-            if _forward.any_tangent(positional):
+            if _jvp.any_tangent(positional):
                 return apply_forward(*positional)
         if not (grad_enabled() and any_requires_grad(*args, **kwargs)):
             with below():
@@ -85,11 +92,61 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _forwar
     _registrations.impl(name, kernel, "Autograd")
 
 
+def save(ctx: Any, *values: Any) -> None:
+    """Save tensors and other values for the backward, which gets all of them from ``saved``."""
+    ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
+    ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """Return the values of ``save``."""
+    return [constant if t is None else t for t, constant in zip(ctx.saved_tensors, ctx.constants, strict=True)]
+
+
+def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
+    """Register the derivatives of a formula in torch ops as those of an op, usually a ``_backward`` op.
+
+    Args:
+        name: the op.
+        formula: takes the op's arguments by position; returns its outputs, or None for one that the op's
+            ``output_mask`` excludes.
+        inputs: the number of leading arguments with a derivative. The formula must not depend on other tensors that
+            the forward op computed from them.
+    """
+    op = getattr(ops, name).default
+    call = call_by_position(op, op)
+    is_masked = op._schema.arguments[-1].name == "output_mask"
+
+    class ByFormula(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            outputs = below_autograd(call, *args)
+            ctx.dtypes = [out.dtype for out in (outputs if isinstance(outputs, tuple) else (outputs,))]
+            save(ctx, *args)
+            ctx.set_materialize_grads(False)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            args = saved(ctx)
+
+            def outputs(*variables: Any) -> tuple[Any, ...]:
+                found = formula(*variables, *args[inputs:])
+                found = found if isinstance(found, tuple) else (found,)
+                return tuple(t if t is None else t.to(dtype) for t, dtype in zip(found, ctx.dtypes, strict=True))
+
+            needs = ctx.needs_input_grad[:inputs]
+            found = differentiate(outputs, args[:inputs], needs, present(grads, args[-1]) if is_masked else grads)
+            return *found, *(None,) * (len(args) - inputs)
+
+    autograd(name, ByFormula, jvp=_jvp.by_formula(formula))
+
+
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` for an autograd kernel.
+    """Return a function that does what ``function.apply`` does, for an autograd kernel.
 
     ``Function.apply`` is written in Python and handles transforms and default arguments at each call. The dispatcher
-    has done that before it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
+    has already done that when it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     apply_in_transform = _single_level(function).apply
@@ -109,16 +166,16 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """The function for one transform alone: from torch 2.15 on, ``Function.apply`` handles transforms in C++ too."""
+    """Copy the function for a single transform: from torch 2.15 on, ``apply`` handles transforms in C++ too."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 class _Outer(threading.local):
-    """Whether reverse and forward AD were on where an op was called under a transform of torch.func.
+    """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the transforms further out,
-    which would miss the op otherwise.
+    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the outer transforms, which
+    otherwise would miss the op.
     """
 
     modes = True, True
@@ -128,16 +185,16 @@ _outer = _Outer()
 
 
 def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """A function that takes all of the op's arguments by position and calls ``function`` with the op's signature."""
+    """Return a function that takes the op's arguments by position and calls ``function`` with the op's signature."""
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     split = len(op._schema.arguments) - len(keywords)
     return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
 
 
 def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
-    """A function that returns all of the op's arguments by position.
+    """Return a function that gives all of the op's arguments by position.
 
-    The dispatcher leaves out trailing arguments that have their defaults.
+    The dispatcher omits trailing arguments that have their defaults.
     """
     defaults = [argument.default_value for argument in op._schema.arguments]
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
@@ -154,7 +211,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its own autograd rule: this calls the kernel, or the next transform of torch.func."""
+    """Call the op from its own autograd rule: it runs the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -169,7 +226,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """A backward's outputs, with None in place of those that the mask leaves out."""
+    """Return a backward's outputs, with None for those that the mask excludes."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
 
@@ -179,16 +236,15 @@ def differentiate(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of ``formula(*inputs)``, written in torch ops, by torch's own autograd.
+    """Compute the gradients of ``formula(*inputs)``, which is written in torch ops, by torch's own autograd.
 
-    This is how a backward is itself differentiable where a kernel of its own is not worth it. The result is
-    differentiable again.
+    It makes a backward differentiable if a kernel is not worth it. The result can be differentiated again.
 
     Args:
         formula: the op's outputs as a differentiable function of the inputs.
-        inputs: the op's tensors; None where one is absent.
-        needs: whether a gradient is wanted, for each input.
-        grad_outputs: the incoming gradients; None where an output is not used.
+        inputs: the op's tensors; None for an absent one.
+        needs: whether a gradient is needed, for each input.
+        grad_outputs: the incoming gradients; None for an unused output.
 
     Returns:
         A gradient or None for each input.
@@ -221,7 +277,7 @@ def _differentiate_by_func(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """``differentiate`` under a transform of torch.func, where ``requires_grad`` may belong to another level."""
+    """Compute ``differentiate`` under a transform of torch.func, where ``requires_grad`` may be of another level."""
     places = [i for i, (t, need) in enumerate(zip(inputs, needs, strict=True)) if t is not None and need]
     found: list[Tensor | None] = [None] * len(inputs)
     if places and any(g is not None for g in grad_outputs):
@@ -243,7 +299,7 @@ def _differentiate_by_func(
 
 
 def vmap(name: str, rule: _vmap.Rule) -> None:
-    """What the op does under ``torch.vmap``."""
+    """Register the op's rule for ``torch.vmap``."""
     op = getattr(ops, name).default
     complete, call = completer(op), call_by_position(op, op)
 
@@ -264,7 +320,7 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
         name: the op.
         cuda: ``"float32"``, ``"lower"`` (autocast's own dtype), ``"promote"`` (the widest among the arguments), or None
             for no rule.
-        cpu: likewise.
+        cpu: as for ``cuda``.
     """
     for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
@@ -273,10 +329,10 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
 
 
 def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
-    """Run ``rule(op, cast, *arguments)`` inside autocast: for an op whose arguments are not all cast alike.
+    """Run ``rule(op, cast, *arguments)`` inside autocast, for an op whose arguments have different rules.
 
-    ``cast(value, dtype)`` casts what autocast would cast and returns anything else unchanged. Inside the rule autocast
-    is off.
+    ``cast(value, dtype)`` casts what autocast would cast, and returns anything else unchanged. Autocast is off inside
+    the rule.
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
@@ -284,9 +340,9 @@ def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
 
 # ---- ops that write into their arguments -----------------------------------------------------------------------------
 def mutates(name: str) -> None:
-    """Increment the versions of the tensors that the op writes into, as torch's own in-place ops do.
+    """Increment the versions of the tensors that the op writes to, as torch's own in-place ops do.
 
-    By its version autograd detects that a saved tensor was modified. The schema says which arguments are written into.
+    Autograd detects by the version that a saved tensor was modified. The schema marks the arguments that are written.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -300,10 +356,10 @@ def mutates(name: str) -> None:
 
 
 def without_derivative(name: str) -> None:
-    """Make the op raise an error where autograd would have to differentiate it.
+    """Make the op raise an error if autograd would have to differentiate it.
 
-    Elsewhere the same rule does what ``mutates`` does: a second rule would pass lists of hundreds of tensors through
-    Python once more, which takes as long as the op itself.
+    The same rule does what ``mutates`` does, because a second rule would pass lists of hundreds of tensors through
+    Python again, which takes as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -311,11 +367,11 @@ def without_derivative(name: str) -> None:
     def refuse(t: Tensor) -> None:
         if t.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(f"gptkernels::{name} has no derivative: call it under torch.no_grad()")
-        if _forward.any_tangent((t,)):
+        if _jvp.any_tangent((t,)):
             raise RuntimeError(f"gptkernels::{name} has no derivative: an argument has a forward-mode tangent")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or _forward.active():
+        if torch.is_grad_enabled() or _jvp.active():
             for value in (*args, *kwargs.values()):
                 for t in value if isinstance(value, list | tuple) else (value,):
                     if isinstance(t, Tensor):
@@ -329,13 +385,13 @@ def without_derivative(name: str) -> None:
 
 
 def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict[str, Any]], None]:
-    """A function that increments the versions of the arguments that the op writes into."""
+    """Return a function that increments the versions of the arguments that the op writes to."""
     written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def increment(tensors: Sequence[Tensor]) -> None:
         try:
             torch.autograd.graph.increment_version(tensors)
-        except RuntimeError:  # inference tensors have no versions; asking each of them takes longer
+        except RuntimeError:  # inference tensors have no versions; checking each tensor first takes longer
             torch.autograd.graph.increment_version([*filterfalse(Tensor.is_inference, tensors)])
 
     def count_versions(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -350,7 +406,7 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
 
 
 def refuse_cuda(name: str, reason: str) -> None:
-    """Make the op say, when it is called with CUDA tensors, why it has no kernel for them."""
+    """Make the op raise an error, with the reason, when it is called with CUDA tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(f"gptkernels::{name}: no CUDA kernels are loaded: {reason}")
@@ -368,5 +424,5 @@ if _library.without_cuda_because:
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:
-    """Teach ``torch.utils.flop_counter`` the op: ``formula`` takes its arguments with shapes for the tensors."""
+    """Register a flop count for ``torch.utils.flop_counter``; ``formula`` gets the arguments, tensors as shapes."""
     register_flop_formula(getattr(ops, name))(formula)

@@ -1,8 +1,8 @@
-"""Rules for ``torch.vmap``: an op on tensors with one more dimension, which it is mapped over.
+"""Rules for ``torch.vmap``: an op on tensors with one more dimension, over which it is mapped.
 
-A rule takes the op, the size of that dimension, where each argument has it (None: nowhere), and the arguments, all by
-position. It returns the outputs and where they have the dimension. The op is called with all transforms further out
-still in force, so derivatives of and by mapped functions follow from the op's own.
+A rule takes the op, the size of that dimension, its index in each argument (None if the argument does not have it), and
+the arguments, all by position. It returns the outputs and the index of the dimension in each. The op is called with all
+outer transforms still active, so that derivatives of and by mapped functions follow from the op's own.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ Rule = Callable[[Callable[..., Any], int, Sequence[Any], Sequence[Any]], tuple[A
 
 
 def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """One call for each index. This serves any op, and is as slow as a loop.
+    """Call the op once for each index. This works for any op, but is slow.
 
     Raises:
         RuntimeError: the dimension has size 0: without a call the outputs' shapes are unknown.
@@ -34,7 +34,7 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
 
 
 def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
-    """One dimension for each leaf of the arguments."""
+    """Return one dimension for each leaf of the arguments."""
     flat: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
         if isinstance(arg, list | tuple):
@@ -45,14 +45,14 @@ def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
 
 
 def rows(*positions: int, least: int = 1) -> Rule:
-    """For an op that takes any leading dimensions in these arguments, and gives all its outputs the same ones.
+    """Make a rule for an op that accepts any leading dimensions in these arguments and returns them in all outputs.
 
-    The mapped dimension becomes the first of them: one call. Where another argument is mapped too, a loop.
+    The mapped dimension becomes the first of them, for one call. If another argument is mapped too, it is a loop.
 
     Args:
-        positions: of those arguments.
-        least: how many other dimensions the first of them must have. With fewer, the op is called for each index, and
-            raises its own error.
+        positions: the positions of those arguments.
+        least: the number of other dimensions that the first of them must have. With fewer, the op is called for each
+            index, and raises its own error.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -69,10 +69,10 @@ def rows(*positions: int, least: int = 1) -> Rule:
 
 
 def rows_and_sums(*positions: int) -> Rule:
-    """For a backward whose first output is one of rows, the others sums over all rows.
+    """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    Its last argument is the mask of the outputs that are wanted. The first takes one call; the sums, which are
-    apart for each index, take a loop.
+    Its last argument is the mask of the needed outputs. The first output takes one call. The sums take a loop, because
+    they are separate for each index.
     """
     over_rows = rows(*positions)
 
@@ -93,21 +93,21 @@ def rows_and_sums(*positions: int) -> Rule:
 
 
 def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
-    """Whether nothing but these arguments is mapped."""
+    """Whether only these arguments are mapped."""
     return all(i in positions or d is None for i, d in enumerate(in_dims))
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """The tensor with the mapped dimension first; None stays None."""
+    """Move the mapped dimension to the front; None stays None."""
     if not isinstance(t, Tensor):
         return t
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 def batches(*positions: int) -> Rule:
-    """For an op whose arguments at these positions, and all of whose outputs, have one batch dimension, the first.
+    """Make a rule for an op with a batch dimension: the first one of these arguments and of all outputs.
 
-    The mapped dimension is folded into it: one call. Where another argument is mapped too, a loop.
+    The mapped dimension is folded into it, for one call. If another argument is mapped too, it is a loop.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Tokens (B, ...) of B vocabularies as tokens of one that holds them one after the other.
+    """Convert tokens (B, ...) of B vocabularies to tokens of their concatenation.
 
     A token out of range stays out of range.
     """

@@ -1,4 +1,4 @@
-"""One step of AdamW on a list of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
+"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def _fake(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
 
 
 def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
-    """A step on empty lists, which the dispatcher knows no device for; and devices that have no kernel."""
+    """Accept empty lists, for which the dispatcher knows no device; refuse devices without a kernel."""
     if params:
         raise RuntimeError(f"gptkernels::adamw_: params[0] is on {params[0].device}, which has no kernel")
 
@@ -27,10 +27,10 @@ _count_versions = _version_counter(ops.adamw_.default)
 
 
 def step(*lists: Any, **options: Any) -> None:
-    """``adamw_`` for callers that record no gradients.
+    """Call ``adamw_`` when no gradients are recorded.
 
-    The rules above are written in Python, and each would be passed lists of hundreds of tensors once more. So their
-    work is done here.
+    Each of the rules above would pass lists of hundreds of tensors through Python again, so this function does their
+    work.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

@@ -1,10 +1,10 @@
-"""Attention that keeps no (T, T) matrix: dropout(softmax(scale * q k^T + mask)) v (Dao, FlashAttention-2, 2023).
+"""Attention that stores no (T, T) matrix: dropout(softmax(scale * q k^T + mask)) v (Dao, FlashAttention-2, 2023).
 
 ``attention`` is causal and takes packed qkv, ``scaled_dot_product_attention`` takes query, key and value.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +14,21 @@ from gptkernels.rules._register import (
     accumulate_dtype,
     autocast,
     autograd,
+    autograd_by_formula,
     below_autograd,
-    differentiate,
     fake,
     flops,
+    like,
     ops,
+    save,
+    saved,
     vmap,
 )
 from gptkernels.rules._vmap import batches, loop
 
 
 class Options(NamedTuple):
-    """The arguments that follow query, key and value, in the op's order."""
+    """The arguments after query, key and value, in the op's order."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -38,31 +41,12 @@ class Options(NamedTuple):
     offset: Tensor | None = None
 
 
-TENSORS = ("attn_mask", "key_begin", "key_end", "seed", "offset")
-
-
-def _save(ctx, differentiable: tuple[Tensor | None, ...], options: Options) -> None:
-    ctx.save_for_backward(*differentiable, *(getattr(options, name) for name in TENSORS))
-    none: dict[str, Any] = dict.fromkeys(TENSORS)
-    ctx.options = options._replace(**none)
-
-
-def _saved(ctx, count: int) -> tuple[tuple[Tensor | None, ...], Options]:
-    """The first ``count`` tensors that were saved, and the options."""
-    tensors = ctx.saved_tensors
-    return tensors[:count], ctx.options._replace(**dict(zip(TENSORS, tensors[count:], strict=True)))
-
-
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def _fake_packed(qkv, num_heads, scale=None, dropout_p=0.0, seed=None, offset=None):
     b, t, c3 = qkv.shape
     return qkv.new_empty((b, t, c3 // 3)), qkv.new_empty((b, num_heads, t), dtype=accumulate_dtype(qkv.dtype))
-
-
-def _fake_packed_backward(dout, qkv, out, logsumexp, num_heads, scale=None, dropout_p=0.0, seed=None, offset=None):
-    return qkv.new_empty(qkv.shape)
 
 
 def _fake(query, key, value, *args, **kwargs):
@@ -72,7 +56,7 @@ def _fake(query, key, value, *args, **kwargs):
 
 
 def _fake_gradient(t: Tensor) -> Tensor:
-    """Dense, the first three dimensions in the order that those of ``t`` have in memory."""
+    """Make an empty gradient: dense, with the first three dimensions in memory in the same order as those of ``t``."""
     strides = t.stride()
     order = sorted(range(3), key=lambda i: -strides[i])
     made = t.new_empty([t.shape[i] for i in order] + [t.shape[3]])
@@ -91,7 +75,7 @@ def _fake_dropout_mask(batches, heads, queries, keys, dropout_p, seed, offset):
 
 
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
-    """Which keys each query sees, of a shape that broadcasts to (B, NH, Tq, Tk)."""
+    """Compute which keys each query sees, of a shape that broadcasts to (B, NH, Tq, Tk)."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     seen = columns <= rows + options.query_offset if options.is_causal else (columns >= 0).expand(len(rows), -1)
@@ -106,12 +90,12 @@ def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _shared(t: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, KH, Tk, HS) for each of the query's heads."""
+    """Repeat keys or values (B, KH, Tk, HS) for each of the query's heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """The scaled and masked scores, and which queries see any key; those that see none have scores of 0."""
+    """Compute the scaled and masked scores, and which queries see any key; the scores of those that see none are 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -122,7 +106,7 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tenso
 
 
 def _dropout(p: Tensor, options: Options) -> Tensor | None:
-    """What dropout multiplies each of the probabilities by: 0 or 1 / (1 - dropout_p); None for 1."""
+    """Return the factors of the probabilities, 0 or 1 / (1 - dropout_p); None if all are 1."""
     if options.dropout_p == 0:
         return None
     kept = ops.attention_dropout_mask(*p.shape, options.dropout_p, options.seed, options.offset)
@@ -130,7 +114,7 @@ def _dropout(p: Tensor, options: Options) -> Tensor | None:
 
 
 def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Out and logsumexp in torch ops."""
+    """Compute out and logsumexp in torch ops."""
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
     if (dropout := _dropout(p, options)) is not None:
@@ -142,7 +126,7 @@ def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options)
 def backward_formula(
     dout: Tensor, dlogsumexp: Tensor | None, query: Tensor, key: Tensor, value: Tensor, options: Options
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Dquery, dkey and dvalue in torch ops, with the probabilities as a function of query and key."""
+    """Compute dquery, dkey and dvalue in torch ops, with the probabilities as a function of query and key."""
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
@@ -174,16 +158,16 @@ class ScaledDotProductAttention(torch.autograd.Function):
                 "gptkernels::scaled_dot_product_attention: attn_mask requires grad, but has no derivative here"
             )
         out, logsumexp = below_autograd(ops.scaled_dot_product_attention, query, key, value, *options)
-        _save(ctx, (query, key, value, out, logsumexp), Options(*options))
+        save(ctx, query, key, value, out, logsumexp, *options)
         ctx.set_materialize_grads(False)
         return out, logsumexp
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp):
-        """One call for the three gradients."""
+        """Compute the three gradients in one call."""
         if dout is None and dlogsumexp is None:
             return (None,) * 12
-        (query, key, value, out, logsumexp), options = _saved(ctx, 5)
+        query, key, value, out, logsumexp, *options = saved(ctx)
         if dout is None:
             dout = torch.zeros_like(out)
         gradients = ops.scaled_dot_product_attention_backward(
@@ -193,40 +177,18 @@ class ScaledDotProductAttention(torch.autograd.Function):
         return *wanted, *(None,) * 9
 
 
-class ScaledDotProductAttentionBackward(torch.autograd.Function):
-    """The gradient as a differentiable function of dout, dlogsumexp, query, key and value."""
-
-    @staticmethod
-    def forward(ctx, dout, dlogsumexp, query, key, value, out, logsumexp, *options):
-        """The kernels."""
-        _save(ctx, (dout, dlogsumexp, query, key, value), Options(*options))
-        ctx.set_materialize_grads(False)
-        return below_autograd(
-            ops.scaled_dot_product_attention_backward,
-            *(dout, dlogsumexp, query, key, value, out, logsumexp),
-            *options,
-        )
-
-    @staticmethod
-    def backward(ctx, *grads):
-        """By formula; out and logsumexp are functions of the inputs."""
-        inputs, options = _saved(ctx, 5)
-        found = differentiate(lambda *t: backward_formula(*t, options), inputs, ctx.needs_input_grad[:5], grads)
-        return *found, *(None,) * 11
-
-
-def _tangents(query, key, value, *options):
-    """The op's outputs in torch ops."""
+def _formula(query, key, value, *options):
+    """Compute the op's outputs in torch ops."""
     return forward_formula(query, key, value, Options(*options))
 
 
-def _backward_tangents(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
-    """The backward's outputs in torch ops; out and logsumexp are functions of the inputs."""
+def _backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
+    """Compute the backward's outputs in torch ops; out and logsumexp are functions of the inputs."""
     return backward_formula(dout, dlogsumexp, query, key, value, Options(*options))
 
 
 def _folded(*positions: int):
-    """The mapped dimension folded into the batch, where no mask or bound is of single sequences."""
+    """Make a rule that folds the mapped dimension into the batch, if no mask or bound depends on the sequence."""
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -237,13 +199,13 @@ def _folded(*positions: int):
 
 
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Two products of 2*B*NH*Tq*Tk*HS each: torch counts no discount for masks, and nor is one taken here."""
+    """Two products of 2*B*NH*Tq*Tk*HS each. As in torch's count, masked scores are included."""
     b, heads, queries, size = query_shape
     return 2 * 2 * b * heads * queries * key_shape[2] * size
 
 
 def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Five products: the scores once more, and four for the gradients."""
+    """Five products: the scores again, and four for the gradients."""
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 
@@ -259,24 +221,18 @@ def _packed_options(scale: float | None, dropout_p: float, seed: Tensor | None, 
     return Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
 
 
-def packed_backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, options: Options) -> Tensor:
-    """Dqkv (B, T, 3C) in torch ops."""
-    dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    query, key, value = unpack(qkv, num_heads)
-    gradients = backward_formula(dout, None, query, key, value, options)
-    return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
-
-
-def _packed_tangents(qkv, num_heads, *options):
-    """Out in torch ops; the packed op's logsumexp has no derivative."""
+def _packed_formula(qkv, num_heads, *options):
+    """Compute out in torch ops; the packed op's logsumexp has no derivative."""
     query, key, value = unpack(qkv, num_heads)
     out, _ = forward_formula(query, key, value, _packed_options(*options))
     return out.transpose(1, 2).flatten(2), None
 
 
-def _packed_backward_tangents(dout, qkv, out, logsumexp, num_heads, *options):
-    """Dqkv in torch ops; out and logsumexp are functions of qkv."""
-    return packed_backward_formula(dout, qkv, num_heads, _packed_options(*options))
+def _packed_backward_formula(dout, qkv, out, logsumexp, num_heads, *options):
+    """Compute dqkv in torch ops; out and logsumexp are functions of qkv."""
+    dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), _packed_options(*options))
+    return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
 class Attention(torch.autograd.Function):
@@ -294,60 +250,33 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dlogsumexp):
-        """Packed, as qkv."""
+        """Compute dqkv, packed as qkv."""
         if dout is None:
             return (None,) * 6
         qkv, out, logsumexp, seed, offset = ctx.saved_tensors
         return ops.attention_backward(dout, qkv, out, logsumexp, *ctx.options, seed, offset), *(None,) * 5
 
 
-class AttentionBackward(torch.autograd.Function):
-    """The gradient of attention as a differentiable function of dout and qkv."""
-
-    @staticmethod
-    def forward(ctx, dout, qkv, out, logsumexp, num_heads, scale, dropout_p, seed, offset):
-        """The kernels."""
-        ctx.save_for_backward(dout, qkv, seed, offset)
-        ctx.options = num_heads, scale, dropout_p
-        return below_autograd(
-            ops.attention_backward, dout, qkv, out, logsumexp, num_heads, scale, dropout_p, seed, offset
-        )
-
-    @staticmethod
-    def backward(ctx, grad):
-        """By formula."""
-        dout, qkv, seed, offset = ctx.saved_tensors
-        num_heads, scale, dropout_p = ctx.options
-        options = _packed_options(scale, dropout_p, seed, offset)
-        found = differentiate(
-            lambda dout, qkv: (packed_backward_formula(dout, qkv, num_heads, options),),
-            (dout, qkv),
-            ctx.needs_input_grad[:2],
-            (grad,),
-        )
-        return *found, *(None,) * 7
-
-
 def attention_flops(qkv_shape, *args, **kwargs) -> int:
-    """As ``sdpa_flops``."""
+    """Count as ``sdpa_flops`` does."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
 
 def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """As ``sdpa_backward_flops``."""
+    """Count as ``sdpa_backward_flops`` does."""
     return 5 * attention_flops(qkv_shape) // 2
 
 
 fake("attention", _fake_packed)
-fake("attention_backward", _fake_packed_backward)
+fake("attention_backward", like(1))
 fake("scaled_dot_product_attention", _fake)
 fake("scaled_dot_product_attention_backward", _fake_backward)
 fake("attention_dropout_mask", _fake_dropout_mask)
-autograd("attention", Attention, jvp=by_formula(_packed_tangents))
-autograd("attention_backward", AttentionBackward, jvp=by_formula(_packed_backward_tangents))
-autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_tangents))
-autograd("scaled_dot_product_attention_backward", ScaledDotProductAttentionBackward, jvp=by_formula(_backward_tangents))
+autograd("attention", Attention, jvp=by_formula(_packed_formula))
+autograd_by_formula("attention_backward", _packed_backward_formula, inputs=2)
+autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_formula))
+autograd_by_formula("scaled_dot_product_attention_backward", _backward_formula, inputs=5)
 vmap("attention", batches(0))
 vmap("attention_backward", batches(0, 1, 2, 3))
 vmap("scaled_dot_product_attention", _folded(0, 1, 2))

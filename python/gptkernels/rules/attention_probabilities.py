@@ -6,17 +6,23 @@ import torch
 from torch import Tensor
 
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import autocast, autograd, below_autograd, differentiate, fake, flops, ops, vmap
+from gptkernels.rules._register import (
+    autocast,
+    autograd,
+    autograd_by_formula,
+    below_autograd,
+    fake,
+    flops,
+    like,
+    ops,
+    vmap,
+)
 from gptkernels.rules._vmap import batches
 
 
 def _fake(qkv, num_heads, scale=None):
     b, t, c3 = qkv.shape
     return qkv.new_empty((b, t, c3 // 3)), qkv.new_empty((b, num_heads, t, t))
-
-
-def _fake_backward(dout, qkv, probabilities, num_heads, scale=None):
-    return qkv.new_empty(qkv.shape)
 
 
 class AttentionProbabilities(torch.autograd.Function):
@@ -34,7 +40,7 @@ class AttentionProbabilities(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dprobabilities):
-        """Four products and the softmax's gradient."""
+        """Compute four products and the softmax's gradient."""
         if dout is None:
             return None, None, None
         qkv, probabilities = ctx.saved_tensors
@@ -46,7 +52,7 @@ class AttentionProbabilities(torch.autograd.Function):
 
 
 def _probabilities(qkv: Tensor, num_heads: int, scale: float | None) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """q, k and v (B, NH, T, HS), the probabilities (B, NH, T, T), and the scale, in torch ops."""
+    """Compute q, k and v (B, NH, T, HS), the probabilities (B, NH, T, T), and the scale, in torch ops."""
     b, t, c3 = qkv.shape
     size = c3 // 3 // num_heads
     factor = 1 / math.sqrt(size) if scale is None else scale
@@ -56,18 +62,13 @@ def _probabilities(qkv: Tensor, num_heads: int, scale: float | None) -> tuple[Te
 
 
 def formula(qkv: Tensor, num_heads: int, scale: float | None):
-    """out in torch ops; the probabilities have no derivative of their own."""
+    """Compute out in torch ops; the probabilities have no derivative."""
     _, _, v, p, _ = _probabilities(qkv, num_heads, scale)
     return (p @ v).transpose(1, 2).flatten(2), None
 
 
-def tangent_formula(dout, qkv, probabilities, num_heads, scale):
-    """The backward's output as a function of all its arguments."""
-    return backward_formula(dout, qkv, num_heads, scale)
-
-
-def backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, scale: float | None) -> Tensor:
-    """dqkv in torch ops, with the probabilities as a function of qkv."""
+def backward_formula(dout, qkv, probabilities, num_heads, scale) -> Tensor:
+    """Compute dqkv in torch ops, with the probabilities as a function of qkv."""
     b, t, c3 = qkv.shape
     q, k, v, p, factor = _probabilities(qkv, num_heads, scale)
     dout = dout.view(b, t, num_heads, -1).transpose(1, 2)
@@ -77,30 +78,8 @@ def backward_formula(dout: Tensor, qkv: Tensor, num_heads: int, scale: float | N
     return dqkv.permute(1, 3, 0, 2, 4).reshape(b, t, c3)
 
 
-class AttentionProbabilitiesBackward(torch.autograd.Function):
-    """The gradient of attention as a differentiable function of dout and qkv."""
-
-    @staticmethod
-    def forward(ctx, dout, qkv, probabilities, num_heads, scale):
-        """The kernels."""
-        ctx.save_for_backward(dout, qkv)
-        ctx.num_heads, ctx.scale = num_heads, scale
-        return below_autograd(ops.attention_probabilities_backward.default, dout, qkv, probabilities, num_heads, scale)
-
-    @staticmethod
-    def backward(ctx, grad):
-        """By formula."""
-        ddout, dqkv = differentiate(
-            lambda dout, qkv: (backward_formula(dout, qkv, ctx.num_heads, ctx.scale),),
-            ctx.saved_tensors,
-            ctx.needs_input_grad[:2],
-            (grad,),
-        )
-        return ddout, dqkv, None, None, None
-
-
 def attention_probabilities_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
-    """Two products of 2*B*T*T*C each; torch counts no discount for causality, and nor is one taken here."""
+    """Two products of 2*B*T*T*C each. As in torch's count, masked scores are included."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
@@ -108,14 +87,14 @@ def attention_probabilities_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
 def attention_probabilities_backward_flops(
     dout_shape, qkv_shape, probabilities_shape, num_heads, *args, **kwargs
 ) -> int:
-    """Four products: the probabilities are kept, not computed again."""
+    """Four products; the probabilities are saved, not computed again."""
     return 2 * attention_probabilities_flops(qkv_shape, num_heads)
 
 
 fake("attention_probabilities", _fake)
-fake("attention_probabilities_backward", _fake_backward)
+fake("attention_probabilities_backward", like(1))
 autograd("attention_probabilities", AttentionProbabilities, jvp=by_formula(formula))
-autograd("attention_probabilities_backward", AttentionProbabilitiesBackward, jvp=by_formula(tangent_formula))
+autograd_by_formula("attention_probabilities_backward", backward_formula, inputs=2)
 vmap("attention_probabilities", batches(0))
 vmap("attention_probabilities_backward", batches(0, 1, 2))
 autocast("attention_probabilities", cuda="lower", cpu="lower")

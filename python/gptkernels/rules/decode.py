@@ -1,4 +1,4 @@
-"""A step of decoding: the newest token of each sequence through GPT-2, earlier keys and values in a cache."""
+"""A decoding step: the newest token of each sequence through GPT-2, with a cache of earlier keys and values."""
 
 from gptkernels.rules._register import fake, mutates, without_derivative
 

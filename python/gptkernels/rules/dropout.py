@@ -1,15 +1,11 @@
-"""Dropout: x / (1 - p) where a mask of Philox's random bits keeps an element, 0 * x elsewhere. Nothing is stored."""
+"""Dropout: x / (1 - p) for elements that a mask of Philox's random bits keeps, 0 * x for others. No mask is stored."""
 
 import torch
 from torch import Tensor
 
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import autograd, below_autograd, fake, ops, vmap
+from gptkernels.rules._register import autograd, below_autograd, fake, like, ops, vmap
 from gptkernels.rules._vmap import loop
-
-
-def _fake(x, p, seed, offset):
-    return x.new_empty(x.shape)
 
 
 def _fake_mask(size, p, seed, offset):
@@ -21,23 +17,23 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, p, seed, offset):
-        """Save the numbers that the mask is drawn from."""
+        """Save the seed and offset of the mask."""
         ctx.save_for_backward(seed, offset)
         ctx.p = p
         return below_autograd(ops.dropout.default, x, p, seed, offset)
 
     @staticmethod
     def backward(ctx, dout):
-        """The same function of the gradient."""
+        """Apply the same function to the gradient."""
         return ops.dropout.default(dout, ctx.p, *ctx.saved_tensors), None, None, None
 
 
 def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Dropout as a step of another op's formula; x itself where nothing is dropped."""
+    """Apply dropout in another op's formula; returns x itself if nothing is dropped."""
     return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 
-fake("dropout", _fake)
+fake("dropout", like(0))
 fake("dropout_mask", _fake_mask)
 autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout.default))
-vmap("dropout", loop)  # an element's place decides whether it is kept: each index has the mask of a call of its own
+vmap("dropout", loop)  # the mask depends on an element's position, so each index is a separate call

@@ -42,23 +42,23 @@ class Encoder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, vocab_size):
-        """Save the tokens: the gradient does not depend on the weights."""
+        """Save the tokens; the gradient does not depend on the weights."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
         return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """dwte: sums of dout's rows over the positions of each token. dwpe: sums over the batch."""
+        """Compute dwte, sums of dout's rows over the positions of each token, and dwpe, sums over the batch."""
         (tokens,) = ctx.saved_tensors
         return None, *ops.encoder_backward.default(dout, tokens, *ctx.sizes), None
 
 
 class TiedEncoder(torch.autograd.Function):
-    """As Encoder, with a second output: wte, for the head that is tied to it.
+    """Encoder with a second output: wte, for the head that is tied to it.
 
-    So this backward receives the head's gradient of wte and adds that of the tokens to it: no second gradient is
-    written, and no separate pass adds the two.
+    Its backward receives the head's gradient of wte and adds the tokens' gradient to it. No second gradient is written,
+    and no extra pass adds the two.
     """
 
     @staticmethod
@@ -71,7 +71,7 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """As Encoder's, added in place to the tied head's gradient, to which nothing else refers."""
+        """Add the tokens' gradient to the tied head's gradient, in place, since nothing else refers to that."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None
@@ -89,13 +89,13 @@ class EncoderBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size, max_positions):
-        """The kernel."""
+        """Call the kernel."""
         ctx.save_for_backward(tokens)
         return below_autograd(ops.encoder_backward.default, dout, tokens, vocab_size, max_positions)
 
     @staticmethod
     def backward(ctx, ddwte, ddwpe):
-        """The adjoint of a sum of rows is the look-up itself."""
+        """Look up the rows of the gradients: this is the adjoint of the sums."""
         (tokens,) = ctx.saved_tensors
         return ops.encoder.default(tokens, ddwte, ddwpe), None, None, None
 
@@ -112,7 +112,7 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        """Sums of dout's rows over the positions of each token."""
+        """Sum dout's rows over the positions of each token."""
         (tokens,) = ctx.saved_tensors
         return None, ops.embedding_backward.default(dout, tokens, ctx.rows), None
 
@@ -122,26 +122,26 @@ class EmbeddingBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size):
-        """The kernel."""
+        """Call the kernel."""
         ctx.save_for_backward(tokens)
         return below_autograd(ops.embedding_backward.default, dout, tokens, vocab_size)
 
     @staticmethod
     def backward(ctx, ddweight):
-        """The look-up itself."""
+        """Look up the rows of the gradient."""
         (tokens,) = ctx.saved_tensors
         return ops.embedding.default(tokens, ddweight), None, None
 
 
 def encoder_tangent(inputs, tangents, outputs):
-    """The look-up itself: it is linear in both weights together."""
+    """Look up the tangents: the op is linear in both weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
     return ops.encoder.default(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """One sum over a vocabulary for each index, all in one call."""
+    """Sum over a separate vocabulary for each index, in one call."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)

@@ -1,4 +1,4 @@
-"""Matrices of float8 numbers: quantisation, with a scale from the magnitudes of earlier calls, and products."""
+"""Quantisation to float8, with a scale from the amax of earlier calls, and products of float8 matrices."""
 
 import math
 
@@ -9,38 +9,38 @@ from gptkernels.rules._register import fake, flops, mutates, vmap, without_deriv
 from gptkernels.rules._vmap import loop
 
 CALLS = 16
-"""How many earlier calls a scale depends on."""
+"""The number of earlier calls on which a scale depends."""
 ALIGNMENT = 16
-"""What the features of a float8 product are a multiple of."""
+"""The number of features of a float8 product must be a multiple of this."""
 
 
 def new_history(device=None) -> Tensor:
-    """A history without calls: the first one's scale is that of its own values."""
+    """Make an amax history without calls; the scale of the first call is that of its own values."""
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
 def is_history(tensor: Tensor) -> bool:
-    """Whether it could be one: finite magnitudes, and no call under way."""
+    """Whether a tensor can be a history: the amax of each call is finite, and no call is unfinished."""
     if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
         return False
-    calls, under_way = tensor[:CALLS], tensor[CALLS:]
-    return bool((calls >= 0).all() and calls.view(torch.float32).isfinite().all() and not under_way.any())
+    calls, unfinished = tensor[:CALLS], tensor[CALLS:]
+    return bool((calls >= 0).all() and calls.view(torch.float32).isfinite().all() and not unfinished.any())
 
 
 def padded(rows):
-    """The rows of a transposed copy: the terms of a product, so a multiple of 16."""
+    """Round the rows of a transposed copy, which are the terms of a product, up to a multiple of 16."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def transposed_like(x: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """The transposed copy without data; without elements where it is not wanted."""
+    """Make an empty transposed copy; without elements if it is not needed."""
     if not wanted:
         return x.new_empty(0, dtype=dtype)
     return x.new_empty((x.shape[-1], padded(math.prod(x.shape[:-1]))), dtype=dtype)
 
 
 def scale_like(x: Tensor) -> Tensor:
-    """A scale without data."""
+    """Make an empty scale."""
     return x.new_empty((), dtype=torch.float32)
 
 
@@ -53,7 +53,7 @@ def _fake_matmul(a, b, scale_a, scale_b, bias, dtype, fast_accumulation=False):
 
 
 def matmul_flops(a_shape, b_shape, *args, **kwargs) -> int:
-    """A multiplication and an addition for each term."""
+    """Count a multiplication and an addition for each term."""
     return 2 * math.prod(a_shape) * b_shape[0]
 
 

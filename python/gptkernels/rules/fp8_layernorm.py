@@ -1,6 +1,6 @@
-"""Layernorm, also of a sum with a residual, whose output is float8: what a product of a float8 layer reads.
+"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the product that follows.
 
-It has no derivative: the node of autograd's graph that calls it has one (``_fp8_layer_node.py``).
+It has no derivative: the node of autograd's graph that calls it has one (``block/node.py``).
 """
 
 import torch

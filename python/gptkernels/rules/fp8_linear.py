@@ -1,4 +1,4 @@
-"""Linear layers on float8 operands: x and weights in e4m3, gradients in e5m2.
+"""Linear layers with float8 operands: x and weights in e4m3, gradients in e5m2.
 
 The derivative is that of the layer without quantisation, at the quantised operands.
 """
@@ -26,12 +26,12 @@ SAVED = torch.float8_e4m3fn
 
 
 def refuse_tangents(inputs, tangents, outputs):
-    """There is no forward-mode derivative."""
+    """Raise an error: there is no forward-mode derivative."""
     raise RuntimeError("gptkernels: float8 layers have no forward-mode derivative")
 
 
 def refuse_second_derivatives():
-    """Raise where the backward is recorded: its derivative would leave out what the float8 operands came from."""
+    """Raise an error if the backward is recorded: its derivative would miss the operands before quantisation."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
@@ -62,7 +62,7 @@ def _fake_linear_backward(dout, x_t, weight_t, x_scale, weight_scale, history, o
 
 
 class FP8Linear(torch.autograd.Function):
-    """x (..., K), weight (M, K), bias (M) -> out (..., M), and what the backward reads."""
+    """x (..., K), weight (M, K), bias (M) -> out (..., M), and the tensors that the backward reads."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, history, dout_history, save):
@@ -72,12 +72,12 @@ class FP8Linear(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.history = dout_history  # not saved: later calls move it on
+        ctx.history = dout_history  # not saved as a tensor, because later calls update it
         return out, *saved
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout, then two products."""
+        """Quantise dout and compute two products."""
         if dout is None:
             return (None,) * 6
         refuse_second_derivatives()
@@ -87,7 +87,7 @@ class FP8Linear(torch.autograd.Function):
 
 
 def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
-    """As many as the forward for each of dx and dweight."""
+    """Count as many as in the forward for each of dx and dweight."""
     mask = args[-1]
     inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
@@ -151,7 +151,7 @@ def _fake_mlp_backward(
 
 
 class FP8MLP(torch.autograd.Function):
-    """As FP8Linear, for both layers; GELU's output is kept as float8 only."""
+    """Both layers as FP8Linear; GELU's output is saved only as float8."""
 
     @staticmethod
     def forward(
@@ -167,7 +167,7 @@ class FP8MLP(torch.autograd.Function):
         dout_history,
         save,
     ):
-        """Save the transposed float8 operands, and what GELU is of."""
+        """Save the transposed float8 operands, and GELU's input."""
         needs = ctx.needs_input_grad
         save = needs[0], needs[1], needs[3], any(needs[:3])
         histories = history, hidden_history, dhidden_history, dout_history
@@ -182,7 +182,7 @@ class FP8MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout, and the gradient before GELU; four products."""
+        """Quantise dout and the gradient before GELU, and compute four matmuls."""
         if dout is None:
             return (None,) * 10
         refuse_second_derivatives()
@@ -192,7 +192,7 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """As those of mlp."""
+    """Return the FLOPs of `mlp_backward` for the same sizes, which are read from the transposed operands."""
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])

@@ -1,7 +1,7 @@
-"""linear_cross_entropy with float8 products in its gradients, and if wanted for the logits that they are computed from.
+"""linear_cross_entropy with float8 products in its gradients and, with fp8_logits, for the logits in training.
 
-The gradient of a logit, softmax - onehot, is rounded to e5m2 after a multiplication by 2^15, the weight and x to e4m3.
-The gradients of float16 are kept in float32 until the backward multiplies them by the loss scale.
+The gradient of a logit, softmax - onehot, is multiplied by 2^15 and rounded to e5m2; the weight and x are rounded to
+e4m3. Float16 gradients are stored in float32 until the backward multiplies them by the loss scale.
 """
 
 import torch
@@ -42,7 +42,7 @@ class FP8LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale them."""
+        """Scale the saved gradients."""
         refuse_second_derivatives()
         scaled = scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2])
         return *(None if g is None else g.to(ctx.dtype) for g in scaled), *(None,) * 6

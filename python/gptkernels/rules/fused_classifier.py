@@ -1,14 +1,14 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
-``dlogits`` is the gradient of the losses and at the same time a function of the logits, with the Jacobian
-H = diag(p) - p p^T. Since p = dlogits + onehot, the saved dlogits alone give every higher derivative, and the logits
-need not be kept: in place they no longer exist.
+``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
+Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved. In
+place they no longer exist.
 """
 
 import torch
 from torch import Tensor
 
-from gptkernels.rules import _jvp as _forward
+from gptkernels.rules import _jvp
 from gptkernels.rules._jvp import linear_in
 from gptkernels.rules._register import (
     _registrations,
@@ -16,6 +16,7 @@ from gptkernels.rules._register import (
     autograd,
     below_autograd,
     fake,
+    like,
     mutates,
     ops,
     recorder,
@@ -33,19 +34,15 @@ def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
     return _fake_losses(logits, targets), logits.new_empty(logits.shape)
 
 
-def _fake_backward(dlosses, dlogits):
-    return dlogits.new_empty(dlogits.shape)
-
-
 def _fake_backward_in_place(dlosses, dlogits):
     return None
 
 
 def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
-    """(diag(p) - p p^T) v for each row, with p = dlogits + onehot(target); 0 on ignored rows.
+    """Compute (diag(p) - p p^T) v for each row, with p = dlogits + onehot(target); 0 on ignored rows.
 
     Args:
-        dlogits: (..., Vp), as ``fused_classifier`` gives it.
+        dlogits: (..., Vp), as ``fused_classifier`` returns it.
         targets: (...).
         ignore_index: the target of ignored rows.
         v: (..., Vp).
@@ -59,7 +56,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise an error: a call with dlosses has no derivative."""
+    """Raise an error, because a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -80,7 +77,7 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def remember(ctx, dlogits, targets, ignore_index, dlosses):
-        """What backward needs, whichever way dlogits was made."""
+        """Save the tensors that the backward needs, for both ways to compute dlogits."""
         ctx.save_for_backward(dlogits, targets)
         ctx.ignore_index = ignore_index
         ctx.scaled = dlosses is not None
@@ -102,7 +99,7 @@ class FusedClassifier(torch.autograd.Function):
 
 
 class FusedClassifierInPlace(FusedClassifier):
-    """The same into the memory of the logits, which become dlogits for autograd too."""
+    """The same in place: the logits become dlogits for autograd too."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
@@ -117,13 +114,13 @@ _record_in_place = recorder(FusedClassifierInPlace)
 
 
 def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
-    """The autograd kernel of fused_classifier_: gives the logits the history of dlogits.
+    """The autograd kernel of fused_classifier_: it gives the logits the history of dlogits.
 
-    ``mark_dirty`` would do that, but not for views beside a second output. ``copy_`` does it for views too, and moves
-    nothing, since both are the same memory; what was saved is of the version the kernel left behind.
+    ``mark_dirty`` would do that, but not for views if there is a second output. ``copy_`` does it for views too, and
+    copies nothing, since both are the same memory. The version counter is preserved, so that saved tensors stay valid.
     """
     args = (targets, vocab_size, ignore_index, dlosses)
-    if _forward.active():
+    if _jvp.active():
         return _in_place_by_copy(logits, *args)
     if not (torch.is_grad_enabled() and logits.requires_grad):
         return below_autograd(ops.fused_classifier_.default, logits, *args)
@@ -135,14 +132,14 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """By the op that is not in place: torch's own ``copy_`` knows tangents, mapped dimensions and transforms."""
-    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # what it saves is not written into
+    """Use the op that is not in place: ``copy_`` supports tangents, mapped dimensions and transforms."""
+    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
     logits.copy_(dlogits)
     return losses
 
 
 def refuse_leaf(logits):
-    """Raise what torch's in-place ops raise, before anything is written."""
+    """Raise the error of torch's in-place ops before anything is written."""
     view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
     if logits.is_leaf or view:
         raise RuntimeError(
@@ -156,13 +153,13 @@ class FusedClassifierBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dlosses, dlogits):
-        """The kernel."""
+        """Call the kernel."""
         ctx.save_for_backward(dlosses, dlogits)
         return below_autograd(ops.fused_classifier_backward.default, dlosses, dlogits)
 
     @staticmethod
     def backward(ctx, dscaled):
-        """The product rule."""
+        """Apply the product rule."""
         dlosses, dlogits = ctx.saved_tensors
         ddlosses = ddlogits = None
         if ctx.needs_input_grad[0]:
@@ -174,7 +171,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Of the losses: dlogits times the logits' tangent; of dlogits: the Hessian times it."""
+    """Compute the tangents: dlogits times the logits' tangent for the losses, the Hessian times it for dlogits."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -184,7 +181,7 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """The mapped dimension becomes the first of all tensors; a 0-dim dlosses is for all the rows it is mapped with."""
+    """Move the mapped dimension to the front of all tensors; expand a 0-dim dlosses to all rows of its index."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
     rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
@@ -196,11 +193,11 @@ def vmap_rule(op, size, in_dims, args):
     return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
 
 
-# No autocast rule: the losses are float32 whatever the logits are, which is what autocast makes of cross_entropy, and
+# There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy, and
 # the kernels compute in float32 without a float32 copy of the logits.
 fake("fused_classifier", _fake)
 fake("fused_classifier_", _fake_losses)
-fake("fused_classifier_backward", _fake_backward)
+fake("fused_classifier_backward", like(1))
 autograd("fused_classifier", FusedClassifier, jvp=tangent)
 _registrations.impl("fused_classifier_", _in_place, "Autograd")
 autograd("fused_classifier_backward", FusedClassifierBackward, jvp=linear_in(0, 1)(ops.fused_classifier_backward))

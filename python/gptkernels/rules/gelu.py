@@ -5,17 +5,17 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import accumulate_dtype, autograd, below_autograd, differentiate, fake, ops, vmap
+from gptkernels.rules._register import (
+    accumulate_dtype,
+    autograd,
+    autograd_by_formula,
+    below_autograd,
+    fake,
+    like,
+    ops,
+    vmap,
+)
 from gptkernels.rules._vmap import rows
-
-
-def _fake(x, *, approximate="tanh"):
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(dout, x, *, approximate="tanh"):
-    return x.new_empty(x.shape)
 
 
 class Gelu(torch.autograd.Function):
@@ -23,20 +23,20 @@ class Gelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, approximate):
-        """Save x alone: the derivative is cheaper to compute again than to read."""
+        """Save only x: computing the derivative again is cheaper than reading it."""
         ctx.save_for_backward(x)
         ctx.approximate = approximate
         return below_autograd(ops.gelu.default, x, approximate=approximate)
 
     @staticmethod
     def backward(ctx, dout):
-        """One kernel."""
+        """Compute dx in one kernel."""
         (x,) = ctx.saved_tensors
         return ops.gelu_backward.default(dout, x, approximate=ctx.approximate), None
 
 
 def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """``dout`` times the derivative of GELU, in torch ops."""
+    """Compute ``dout`` times the derivative of GELU, in torch ops."""
     wide = accumulate_dtype(x.dtype)
     dout, x = dout.to(wide), x.to(wide)
     if approximate == "none":
@@ -49,36 +49,14 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """The derivative of each element times its tangent, as in the backward."""
+    """Multiply the derivative of each element by its tangent, as in the backward."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 
 
-class GeluBackward(torch.autograd.Function):
-    """dx as a differentiable function of dout and x."""
-
-    @staticmethod
-    def forward(ctx, dout, x, approximate):
-        """The kernel."""
-        ctx.save_for_backward(dout, x)
-        ctx.approximate = approximate
-        return below_autograd(ops.gelu_backward.default, dout, x, approximate=approximate)
-
-    @staticmethod
-    def backward(ctx, ddx):
-        """By formula."""
-        dout, x = ctx.saved_tensors
-        return *differentiate(
-            lambda dout, x: (backward_formula(dout, x, ctx.approximate).to(x.dtype),),
-            (dout, x),
-            ctx.needs_input_grad[:2],
-            (ddx,),
-        ), None
-
-
-fake("gelu", _fake)
-fake("gelu_backward", _fake_backward)
+fake("gelu", like(0))
+fake("gelu_backward", like(1))
 autograd("gelu", Gelu, jvp=tangent)
-autograd("gelu_backward", GeluBackward, jvp=by_formula(backward_formula))
+autograd_by_formula("gelu_backward", backward_formula, inputs=2)
 vmap("gelu", rows(0, least=0))
 vmap("gelu_backward", rows(0, 1, least=0))

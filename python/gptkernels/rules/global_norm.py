@@ -1,8 +1,8 @@
-"""The Euclidean norm of a list of tensors, as gradient clipping needs it: sqrt(sum of x^2 over all of them)."""
+"""The Euclidean norm of a list of tensors, for gradient clipping: sqrt(sum of x^2 over all of them)."""
 
 import torch
 
-from gptkernels.rules import _jvp as _forward
+from gptkernels.rules import _jvp
 from gptkernels.rules._register import _registrations, below_autograd, fake, ops, recorder, vmap
 from gptkernels.rules._vmap import loop
 
@@ -23,9 +23,9 @@ class GlobalNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dnorm):
-        """dx = dnorm * x / norm, in torch ops; 0 where all x are 0, which is the subgradient torch takes."""
+        """Compute dx = dnorm * x / norm in torch ops; 0 if all x are 0, the same subgradient as in torch."""
         norm, *tensors = ctx.saved_tensors
-        # x / norm is at most 1; dnorm / norm would overflow where the norm is denormal.
+        # x / norm is at most 1, while dnorm / norm would overflow for a denormal norm.
         divisor = torch.where(norm == 0, 1.0, norm)
 
         def gradient(t):
@@ -36,7 +36,7 @@ class GlobalNorm(torch.autograd.Function):
 
 
 def tangent(tensors, tangents, outputs):
-    """sum(x * dx) / norm, in torch ops; 0 where all x are 0."""
+    """Compute sum(x * dx) / norm in torch ops; 0 if all x are 0."""
     (norm,) = outputs
     wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
     pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
@@ -44,11 +44,11 @@ def tangent(tensors, tangents, outputs):
     return torch.where(norm == 0, 0.0, total / norm)
 
 
-_record, _record_forward = recorder(GlobalNorm), recorder(_forward.with_jvp(GlobalNorm, tangent))
+_record, _record_forward = recorder(GlobalNorm), recorder(_jvp.with_jvp(GlobalNorm, tangent))
 
 
 def _autograd(tensors):
-    if _forward.active() and _forward.any_tangent(tensors):
+    if _jvp.active() and _jvp.any_tangent(tensors):
         return _record_forward(*tensors)
     if not torch.is_grad_enabled():
         return below_autograd(ops.global_norm.default, tensors)
@@ -56,7 +56,7 @@ def _autograd(tensors):
 
 
 def _without_kernel(tensors):
-    """The norm of an empty list, which the dispatcher knows no device for; and devices that have no kernel."""
+    """Return the norm of an empty list, for which the dispatcher knows no device; refuse devices without a kernel."""
     if tensors:
         raise RuntimeError(f"gptkernels::global_norm: tensors[0] is on {tensors[0].device}, which has no kernel")
     return torch.zeros(())

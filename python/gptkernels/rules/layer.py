@@ -1,88 +1,125 @@
-"""A layer of GPT-2 in training as one call of its operators, which takes less of the host's time (``_layer_node.py``).
+"""A layer of GPT-2 in training as one call of its operators, which takes less of the host's time (``block/node.py``).
 
-It has no autograd rule of its own: the node that calls it is one.
+It has no autograd rule: the node of autograd's graph that calls it has one. ``fp8_layer.py`` uses the same formulas.
 """
 
-from gptkernels.rules._register import accumulate_dtype, fake, flops, without_derivative
+from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights
+from gptkernels.rules._register import accumulate_dtype, fake, flops, ops, without_derivative
 from gptkernels.rules.attention import attention_backward_flops, attention_flops
 from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
 
-def _fake(
-    stream, values, values_bias, norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, out_weight, out_bias, norm_2_weight,
-    norm_2_bias, fc_weight, fc_bias, proj_weight, num_heads, scale, eps_1, eps_2, approximate, values_dropout_p=0.0,
-    values_seed=None, values_offset=None, attention_dropout_p=0.0, attention_seed=None, attention_offset=None,
-    out_dropout_p=0.0, out_seed=None, out_offset=None, keep_post_gelu=True,
-):  # fmt: skip
-    low, rows = qkv_weight, stream.shape[:-1]
+def by_name(name, function):
+    """Make a rule for the op that calls ``function`` with all arguments by their names in the schema."""
+    arguments = getattr(ops, name).default._schema.arguments
+    names = [argument.name for argument in arguments]
+    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+    return lambda *args, **kwargs: function(**{**defaults, **dict(zip(names, args, strict=False)), **kwargs})
 
-    def hidden(width):
-        return low.new_empty((*rows, width))
 
-    def norm():
-        statistics = (stream.new_empty(rows, dtype=accumulate_dtype(stream.dtype)) for _ in range(2))
-        return *statistics, hidden(stream.shape[-1])
+def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
+    """Make the tensors that both number formats save, by the names of ``LayerSaved``."""
+    rows, channels = stream.shape[:-1], stream.shape[-1]
 
-    sum_1 = stream.new_empty((0,) if values is None else stream.shape)
-    logsumexp = low.new_empty((rows[0], num_heads, rows[1]), dtype=accumulate_dtype(low.dtype))
-    post_gelu = hidden(fc_weight.shape[0]) if keep_post_gelu else low.new_empty(0)
-    return (
-        *(hidden(proj_weight.shape[0]), sum_1, *norm(), hidden(qkv_weight.shape[0]), hidden(stream.shape[-1])),
-        *(logsumexp, stream.new_empty(stream.shape), *norm(), hidden(fc_weight.shape[0]), post_gelu),
+    def statistic():
+        return stream.new_empty(rows, dtype=accumulate_dtype(stream.dtype))
+
+    return {
+        **{name: statistic() for name in ("mean_1", "rstd_1", "mean_2", "rstd_2")},
+        "qkv": qkv_weight.new_empty((*rows, qkv_weight.shape[0])),
+        "attended": qkv_weight.new_empty((*rows, channels)),
+        "logsumexp": qkv_weight.new_empty((rows[0], num_heads, rows[1]), dtype=accumulate_dtype(qkv_weight.dtype)),
+        "pre_gelu": qkv_weight.new_empty((*rows, fc_weight.shape[0])),
+    }
+
+
+def fake_residuals(stream, values):
+    """Make residual_1 and residual_2."""
+    return stream.new_empty((0,) if values is None else stream.shape), stream.new_empty(stream.shape)
+
+
+def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, keep_post_gelu, **_):
+    rows = stream.shape[:-1]
+    residual_1, residual_2 = fake_residuals(stream, values)
+    saved = LayerSaved(
+        residual_1=residual_1,
+        norm_1=qkv_weight.new_empty(stream.shape),
+        residual_2=residual_2,
+        norm_2=qkv_weight.new_empty(stream.shape),
+        post_gelu=qkv_weight.new_empty((*rows, fc_weight.shape[0]) if keep_post_gelu else (0,)),
+        **fake_tensors(stream, qkv_weight, fc_weight, num_heads),
     )
+    return qkv_weight.new_empty((*rows, mlp_proj_weight.shape[0])), *saved
 
 
-def _fake_backward(
-    dout, dsum, sum_1, mean_1, rstd_1, norm_1, qkv, attended, logsumexp, sum_2, mean_2, rstd_2, norm_2, pre_gelu,
-    post_gelu, norm_1_weight, qkv_weight, out_weight, norm_2_weight, fc_weight, proj_weight, num_heads, scale,
-    approximate, output_mask, values_dropout_p=0.0, values_seed=None, values_offset=None, attention_dropout_p=0.0,
-    attention_seed=None, attention_offset=None, out_dropout_p=0.0, out_seed=None, out_offset=None, has_values=True,
-    adds_past=True,
-):  # fmt: skip
+def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
+    """Make all gradients, without elements where none is needed.
+
+    ``weights`` holds the gradients of the weights. ``apart`` is whether that of the values differs from the stream's.
+    """
+    need_stream, need_values, *needs = output_mask
+
     def sums(like, t):
         return like.new_empty(t.shape[-1])
 
-    apart = has_values and (dout.dtype != sum_1.dtype or values_dropout_p > 0)
-    need_stream, need_values, *needs = output_mask
-    matrices = [fake_weight_gradient(weight) for weight in (qkv_weight, out_weight, fc_weight, proj_weight)]
     gradients = (
-        *(sums(sum_1, sum_1) for _ in range(3)),  # of the values' bias and the first norm
-        *(matrices[0], sums(dout, qkv), matrices[1]),
-        *(sums(sum_1, sum_1) for _ in range(3)),  # of the projection's bias and the second norm
-        *(matrices[2], sums(dout, pre_gelu), matrices[3]),
+        sums(residual_1, residual_1),  # of the values' bias
+        *BlockParameters(
+            norm_1_weight=sums(residual_1, residual_1),
+            norm_1_bias=sums(residual_1, residual_1),
+            qkv_weight=weights.qkv_weight,
+            qkv_bias=sums(dout, qkv),
+            attn_proj_weight=weights.attn_proj_weight,
+            attn_proj_bias=sums(residual_1, residual_1),
+            norm_2_weight=sums(residual_1, residual_1),
+            norm_2_bias=sums(residual_1, residual_1),
+            fc_weight=weights.fc_weight,
+            fc_bias=sums(dout, pre_gelu),
+            mlp_proj_weight=weights.mlp_proj_weight,
+        ),
     )
     wanted = (g if need else g.new_empty(0) for g, need in zip(gradients, needs, strict=True))
-    dstream = sum_1.new_empty(sum_1.shape if need_stream or not adds_past or (need_values and not apart) else (0,))
+    shape, none = residual_1.shape, (0,)
+    dstream = residual_1.new_empty(shape if need_stream or not adds_past or (need_values and not apart) else none)
     if not adds_past:
-        return dstream, sum_1.new_empty(sum_1.shape if need_stream or need_values else (0,)), *wanted
-    return dstream, dout.new_empty(sum_1.shape if need_values and apart else (0,)), *wanted
+        return dstream, residual_1.new_empty(shape if need_stream or need_values else none), *wanted
+    return dstream, dout.new_empty(shape if need_values and apart else none), *wanted
 
 
-def layer_flops(stream, *args, **kwargs) -> int:
-    """Of its operators."""
-    qkv_weight, out_weight, fc_weight, proj_weight, num_heads = (args[i] for i in (4, 6, 10, 12, 13))
+def _fake_backward(
+    *, dout, residual_1, qkv, pre_gelu, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight, output_mask,
+    values_dropout_p, has_values, adds_past, **_,
+):  # fmt: skip
+    weights = Weights(*map(fake_weight_gradient, (qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight)))
+    apart = has_values and (dout.dtype != residual_1.dtype or values_dropout_p > 0)
+    return fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past)
+
+
+def layer_flops(*, stream, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight, num_heads, **_) -> int:
+    """Add the flops of the layer's operators."""
     qkv, hidden = (*stream[:-1], qkv_weight[0]), (*stream[:-1], fc_weight[0])
-    products = linear_flops(stream, qkv_weight) + linear_flops(stream, out_weight) + linear_flops(stream, fc_weight)
-    return products + linear_flops(hidden, proj_weight) + attention_flops(qkv, num_heads)
+    products = sum(linear_flops(stream, weight) for weight in (qkv_weight, attn_proj_weight, fc_weight))
+    return products + linear_flops(hidden, mlp_proj_weight) + attention_flops(qkv, num_heads)
 
 
-def layer_backward_flops(dout, *args, **kwargs) -> int:
-    """Of its operators: of each product's two gradients those that are wanted."""
-    qkv, attended, logsumexp, pre_gelu = args[5], args[6], args[7], args[12]
-    qkv_weight, out_weight, fc_weight, proj_weight, num_heads = (args[i] for i in (15, 16, 18, 19, 20))
-    mask = args[23]
+def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads, output_mask, **_) -> int:
+    """Add the flops of the layer's operators; of a product's two gradients only those that are needed."""
+    need_stream, need_values, need_values_bias, *rest = output_mask
+    needs = BlockParameters(*rest)
+    through_norm_1 = any((need_stream, need_values, need_values_bias, needs.norm_1_weight, needs.norm_1_bias))
+    channels, hidden = dout[-1:], pre_gelu[-1:]
     return (
-        linear_flops(dout, qkv_weight) * (any(mask[:5]) + mask[5])
-        + linear_flops(dout, out_weight) * (1 + mask[7])
-        + linear_flops(dout, fc_weight) * (1 + mask[11])
-        + linear_flops(pre_gelu, proj_weight) * (1 + mask[13])
+        linear_flops(dout, qkv[-1:]) * (through_norm_1 + needs.qkv_weight)
+        + linear_flops(dout, channels) * (1 + needs.attn_proj_weight)
+        + linear_flops(dout, hidden) * (1 + needs.fc_weight)
+        + linear_flops(dout, hidden) * (1 + needs.mlp_proj_weight)
         + attention_backward_flops(attended, qkv, attended, logsumexp, num_heads)
     )
 
 
-fake("layer", _fake)
-fake("layer_backward", _fake_backward)
+fake("layer", by_name("layer", _fake))
+fake("layer_backward", by_name("layer_backward", _fake_backward))
 without_derivative("layer")
 without_derivative("layer_backward")
-flops("layer", layer_flops)
-flops("layer_backward", layer_backward_flops)
+flops("layer", by_name("layer", layer_flops))
+flops("layer_backward", by_name("layer_backward", layer_backward_flops))

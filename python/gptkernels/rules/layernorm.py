@@ -8,8 +8,8 @@ from gptkernels.rules._register import (
     accumulate_dtype,
     autocast,
     autograd,
+    autograd_by_formula,
     below_autograd,
-    differentiate,
     fake,
     ops,
     present,
@@ -42,7 +42,7 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dmean, _drstd):
-        """One kernel for all the gradients that are wanted."""
+        """Compute all needed gradients in one kernel."""
         if dout is None:
             return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
@@ -51,9 +51,9 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """out in torch ops; the statistics have no derivative of their own.
+    """Compute out in torch ops; the statistics have no derivative.
 
-    Torch's own layer_norm takes its statistics for constants in the second derivative of forward mode.
+    (Torch's own layer_norm treats the statistics as constants in the second derivative of forward mode.)
     """
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
@@ -64,9 +64,9 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
-    """dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
+    """Compute dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
 
-    ``rstd`` is (var(x) + eps)^-1/2, which gives eps back.
+    eps is computed from ``rstd``, which is (var(x) + eps)^-1/2.
     """
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)
@@ -82,38 +82,14 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tenso
 
 
 def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
-    """All of the backward's outputs; None for those that are not wanted."""
+    """Return all of the backward's outputs; None for those that are not needed."""
     return present(backward_formula(dout, x, weight, rstd), output_mask)
-
-
-class LayerNormBackward(torch.autograd.Function):
-    """The gradients of layernorm as differentiable functions of dout, x and weight."""
-
-    @staticmethod
-    def forward(ctx, dout, x, weight, mean, rstd, output_mask):
-        """The kernel."""
-        ctx.save_for_backward(dout, x, weight, rstd)
-        ctx.output_mask = output_mask
-        ctx.set_materialize_grads(False)
-        return below_autograd(ops.layernorm_backward.default, dout, x, weight, mean, rstd, output_mask)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        """By formula."""
-        dout, x, weight, rstd = ctx.saved_tensors
-        ddout, dx, dweight, _ = differentiate(
-            lambda *inputs: tuple(t.to(x.dtype) for t in backward_formula(*inputs)),
-            (dout, x, weight, rstd),
-            (*ctx.needs_input_grad[:3], False),
-            present(grads, ctx.output_mask),
-        )
-        return ddout, dx, dweight, None, None, None
 
 
 fake("layernorm", _fake)
 fake("layernorm_backward", _fake_backward)
 autograd("layernorm", LayerNorm, jvp=by_formula(formula))
-autograd("layernorm_backward", LayerNormBackward, jvp=by_formula(masked_backward_formula))
+autograd_by_formula("layernorm_backward", masked_backward_formula, inputs=3)
 vmap("layernorm", rows(0))
 vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
 autocast("layernorm", cuda="float32", cpu="promote")

@@ -2,8 +2,8 @@
 
 For "mean" and "sum" the incoming gradient dloss is one number, and dx and dweight are proportional to it. The forward
 therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. For "none"
-each row has its own dloss, and float16 gradients must be multiplied by the loss scale before they are rounded; for
-these the backward computes the logits a second time.
+each row has its own dloss, and float16 gradients must be multiplied by the loss scale before they are rounded; then
+the backward computes the logits a second time.
 """
 
 import torch
@@ -15,8 +15,8 @@ from gptkernels.rules._register import (
     accumulate_dtype,
     autocast,
     autograd,
+    autograd_by_formula,
     below_autograd,
-    differentiate,
     fake,
     flops,
     ops,
@@ -29,7 +29,7 @@ from gptkernels.rules.linear import linear_flops
 
 
 def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1):
-    """The loss, without data."""
+    """Make an empty loss."""
     shape = targets.shape if reduction == "none" else ()
     return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
 
@@ -39,7 +39,7 @@ def _fake_gradients(x, weight, output_mask):
 
 
 def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    """The loss and the gradients, without data."""
+    """Make an empty loss and empty gradients."""
     return fake_loss(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
 
 
@@ -72,7 +72,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale the saved gradients; if there are none, or they are differentiated again, compute the logits again."""
+        """Scale the saved gradients; compute the logits again if there are none, or they are differentiated again."""
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
@@ -82,13 +82,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scale_saved(dloss, saved, mask) -> tuple[Tensor | None, ...]:
-    """The saved gradients for dloss = 1 times dloss; None for one that is not wanted."""
+    """Multiply the saved gradients for dloss = 1 by dloss; None for one that is not needed."""
     scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
     return tuple(scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
 
 
 def is_last_backward(saved) -> bool:
-    """Whether the saved tensors are not needed again and may be overwritten: the engine keeps no graph."""
+    """Whether the saved tensors may be overwritten, because the engine keeps no graph that needs them again."""
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
         and not torch._C._are_functorch_transforms_active()
@@ -97,13 +97,13 @@ def is_last_backward(saved) -> bool:
 
 
 def scale_in_place(dloss, gradient) -> Tensor:
-    """``gradient * dloss`` in place of ``gradient``. A dloss of 1, as in ``loss.backward()``, costs next to nothing."""
+    """Compute ``gradient * dloss`` in place. A dloss of 1, as in ``loss.backward()``, costs next to nothing."""
     ops.fused_classifier_backward_.default(dloss, gradient)
     return gradient
 
 
 def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size) -> Tensor:
-    """The loss in torch ops, with all the logits."""
+    """Compute the loss in torch ops, with all the logits."""
     vocab_size = weight.shape[0] if vocab_size == -1 else vocab_size
     logits = F.linear(x, weight[:vocab_size]).to(accumulate_dtype(x.dtype)).reshape(-1, vocab_size)
     loss = F.cross_entropy(logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
@@ -113,7 +113,7 @@ def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size)
 def backward_formula(
     dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask
 ) -> tuple[Tensor | None, ...]:
-    """dx and dweight in torch ops, with all the logits; None for one that is not wanted."""
+    """Compute dx and dweight in torch ops, with all the logits; None for one that is not needed."""
     wide = accumulate_dtype(x.dtype)
     columns = weight.shape[0]
     vocab_size = columns if vocab_size == -1 else vocab_size
@@ -128,42 +128,17 @@ def backward_formula(
     return present((dx, dweight), output_mask)
 
 
-class LinearCrossEntropyBackward(torch.autograd.Function):
-    """dx and dweight as differentiable functions of dloss, x and weight."""
-
-    @staticmethod
-    def forward(ctx, dloss, x, weight, targets, *options):
-        """The kernels."""
-        ctx.save_for_backward(dloss, x, weight, targets)
-        ctx.options = options
-        ctx.set_materialize_grads(False)
-        return below_autograd(ops.linear_cross_entropy_backward.default, dloss, x, weight, targets, *options)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        """By formula."""
-        *inputs, targets = ctx.saved_tensors
-        needs, output_mask = ctx.needs_input_grad[:3], ctx.options[-1]
-        gradients = differentiate(
-            lambda *inputs: backward_formula(*inputs, targets, *ctx.options),
-            inputs,
-            needs,
-            present(grads, output_mask),
-        )
-        return *gradients, *(None,) * 6
-
-
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
-    """Refuses: its gradients are outputs already."""
+    """Has no derivative, since its gradients are outputs already."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
-        """The kernels."""
+        """Call the kernels."""
         return below_autograd(ops.linear_cross_entropy_with_gradients.default, x, weight, targets, *options)
 
     @staticmethod
     def backward(ctx, *grads):
-        """Say which operator has a derivative."""
+        """Raise an error that names the differentiable operator."""
         raise RuntimeError(
             "gptkernels::linear_cross_entropy_with_gradients is not differentiable: call linear_cross_entropy, or "
             "this under torch.no_grad()"
@@ -171,27 +146,27 @@ class LinearCrossEntropyWithGradients(torch.autograd.Function):
 
 
 def forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """The logits."""
+    """Count the product of the logits."""
     return linear_flops(x_shape, weight_shape)
 
 
 def with_logits_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """As ``with_gradients_flops``."""
+    """Count as ``with_gradients_flops`` does."""
     return with_gradients_flops(x_shape, weight_shape, args[-1])
 
 
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """The logits, and as much for each gradient."""
+    """Count the product of the logits, and as much for each gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
 
 
 def _refuse(*_):
-    """No tangents: as ``LinearCrossEntropyWithGradients.backward``."""
+    """Raise the error of ``LinearCrossEntropyWithGradients.backward``, because there are no tangents."""
     LinearCrossEntropyWithGradients.backward(None)
 
 
 def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """The logits once more, and as much for each gradient."""
+    """Count the product of the logits once more, and as much for each gradient."""
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 
@@ -202,7 +177,7 @@ fake("linear_cross_entropy_backward", _fake_backward)
 autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
 autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
 without_derivative("linear_cross_entropy_with_logits")
-autograd("linear_cross_entropy_backward", LinearCrossEntropyBackward, jvp=by_formula(backward_formula))
+autograd_by_formula("linear_cross_entropy_backward", backward_formula, inputs=3)
 for _name in ("linear_cross_entropy", "linear_cross_entropy_with_gradients", "linear_cross_entropy_backward"):
     vmap(_name, loop)
 autocast("linear_cross_entropy", cuda="lower", cpu="lower")

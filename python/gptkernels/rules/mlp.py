@@ -8,6 +8,7 @@ from gptkernels.rules._jvp import by_formula
 from gptkernels.rules._register import (
     autocast,
     autograd,
+    autograd_by_formula,
     below_autograd,
     differentiate,
     fake,
@@ -46,7 +47,7 @@ def formula(
     proj_bias: Tensor | None,
     keep_post_gelu: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, pre_gelu and post_gelu in torch ops."""
+    """Compute out, pre_gelu and post_gelu in torch ops."""
     pre_gelu = F.linear(x, fc_weight, fc_bias)
     post_gelu = F.gelu(pre_gelu, approximate="tanh")
     out = F.linear(post_gelu, proj_weight, proj_bias)
@@ -56,12 +57,12 @@ def formula(
 class MLP(torch.autograd.Function):
     """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), pre_gelu and post_gelu (..., F).
 
-    All three outputs are differentiable: the backward of the backward reaches fc_bias through pre_gelu.
+    All three outputs are differentiable, because the second derivative reaches fc_bias through pre_gelu.
     """
 
     @staticmethod
     def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu):
-        """Save both sides of the GELU, or what is before it."""
+        """Save input and output of the GELU, or only its input."""
         tensors = x, fc_weight, fc_bias, proj_weight, proj_bias
         out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, *tensors, keep_post_gelu)
         if not keep_post_gelu:
@@ -72,7 +73,7 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dpre_gelu, dpost_gelu):
-        """By kernels from dout; by formula where pre_gelu or post_gelu were used as well."""
+        """Compute gradients from dout by kernels; if pre_gelu or post_gelu were used as well, by the formula."""
         *inputs, pre_gelu, post_gelu = ctx.saved_tensors
         mask = ctx.needs_input_grad[:5]
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:
@@ -82,65 +83,38 @@ class MLP(torch.autograd.Function):
         return *present(gradients, mask), None
 
 
-def backward_formula(
-    dout: Tensor, x: Tensor, fc_weight: Tensor, proj_weight: Tensor, pre_gelu: Tensor, post_gelu: Tensor
-) -> tuple[Tensor, ...]:
-    """dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in differentiable ops."""
-    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # not kept
+def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
+    """Compute dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in torch ops; None for one that is not needed."""
+    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # post_gelu was not saved
         post_gelu = F.gelu(pre_gelu, approximate="tanh")
     linear = ops.linear.default
     du = torch.ops.aten.gelu_backward(linear(dout, proj_weight.T), pre_gelu, approximate="tanh")
     rows, dout_rows, du_rows, post_rows = (t.reshape(-1, t.shape[-1]) for t in (x, dout, du, post_gelu))
     dfc, dproj = linear(du_rows.T, rows.T), linear(dout_rows.T, post_rows.T)
-    return linear(du, fc_weight.T), dfc, du_rows.sum(0), dproj, dout_rows.sum(0)
-
-
-def masked_backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-    """All of the backward's outputs; None for those that are not wanted."""
-    return present(backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu), output_mask)
-
-
-class MLPBackward(torch.autograd.Function):
-    """The gradients of mlp as differentiable functions of all its tensors."""
-
-    @staticmethod
-    def forward(ctx, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-        """The kernels."""
-        ctx.save_for_backward(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu)
-        ctx.output_mask = output_mask
-        ctx.set_materialize_grads(False)
-        return below_autograd(
-            ops.mlp_backward.default, dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx, *grads):
-        """By formula."""
-        needs = ctx.needs_input_grad[:6]
-        return *differentiate(backward_formula, ctx.saved_tensors, needs, present(grads, ctx.output_mask)), None
+    return present((linear(du, fc_weight.T), dfc, du_rows.sum(0), dproj, dout_rows.sum(0)), output_mask)
 
 
 def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> int:
-    """Two linear layers."""
+    """Count two linear layers."""
     hidden_shape = (*x_shape[:-1], fc_shape[0])
     return linear_flops(x_shape, fc_shape) + linear_flops(hidden_shape, proj_shape)
 
 
 def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, post_shape, output_mask, **kwargs) -> int:
-    """Of each layer the products that are wanted."""
+    """Count the needed products of each layer."""
     fc, proj = linear_flops(x_shape, fc_shape), linear_flops(pre_shape, proj_shape)
     return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
 
 
 def _mapped(op, size, in_dims, args):
-    """post_gelu is kept: an output without elements would have no dimension that is mapped over."""
+    """Map over rows and always return post_gelu: an output without elements would not have the mapped dimension."""
     return rows(0)(op, size, in_dims[:5], args[:5])
 
 
 fake("mlp", _fake)
 fake("mlp_backward", _fake_backward)
 autograd("mlp", MLP, jvp=by_formula(formula))
-autograd("mlp_backward", MLPBackward, jvp=by_formula(masked_backward_formula))
+autograd_by_formula("mlp_backward", backward_formula, inputs=6)
 vmap("mlp", _mapped)
 vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
 autocast("mlp", cuda="lower", cpu="lower")

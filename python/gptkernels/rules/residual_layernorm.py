@@ -1,8 +1,8 @@
-"""The residual stream's step and the norm after it: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
+"""The addition to the residual stream and the norm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that has made x: added here, and its gradient summed here, it costs nothing.
-Beside a float32 residual x may have 16 bits: it and ``out`` are then what matrix products make and take, while the
-stream, and everything else, is float32.
+x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, costs nothing.
+With a float32 residual x may have 16 bits. Then x and ``out``, which matrix products write and read, have 16 bits, and
+everything else, including the residual stream, is float32.
 """
 
 import torch
@@ -47,7 +47,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-        """Save the sum, which flows on, and the statistics: neither x nor residual, nor a mask."""
+        """Save the sum, which is also an output, and the statistics; not x, residual or a mask."""
         out, sum, mean, rstd = below_autograd(
             *(ops.residual_layernorm.default, x, residual, weight, bias, eps, x_bias), *(dropout_p, seed, offset)
         )
@@ -59,11 +59,11 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """One kernel for all the gradients that are wanted; x and residual share theirs where they are the same."""
+        """Compute all needed gradients in one kernel; x and residual share theirs if they are equal."""
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
-        apart = ctx.dropout_p > 0 or ctx.x_dtype != sum.dtype
+        separate = ctx.dropout_p > 0 or ctx.x_dtype != sum.dtype
         if dout is None:  # the norm was not used
             dweight = dbias = None
             dresidual = dx = dsum
@@ -74,7 +74,7 @@ class ResidualLayerNorm(torch.autograd.Function):
         else:
             inputs = dout, dsum, sum, weight, mean, rstd
             mask = (needs_x or needs_residual, needs_weight, needs_bias, needs_x_bias)
-            if apart:
+            if separate:
                 mask = (needs_x, *mask[1:], needs_residual)
                 gradients = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, mask)
             elif needs_x_bias:
@@ -83,18 +83,18 @@ class ResidualLayerNorm(torch.autograd.Function):
                 mask = mask[:3]
                 gradients = ops.residual_layernorm_backward.default(*inputs, mask)
             dx, dweight, dbias, dx_bias = (*present(gradients, mask), None)[:4]
-            dresidual = present(gradients, mask)[4] if apart else dx
+            dresidual = present(gradients, mask)[4] if separate else dx
         dx, dresidual = dx if needs_x else None, dresidual if needs_residual else None
         return dx, dresidual, dweight, dbias, None, dx_bias, None, None, None
 
 
 def _sum_of_rows(t):
-    """(..., C) -> (C)."""
+    """Sum over all dimensions but the last: (..., C) -> (C)."""
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
 
 
 def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-    """out and sum in torch ops; the statistics have no derivative of their own."""
+    """Compute out and sum in torch ops; the statistics have no derivative."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide) if x_bias is None else x.to(wide) + x_bias.to(wide)
     sum = drop(x, dropout_p, seed, offset) + residual.to(wide)
@@ -102,14 +102,14 @@ def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
 
 
 def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, output_mask):
-    """All of the backward's outputs; None for those that are not wanted."""
+    """Return all of the backward's outputs; None for those that are not needed."""
     dx, dweight, dbias = backward_formula(dout, sum, weight, rstd)
     dx = dx if dsum is None else dx + dsum
     return present((dx, dweight, dbias, _sum_of_rows(dx))[: len(output_mask)], output_mask)
 
 
 def dropout_backward_formula(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-    """As ``masked_backward_formula``."""
+    """Return all of the backward's outputs; None for those that are not needed."""
     dresidual, dweight, dbias = backward_formula(dout, sum, weight, rstd)
     dresidual = dresidual if dsum is None else dresidual + dsum
     dx = drop(dresidual, dropout_p, seed, offset)
@@ -121,7 +121,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, output_mask):
-        """The kernel."""
+        """Call the kernel."""
         ctx.save_for_backward(dout, sum, weight, rstd)
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
@@ -130,7 +130,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        """By the norm's own formula; dsum is only added to dx, so its gradient is dx's, and dx_bias is dx's sums."""
+        """Differentiate the norm's formula. dsum is only added to dx, so its gradient is dx's; dx_bias sums dx."""
         ddx, *rest = present(grads, ctx.output_mask)
         if len(rest) > 2 and (ddx_bias := rest.pop()) is not None:
             ddx = _with_sums(ddx, ddx_bias, ctx.saved_tensors[1])
@@ -138,11 +138,11 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
 
 class ResidualLayerNormDropoutBackward(torch.autograd.Function):
-    """As ResidualLayerNormBackward, with dx and dx_bias the dropout of dresidual and its sums; dx has dout's dtype."""
+    """ResidualLayerNormBackward with dropout: dx is the dropout of dresidual, in dout's dtype; dx_bias is its sums."""
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-        """The kernel."""
+        """Call the kernel."""
         ctx.save_for_backward(dout, sum, weight, rstd, seed, offset)
         ctx.dropout_p, ctx.output_mask = dropout_p, output_mask
         ctx.set_materialize_grads(False)
@@ -151,7 +151,7 @@ class ResidualLayerNormDropoutBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        """Dropout is its own derivative; what is left is without it."""
+        """Apply dropout, which is its own derivative, and continue as without it."""
         *saved, seed, offset = ctx.saved_tensors
         ddx, ddweight, ddbias, ddx_bias, ddresidual = present(grads, ctx.output_mask)
         ddx = ddx if ddx is None else ddx.to(saved[1].dtype)
@@ -165,12 +165,12 @@ class ResidualLayerNormDropoutBackward(torch.autograd.Function):
 
 
 def _with_sums(ddx, ddx_bias, sum):
-    """The gradient of dx, of which dx_bias are the sums over the rows."""
+    """Add the gradient of dx_bias, the sums of dx over the rows, to the gradient of dx."""
     return ddx_bias.expand_as(sum) if ddx is None else ddx + ddx_bias
 
 
 def _second_derivatives(saved, needs, grads):
-    """Of dout, dsum, sum and weight, from the gradients of dresidual, dweight and dbias."""
+    """Compute the gradients of dout, dsum, sum and weight from those of dresidual, dweight and dbias."""
     dout, sum, weight, rstd = saved
     needs_dout, needs_dsum, needs_sum, needs_weight = needs[:4]
     ddout, dsum, dweight, _ = differentiate(
@@ -186,14 +186,15 @@ _BACKWARD = {3: "residual_layernorm_backward", 4: "residual_layernorm_bias_backw
 
 
 def _vmap(op, size, in_dims, args):
-    """Where an element lies decides whether dropout keeps it: then each index is a call of its own."""
+    """Map over rows; with dropout the mask depends on an element's position, so each index is a separate call."""
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
-    """On CUDA autocast leaves an addition and dropout in their operands' dtype and makes layer_norm float32.
+    """Cast as torch's separate ops do under CUDA's autocast.
 
-    A sum in float32 is part of the fused op; a narrower one is added first, as in torch.
+    It leaves an addition and dropout in their operands' dtype and makes layer_norm float32. The fused op computes a
+    float32 sum; a narrower one is added first.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))

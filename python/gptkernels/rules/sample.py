@@ -1,4 +1,4 @@
-"""The next token of each sequence, drawn from logits by temperature, top-k and top-p, and added to the sequence."""
+"""The next token of each sequence: drawn from logits by temperature, top-k and top-p, and appended to the sequence."""
 
 from gptkernels.rules._register import fake, mutates, without_derivative
 

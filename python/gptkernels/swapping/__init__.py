@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from gptkernels._unmodified import CHANGED
-from gptkernels.swapping import equivalence as trial
-from gptkernels.swapping import gpt, huggingface, sdpa
+from gptkernels.swapping import equivalence, gpt, huggingface, sdpa
 from gptkernels.swapping.attention_registration import register_attention
 from gptkernels.swapping.classes import derive, original_of
 from gptkernels.swapping.layers import torch_layer
@@ -28,26 +27,25 @@ Decision = tuple[Any, ...] | str | None  # a replacement and its options, a reas
 
 
 def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool | Literal["detached"] = True) -> Model:
-    """Let this package's kernels serve what they know in a model, in place.
+    """Replace the modules of a model that this package's kernels support, in place.
 
-    Replaced are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
+    These are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
     ``F.scaled_dot_product_attention``. A replaced module keeps its parameters, buffers, hooks and names; its class
-    becomes a subclass that has the same name. What is left alone, and why, is in ``model.gptkernels_report``.
+    becomes a subclass that has the same name. ``model.gptkernels_report`` lists what was left alone, and why.
 
     Args:
         model: any module.
-        leave: names of modules to leave alone, as in ``named_modules``, with ``*`` and ``?``; what is inside of them
-            is replaced unless it is named too.
-        return_logits: what a language model returns for the logits in training, where it is given its labels or
-            targets. False: None, and it computes the loss in chunks, so that the logits never exist as a whole.
-            "detached": the logits without a gradient, to look at; a compiled graph is then not given one for them.
+        leave: names of modules to leave alone, as in ``named_modules``, with ``*`` and ``?``. The modules inside them
+            are replaced unless they are named too.
+        return_logits: the logits that a language model returns in training when it is given labels or targets. True:
+            as before. False: None; the loss is then computed in chunks, and the logits never exist as a whole.
+            "detached": the logits without a gradient, for inspection; a compiled graph then gets no gradient for them.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is swapped already, a pattern in ``leave`` names no module, or return_logits is none of
-            the three.
+        ValueError: the model is swapped already, a pattern in ``leave`` names no module, or return_logits is invalid.
     """
     if return_logits not in (True, False, "detached"):
         raise ValueError(f"gptkernels.swap: return_logits is True, False or 'detached', not {return_logits!r}")
@@ -62,7 +60,7 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
     named = {name: module for name, module in modules.items() if any(fnmatchcase(name, p) for p in patterns)}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     on_cpu: Any = torch.device("cpu") if torch.get_default_device().type != "cpu" else contextlib.nullcontext()
-    with trial.random_generators_kept(device), on_cpu, torch.inference_mode(False):
+    with equivalence.random_generators_kept(device), on_cpu, torch.inference_mode(False):
         decisions = _decide_all(model, set(named.values()))
         reason = _difference_of_models(model, decisions)
     for module, (name, decision) in decisions.items():
@@ -83,8 +81,8 @@ def unswap(model: Model) -> Model:
     """Give every module of the model the class that it had before :func:`swap`, in place.
 
     Raises:
-        ValueError: a swapped module has since been given yet another class, as by FSDP2 or a parametrisation, which
-            must be undone first.
+        ValueError: a swapped module has been given another class since, for example by FSDP2 or a parametrisation;
+            undo that first.
     """
     for name, module in model.named_modules():
         if original_of(module) is None and any("_gptkernels_original" in vars(kind) for kind in type(module).__mro__):
@@ -113,7 +111,7 @@ def _describe(decision: tuple[Any, ...]) -> str:
 
 
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
-    """What becomes of each module. Parts are decided before what is made of them."""
+    """Decide for each module; the modules inside it are decided first."""
     tried: dict[Any, Any] = {}
     longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
@@ -143,7 +141,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any], long
 
 
 def _why_not_class(module: torch.nn.Module) -> str | None:
-    """Why a module's class must stay what it is."""
+    """Return the reason why the class of a module cannot be changed; None if it can."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds; before that no module is FSDP's
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return "its class is FSDP's: swap before fully_shard"
@@ -159,22 +157,25 @@ def _why_not_class(module: torch.nn.Module) -> str | None:
 
 
 def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) -> Decision:
-    """A module of the user's, recognised by what it has and proven by trial; once for equal ones."""
+    """Recognise a module of the user's own by its attributes and test a replacement; equal modules are tested once."""
     found = next((maker for looks_like, maker in _TRIALS if looks_like(module)), None)
     if found is None:
         return None
     parts = [decisions[part][1] for part in module.modules() if part in decisions and part is not module]
-    key = (found, trial.signature(module), repr(parts))
+    key = (found, equivalence.signature(module), repr(parts))
     if key not in tried:
         try:
             tried[key] = found(module, decisions, longest)
-        except Exception as error:  # whatever the user's code raises on inputs that it was not made for
+        except Exception as error:  # the user's code may raise anything on these inputs
             tried[key] = f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return tried[key]  # type: ignore[no-any-return]
 
 
 def _difference_of_models(model: Any, decisions: Any) -> str | None:
-    """Why the model is left alone as a whole; asked where modules of the user's own are to be replaced."""
+    """Compare the whole model before and after; a reason to leave all of it alone, or None.
+
+    The comparison is made only if modules of the user's own classes are to be replaced.
+    """
     if type(model).__module__.startswith("torch."):  # compiled, or data parallel
         model = model._modules.get("_orig_mod") or model._modules.get("module") or model
     own = (one for one in model.modules() if not type(one).__module__.startswith(("torch.", "transformers.")))
@@ -183,21 +184,21 @@ def _difference_of_models(model: Any, decisions: Any) -> str | None:
     if compiled or not tables or not any(isinstance(decisions[one][1], tuple) for one in own):
         return None
     try:
-        original, replaced = (trial.copy_sharing_parameters(model) for _ in range(2))
-    except Exception:  # what the user's modules hold cannot be copied
+        original, replaced = (equivalence.copy_sharing_parameters(model) for _ in range(2))
+    except Exception:  # an attribute of the user's modules cannot be copied
         return None
     _replace_parts(replaced, model, decisions)
     vocabulary = model.transformer.wte.num_embeddings if gpt.looks_like_gpt(model) else min(tables)
-    return trial.difference_of_models(original, replaced, vocabulary, min(tables))
+    return equivalence.difference_of_models(original, replaced, vocabulary, min(tables))
 
 
 def _tables(model: torch.nn.Module) -> list[int]:
-    """The rows of each embedding, of tokens or positions."""
+    """Return the number of rows of each embedding, of tokens or positions."""
     return [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
 
 
 def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] | None = None) -> None:
-    """Replace, in a copy of a module, what is decided, and the copy itself as ``own`` says."""
+    """Apply the decisions to a copy of a module; ``own`` is the decision for the copy itself."""
     report, by_name = Report(), dict(module.named_modules())
     for name, one in list(made.named_modules()):
         decision = own
@@ -208,8 +209,8 @@ def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] 
 
 
 def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
-    """Two equal copies for a trial, with the same parameters: the module as it is, and replaced, with its parts."""
-    first = trial.copy_with_random_parameters(module, instead)
+    """Make two equal copies that share parameters: one as the module is, one replaced, with its submodules."""
+    first = equivalence.copy_with_random_parameters(module, instead)
     second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
     _replace_parts(second, module, decisions, own)
     return first, second
@@ -224,15 +225,15 @@ def _norm(module: Any, decisions: Any, longest: int) -> Decision:
     guesses = [value for value in vars(module).values() if isinstance(value, float)]
     for eps in dict.fromkeys([*guesses, 1e-5, 1e-6, 1e-8, 1e-12]):
         pair = _pair(module, decisions, ("LayerNorm", eps))
-        # Small numbers, so that eps shows.
-        if trial.difference(*pair, lambda m: m(1e-3 * _random(3, width)), lambda m: m(_random(3, width))) is None:
+        # With small numbers the result depends on eps.
+        if equivalence.difference(*pair, lambda m: m(1e-3 * _random(3, width)), lambda m: m(_random(3, width))) is None:
             return "LayerNorm", eps
     return "its forward is not layer_norm"
 
 
 def _gelu(module: Any, decisions: Any, longest: int) -> Decision:
     for form in ("tanh", "none"):
-        if trial.difference(*_pair(module, decisions, ("GELU", form)), lambda m: m(3 * _random(5, 7))) is None:
+        if equivalence.difference(*_pair(module, decisions, ("GELU", form)), lambda m: m(3 * _random(5, 7))) is None:
             return "GELU", form
     return "its forward is not gelu"
 
@@ -241,8 +242,8 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the values, in evaluation. Attention to a window, and code that guards on large
-# values, differ here.
+# Batch size, length and scale of the inputs in evaluation. They detect attention to a window, and code that branches on
+# large values.
 _INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
 
@@ -251,35 +252,35 @@ def _call(x: Tensor, module: Any) -> Any:
 
 
 def _compared(replacement: str, width_of: Any) -> Any:
-    """A trial of a module that takes (B, T, C)."""
+    """Make the trial of a module that takes (B, T, C)."""
 
     def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
         longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)  # masks
 
-        def call(batch: int, length: int, scale: float = 1.0) -> trial.Trial:
+        def call(batch: int, length: int, scale: float = 1.0) -> equivalence.Trial:
             return functools.partial(_call, scale * _random(batch, min(length, longest), width))
 
         x = _random(2, min(3, longest), width)
-        reason = trial.difference(*pair, functools.partial(_call, x))
-        reason = reason or trial.difference_of_gradients(*pair, functools.partial(_call, x), x)
-        reason = reason or trial.difference_in("training", *pair, call(1, 33))
+        reason = equivalence.difference(*pair, functools.partial(_call, x))
+        reason = reason or equivalence.difference_of_gradients(*pair, functools.partial(_call, x), x)
+        reason = reason or equivalence.difference_in("training", *pair, call(1, 33))
         for one in _INPUTS:
-            reason = reason or trial.difference_in("evaluation", *pair, call(*one))
+            reason = reason or equivalence.difference_in("evaluation", *pair, call(*one))
         if reason is None and replacement == "gpt block":
-            pair = pair[0].float(), pair[1].float()  # in half the time
+            pair = pair[0].float(), pair[1].float()  # takes half the time
             x = _random(1, longest, width).float()
-            reason = trial.difference_in("training", *pair, functools.partial(_call, x))
+            reason = equivalence.difference_in("training", *pair, functools.partial(_call, x))
         return (replacement,) if reason is None else reason
 
     return found
 
 
-_STATES = ("training", True), ("evaluation", False)  # and whether there are targets
+_STATES = ("training", True), ("evaluation", False)  # the state, and whether targets are given
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """A GPT, tried with all its blocks and positions, with a small vocabulary, and stand-ins for attention and MLPs."""
+    """Try a GPT with all its blocks and positions, but with a small vocabulary and stand-ins for attention and MLPs."""
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"
@@ -290,21 +291,21 @@ def _model(module: Any, decisions: Any, longest: int) -> Decision:
         head.weight = wte.weight
     instead: dict[int, Any] = {id(trunk.wte): wte, id(trunk.wpe): wpe, id(module.lm_head): head}
     for block in trunk.h:
-        instead |= {id(block.attn): trial.StandIn(width), id(block.mlp): trial.StandIn(width)}
+        instead |= {id(block.attn): equivalence.StandIn(width), id(block.mlp): equivalence.StandIn(width)}
 
-    def call(batch: int, length: int, ignored: int | None, with_targets: bool = True) -> trial.Trial:
+    def call(batch: int, length: int, ignored: int | None, with_targets: bool = True) -> equivalence.Trial:
         drawn = torch.randint(vocabulary, (2, batch, min(length, longest)), generator=torch.Generator().manual_seed(1))
         if ignored is not None and drawn[1].numel() > 1:
             drawn[1, -1, -1] = ignored
         return lambda m: m(*drawn) if with_targets else m(drawn[0])
 
-    first = trial.copy_with_random_parameters(module, instead)
+    first = equivalence.copy_with_random_parameters(module, instead)
     with torch.no_grad():
         last_only = longest > 1 and call(3, 2, None, False)(first)[0].shape[1] == 1
         ignore_index = -1
         try:
             call(3, 2, ignore_index)(first)
-        except IndexError:  # a target that is neither a token nor the one that it ignores
+        except IndexError:  # the model does not ignore this target
             ignore_index = -100
     own = "gpt model", ignore_index, last_only
     pair = _pair(module, decisions, own, instead)
@@ -312,17 +313,17 @@ def _model(module: Any, decisions: Any, longest: int) -> Decision:
         ((3, 2), ignore_index, True), ((3, 2), None, False), ((1, 1), None, True), ((1, 1), None, False),
         ((1, 17), ignore_index, True), ((1, 17), None, False),
     )]  # fmt: skip
-    reason = trial.difference(*pair, *trials) or trial.difference_of_gradients(*pair, trials[0])
+    reason = equivalence.difference(*pair, *trials) or equivalence.difference_of_gradients(*pair, trials[0])
     for scale in (1e3, 1e-6) if reason is None else ():
         with torch.no_grad():
             for weight in {wte.weight, head.weight}:
-                weight *= scale  # exits where a prediction is certain, and where it is not
+                weight *= scale  # the model may branch on how certain a prediction is
         for state, targets in _STATES:
-            reason = reason or trial.difference_in(state, *pair, call(1, 5, None, targets))
+            reason = reason or equivalence.difference_in(state, *pair, call(1, 5, None, targets))
     if reason is None:
-        pair = pair[0].float(), pair[1].float()  # in half the time
+        pair = pair[0].float(), pair[1].float()  # takes half the time
         for state, targets in _STATES:
-            reason = reason or trial.difference_in(state, *pair, call(1, longest, None, targets))
+            reason = reason or equivalence.difference_in(state, *pair, call(1, longest, None, targets))
     return own if reason is None else reason
 
 

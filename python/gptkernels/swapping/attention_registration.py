@@ -1,4 +1,4 @@
-"""The doors that other libraries keep open for an attention of somebody else's."""
+"""Registration of this package's attention with transformers and torch, which have an interface for that."""
 
 import inspect
 import sys
@@ -14,17 +14,17 @@ NAME = "gptkernels"
 
 
 def register_attention(library: str) -> None:
-    """Offer this package's attention to a library, for code that is not changed.
+    """Make a library call this package's attention, without a change of the user's code.
 
     Args:
-        library: "transformers": models made or loaded with ``attn_implementation="gptkernels"`` use it, any model of
-            theirs that has their attention interface. "torch": ``F.scaled_dot_product_attention`` uses it in place of
-            its flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` (which torch 2.10 lacks: there
-            for the rest of the process).
+        library: "transformers": models made or loaded with ``attn_implementation="gptkernels"`` use it, if they use
+            transformers' attention interface. "torch": ``F.scaled_dot_product_attention`` uses it in place of its flash
+            kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` (torch 2.10 has no such function: there
+            it stays for the rest of the process).
 
     Raises:
-        ValueError: another name.
-        RuntimeError: the version of torch at hand has no such door.
+        ValueError: the name is another one.
+        RuntimeError: this version of torch has no interface to register attention.
         ImportError: transformers is not installed.
     """
     if library == "transformers":
@@ -46,9 +46,9 @@ def _register_with_transformers() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-# Keywords of models that change the result and have no kernel here: soft capping of the scores, sinks, the keys that an
-# indexer has chosen, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
-_NOT_SERVED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
+# Models' keywords that change the result and that no kernel supports: soft capping of the scores, sinks, keys chosen by
+# an indexer, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
+_UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
 
 
 def transformers_attention(
@@ -62,28 +62,28 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention with the signature of transformers' ``sdpa_attention_forward``.
+    """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
     Args:
         module: the attention layer; ``is_causal`` is read from it unless given.
         query: (B, NH, Tq, HS).
         key: (B, KH, Tk, HS), KH a divisor of NH.
-        value: of key's shape.
-        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None for no mask but causality.
-        dropout: the probability that an attention weight is dropped with.
-        scaling: of the scores; 1/sqrt(HS) when None.
-        is_causal: whether, without a mask, several queries see only what is before them.
-        kwargs: the model's other keywords. ``position_bias`` and a paged ``cache`` are given to transformers' function
-            if it takes them. ``sliding_window`` and ``cu_seq_lens_q`` are held by the mask.
+        value: of the same shape as key.
+        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None for at most the causal mask.
+        dropout: the probability with which an attention weight is dropped.
+        scaling: the factor of the scores; 1/sqrt(HS) when None.
+        is_causal: whether, without a mask, each of several queries sees only the keys up to its own position.
+        kwargs: the model's other keywords. ``position_bias`` and a paged ``cache`` are passed on to transformers'
+            function if it has them. ``sliding_window`` and ``cu_seq_lens_q`` are already part of the mask.
 
     Returns:
         (B, Tq, NH, HS), and None for the probabilities.
 
     Raises:
-        ValueError: a keyword that changes the result is not served.
+        ValueError: a keyword that changes the result is not supported.
     """
     name = "transformers_attention"
-    functional.refuse(name, **{option: kwargs.get(option) for option in _NOT_SERVED})
+    functional.refuse(name, **{option: kwargs.get(option) for option in _UNSUPPORTED})
     if handed := [option for option in ("position_bias", "cache") if kwargs.get(option) is not None]:
         theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
         taken = inspect.signature(theirs).parameters
@@ -95,7 +95,7 @@ def transformers_attention(
         is_causal = getattr(module, "is_causal", True)
     queries = query.shape[2]
     causal = attention_mask is None and queries > 1 and bool(is_causal)
-    if causal and key.shape[2] > queries:  # the prefill of an empty static cache: its later keys are not written yet
+    if causal and key.shape[2] > queries:  # the prefill of an empty static cache: later keys are not written yet
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
@@ -126,7 +126,7 @@ def _register_with_torch() -> None:
 
 
 class _Kernels:
-    """torch's flash attention operators by our kernels, as long as this lives."""
+    """Overrides torch's flash attention operators by this package's kernels until ``remove`` is called."""
 
     def __init__(self) -> None:
         self.library: Any = torch.library.Library("aten", "IMPL")
@@ -134,13 +134,13 @@ class _Kernels:
         self.library.impl(
             "_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU", allow_override=True
         )
-        if _library.without_cuda_because:  # then torch's own stay
+        if _library.without_cuda_because:  # torch's CUDA kernels stay
             return
         self.library.impl("_scaled_dot_product_flash_attention", _cuda, "CUDA", allow_override=True)
         self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA", allow_override=True)
 
     def remove(self) -> None:
-        """Give torch's own back."""
+        """Restore torch's operators."""
         self.library._destroy()
 
 

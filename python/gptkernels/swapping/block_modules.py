@@ -1,7 +1,7 @@
-"""The modules of a block that is as ``swap`` left it: found once, and compared at each call.
+"""The modules of a block that has not changed since ``swap``: found once, compared at each call.
 
-For a small batch the host is what takes a step's time. Asking each of a block's modules by ``untouched`` takes longer
-than comparing all of them with what they were.
+For a small batch the time of a step is the host's. Checking each of a block's modules with ``untouched`` takes longer
+than comparing all of them with the modules found before.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 
 class Parts:
-    """A block's modules. It holds no reference to the block itself."""
+    """The modules of a block. It has no reference to the block itself."""
 
     __slots__ = (
         *("ln_1", "c_attn", "attn_proj", "ln_2", "c_fc", "act", "mlp_proj"),
@@ -37,15 +37,15 @@ class Parts:
     resid_dropout: Any
     mlp_dropout: Any
     classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...]
-    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # the children of each module, now and as found
+    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # each module's children, and a copy of them as found
 
     def are_as_found(self) -> bool:
-        """Whether no module has another class, other children, hooks, or a forward of its own."""
+        """Whether all modules still have the class and the children they had, and no new hooks or forward."""
         for children, found in self.links:
-            if children != found:  # modules are equal where they are the same
+            if children != found:  # two modules are equal only if they are the same object
                 return False
         for module, kind, attributes in self.classes:
-            # `bare` takes longer, and allows hooks that only look on
+            # `bare` is slower, but allows hooks that only observe
             if type(module) is not kind or not (is_bare(attributes) or bare(module)):
                 return False
             if original_of(module) is not None and is_patched(kind):
@@ -57,15 +57,15 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """The block's modules; None where one was replaced, hooked or wrapped.
+    """Return the block's modules; None if one was replaced, hooked or wrapped.
 
     Args:
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, and these nanoGPT's names.
-        kinds: the replacements that the block, its attention and its MLP are as the swap left them.
+        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
+        kinds: the replacements that ``swap`` chose for the block, its attention and its MLP.
     """
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
-    if torch.compiler.is_compiling():  # torch compares what it has traced
+    if torch.compiler.is_compiling():  # torch guards what it has traced
         return _find(block, kinds)
     parts = _known.get(block)
     if parts is not None and parts.are_as_found():
@@ -107,5 +107,5 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def probability(dropout: Any) -> float:
-    """What one of the parts drops with now; 0 for None."""
+    """The probability of a dropout now; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0

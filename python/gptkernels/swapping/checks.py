@@ -1,4 +1,4 @@
-"""What is asked at each call: may a kernel serve it, and is a submodule still what ``swap`` left there?"""
+"""Checks made at each call: whether kernels support it, and whether a submodule is still as ``swap`` left it."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def why_not(*tensors: Tensor | None) -> str | None:
-    """Why kernels do not serve these floating tensors; None when they do."""
+    """Return the reason why the kernels do not support these floating-point tensors; None if they do."""
     given = [t for t in tensors if t is not None]
     first = given[0]
     if first.device.type not in DEVICES:
@@ -36,7 +36,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
 
 
 def has_librarys_forward(kind: Any) -> bool:
-    """Whether a class of torch's or transformers' has the forward that its library gave it, and no patch."""
+    """Whether the forward of a class of torch or transformers is the library's own, without a patch."""
     code = getattr(kind.forward, "__code__", None)
     library = sys.modules[kind.__module__.partition(".")[0]].__file__
     inside = code is not None and library is not None and code.co_filename.startswith(os.path.dirname(library))
@@ -44,7 +44,7 @@ def has_librarys_forward(kind: Any) -> bool:
 
 
 def count(module: torch.nn.Module, reason: str) -> None:
-    """Note in the model's report that a call of the module goes to the original code."""
+    """Count in the model's report that a call of the module runs the original code."""
     if not torch.compiler.is_compiling():
         report = module.__dict__.get("gptkernels_report")
         if report is not None:
@@ -54,18 +54,18 @@ def count(module: torch.nn.Module, reason: str) -> None:
 def bare(module: torch.nn.Module) -> bool:
     """Whether calling the module runs its class's forward and nothing else.
 
-    Transformers leaves hooks behind that record outputs when it is asked for them; those do not count.
+    Transformers leaves hooks that record outputs on request; they are ignored.
     """
     return runs_only_its_forward(module, passive="transformers.utils.output_capturing")
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
-    """Whether a parent may do the module's work in its place: it is this kind of replacement, and bare."""
+    """Whether a parent may compute the module without calling it: it is this kind of replacement, and bare."""
     return kind_of(module) == kind and bare(module)
 
 
 def dropout_of(module: Any) -> float | None:
-    """The probability that a ``torch.nn.Dropout`` drops with; None for a module that must be called."""
+    """The probability of a ``torch.nn.Dropout`` now; None for a module that must be called."""
     if type(module) is not torch.nn.Dropout or not bare(module):
         return None
     return module.p if module.training else 0.0

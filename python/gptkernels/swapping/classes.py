@@ -1,9 +1,9 @@
-"""How a module is replaced: its class becomes a subclass of what it was.
+"""How a module is replaced: its class becomes a subclass of the class it had.
 
-Parameters, buffers, hooks, the training flag and everything else that a module owns stay where they are, and
-``isinstance`` holds. The subclass keeps the class's names, by which other libraries choose modules to wrap, shard or
-save, and overrides ``forward`` and nothing else that a caller sees. ``copy.deepcopy`` and pickling go by the original
-class and the replacement's name, so a copy or a loaded module is a replaced one again.
+Everything that a module holds stays where it is: parameters, buffers, hooks, the training flag. ``isinstance`` still
+holds. The subclass keeps the names of the class, by which other libraries choose modules to wrap, shard or save, and
+the only method it visibly overrides is ``forward``. ``copy.deepcopy`` and pickling store the original class and the
+name of the replacement, so that a copy or a loaded module is replaced too.
 """
 
 import functools
@@ -28,7 +28,7 @@ _namespaces: dict[str, Callable[..., Namespace]] = {}
 
 
 def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
-    """Register what a kind of replacement overrides: a function of the original class and options."""
+    """Register a function that makes the namespace of a kind of replacement from the original class and options."""
 
     def register(function: Callable[..., Namespace]) -> Callable[..., Namespace]:
         _namespaces[name] = function
@@ -39,20 +39,20 @@ def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[...,
 
 @functools.cache
 def derive(original: type, name: str, *options: Any) -> type:
-    """The subclass of ``original`` that the replacement ``name`` makes; the same one every time."""
+    """Return the subclass of ``original`` for the replacement ``name``; always the same one."""
     namespace = _namespaces[name](original, *options)
     own: Any = original.forward  # type: ignore[attr-defined]
-    served = namespace["forward"]
-    if not hasattr(served, "__wrapped__"):  # not the user's own code with other calls in it
-        known = inspect.signature(served).parameters
+    replaced = namespace["forward"]
+    if not hasattr(replaced, "__wrapped__"):  # `attention calls` has the user's own code
+        known = inspect.signature(replaced).parameters
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in known.values())
 
-        @functools.wraps(own)  # so that the signature is found where it is asked for
+        @functools.wraps(own)  # for inspect.signature
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             unknown = len(args) >= len(known) or any(name not in known for name in kwargs)
             if getattr(self, CHANGED, False) or is_patched(derived) or (unknown and not takes_all):
                 return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
-            return served(self, *args, **kwargs)
+            return replaced(self, *args, **kwargs)
 
         namespace["forward"] = forward
     if not original.__module__.startswith(("torch.", "transformers.")):
@@ -60,7 +60,7 @@ def derive(original: type, name: str, *options: Any) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         rebuild, args, *state = super(derived, self).__reduce_ex__(protocol)
-        if args[:1] != (derived,):  # the class has a way of its own
+        if args[:1] != (derived,):  # the class defines how it is pickled
             return rebuild, args, *state
         return _rebuild, (original, name, *options), *state
 
@@ -83,17 +83,17 @@ def derive(original: type, name: str, *options: Any) -> type:
 
 
 def is_patched(derived: Any) -> bool:
-    """Whether the class that a replacement was made from has been given another forward since.
+    """Whether the forward of the original class was replaced after the swap.
 
-    A compiled call does not notice: torch guards what it has traced.
+    False while compiling, because torch guards the code it has traced.
     """
     return not torch.compiler.is_compiling() and getattr(derived, MARK).forward is not getattr(derived, FORWARD)
 
 
 def _setattr(self: Any, name: str, value: Any) -> None:
-    """Notes that the user's code may read another attribute than at the swap: the original forward is then called.
+    """Set an attribute, and mark the module as changed if the user's code may read it: its original forward then runs.
 
-    Names with an underscore are those of torch and of other libraries, which mark modules with them.
+    Names with an underscore do not count: torch and other libraries mark modules with them.
     """
     plain = not isinstance(value, torch.nn.Module | torch.nn.Parameter)
     if plain and name not in READ and not name.startswith("_"):
@@ -102,7 +102,7 @@ def _setattr(self: Any, name: str, value: Any) -> None:
 
 
 def _rebuild(original: type, name: str, *options: Any) -> Any:
-    import gptkernels.swapping  # noqa: F401  (in a process that only unpickles: every replacement is registered)
+    import gptkernels.swapping  # noqa: F401  (registers every replacement in a process that only unpickles)
 
     derived: Any = derive(original, name, *options)
     return derived.__new__(derived)
@@ -114,10 +114,10 @@ def original_of(module: torch.nn.Module) -> type | None:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Which replacement the module's class is; None for another class, also for one made from a replacement.
+    """The name of the replacement that the module's class is; None for other classes, even subclasses of a replacement.
 
-    Attributes of the class are read, not its ``__dict__``: ``torch.compile`` does not trace that after the changes that
-    ``torch.func.functional_call`` makes to a module.
+    This reads attributes of the class, not its ``__dict__``, which ``torch.compile`` does not trace after the changes
+    that ``torch.func.functional_call`` makes to a module.
     """
     kind = type(module)
     return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind and not is_patched(kind) else None

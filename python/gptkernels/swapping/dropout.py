@@ -1,8 +1,8 @@
-"""What the dropouts of a forward pass drop. Their masks are drawn from numbers; none is stored.
+"""The random numbers of the dropouts of a forward pass. Masks are generated from them and never stored.
 
-A model has 3L + 1 dropouts, L layers. The numbers of all of them are drawn by one launch: one seed, and an offset each.
-They come from torch's generator of the device, so that they are right under CUDA graphs, ``torch.compile`` and
-activation checkpointing, which all know it.
+A model of L layers has 3L + 1 dropouts. One launch draws the numbers of all of them: one seed, and an offset for each.
+They come from torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing
+support.
 """
 
 from typing import Any
@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from gptkernels import functional
+from gptkernels.block.fused import apply_dropout
 from gptkernels.block.node import NONE, Dropout
-from gptkernels.rules import ops
 from gptkernels.swapping.checks import dropout_of
 
 
 class Draws:
-    """The numbers of a forward's dropouts, in the order in which they are asked for.
+    """The random numbers of a forward's dropouts, in the order of the calls.
 
     Args:
-        dropouts: how many there are at most.
+        dropouts: how many there are at most; after that many, new numbers are drawn.
         like: a tensor on the device.
     """
 
@@ -29,7 +29,7 @@ class Draws:
         self._taken = 0
 
     def __call__(self, p: float) -> Dropout:
-        """The next one. Nothing is drawn for a p of 0."""
+        """Return the next dropout of probability p. If p is 0, no numbers are drawn."""
         if p == 0:
             return NONE
         if self._numbers is None or self._taken == self._dropouts:
@@ -39,15 +39,10 @@ class Draws:
 
 
 def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
-    """A dropout layer; None is none."""
+    """Apply a dropout layer, or nothing if ``module`` is None."""
     if module is None:
         return x
     p = dropout_of(module)
     if p is None:
         return module(x)  # type: ignore[no-any-return]
-    return apply(x, draws(p))
-
-
-def apply(x: Tensor, dropout: Dropout) -> Tensor:
-    """x with elements dropped."""
-    return x if dropout.p == 0 else ops.dropout(x, *dropout)  # type: ignore[no-any-return]
+    return apply_dropout(x, draws(p))

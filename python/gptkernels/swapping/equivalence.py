@@ -1,9 +1,9 @@
-"""Proof by trial that a replacement computes what a user's own module computes.
+"""Test by trial runs that a replacement computes what a user's own module computes.
 
-A copy of the module with random float64 parameters on the CPU is run beside a replaced copy, in evaluation, in training
-without dropout, and with each dropout in turn dropping everything, which shows where it acts. Outputs and gradients
-must agree. A trial speaks for the modules that are equal to the one tried in classes, attributes and buffers; other
-modules are tried themselves. Last, a copy of the whole model that shares its parameters is run beside a replaced one.
+A copy of the module with random float64 parameters on the CPU and a replaced copy of it are run on the same inputs: in
+evaluation, in training without dropout, and with one dropout at a time dropping everything, which shows where it acts.
+Outputs and gradients must agree. One trial counts for all modules with equal classes, attributes and buffers. At the
+end a copy of the whole model that shares its parameters is compared with a replaced copy.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ _CPU = torch.device("cpu")
 Trial = Callable[[Any], Any]
 _MACHINERY = frozenset(torch.nn.Module().__dict__) | {"gptkernels_report"}
 _SET_BY_TRIALS = _MACHINERY | {"p", "dropout"}
-_FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # of the largest value
+_FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # relative to the largest value
 
 
 @contextlib.contextmanager
 def random_generators_kept(device: torch.device) -> Iterator[None]:
-    """Afterwards Python's, NumPy's and torch's random generators, of the CPU and the device, have their state again."""
+    """On exit, restore the state of the random generators of Python, NumPy and torch (CPU and this device)."""
     python, numpys = random.getstate(), _numpys_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -47,7 +47,7 @@ def _numpys_state() -> Any:
 
 
 def _seed(device: torch.device) -> None:
-    """Seed every generator that `random_generators_kept` restores, and no other."""
+    """Seed the generators that `random_generators_kept` restores, and no other."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -58,7 +58,7 @@ def _seed(device: torch.device) -> None:
 
 
 def _has_drawn() -> bool:
-    """Whether the CPU's generators have been used since they were seeded; afterwards they are seeded."""
+    """Whether the CPU's generators were used since they were seeded; seeds them again."""
     states = []
     for _ in range(2):
         numpys = _numpys_state()
@@ -68,24 +68,24 @@ def _has_drawn() -> bool:
 
 
 class StandIn(torch.nn.Module):
-    """A sublayer that costs little and is another function in each layer: (B, T, C) -> (B, T, C)."""
+    """A sublayer that is cheap and a different function in each layer: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight, self.bias = (torch.nn.Parameter(torch.randn(width, dtype=torch.float64)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Each position sees the mean of all."""
+        """Mix each position with the mean of all positions."""
         return torch.addcmul(self.bias, x + x.mean(1, keepdim=True), self.weight)
 
 
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
-    """A copy on the CPU in float64, without hooks.
+    """Copy a module to the CPU in float64, without hooks.
 
     Args:
-        module: what is copied. Its parameters are not: they may be large, sharded, or without data. The matrices of the
-            copy are parts of one, each from another element on, so that few numbers are drawn and read.
-        instead: modules of the copy, by the ``id`` of those in whose place they are.
+        module: the module. Its parameters are not copied, since they may be large, sharded, or without data. The
+            matrices of the copy are overlapping views of one tensor, so that few numbers are drawn and read.
+        instead: modules to use in place of submodules, by the ``id`` of the submodule.
     """
     memo: dict[int, Any] = dict(instead or {})
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any]
 
 
 def _parameters(module: torch.nn.Module, without: dict[int, Any]) -> Iterator[Tensor]:
-    """The parameters of all modules but these."""
+    """The parameters of the module and its submodules, except for modules whose id is in ``without``."""
     if id(module) not in without:
         yield from (p for p in module._parameters.values() if p is not None)
         for child in module._modules.values():
@@ -126,12 +126,12 @@ def _copy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy whose parameters are other objects of the same values, without hooks."""
+    """Copy a module without hooks; its parameters are new objects that share the data."""
     return _copy(module, {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()})
 
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
-    """Where the two compute something else; None where they agree in every state and trial."""
+    """Compare two modules in every state and trial; a description of the first difference, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
     for state, first, second in zip(_states(original), _states(original), _states(replaced), strict=True):
@@ -140,7 +140,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
             calls.clear()
             expected = _run(trial, original)
             if state[0] == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
-                # dropping everything twice would not show that
+                # the trials in which it drops everything cannot show that
                 return f"its forward is another one: it applies {twice} more than once"
             if state[0] in ("evaluation", "training") and _has_drawn():
                 return f"its forward draws random numbers in {state[0]}, without dropout"
@@ -154,7 +154,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
 def difference_of_gradients(
     original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
 ) -> str | None:
-    """Where the gradients of the vectors, of embeddings and of these inputs differ, in training without dropout."""
+    """Compare the gradients of vectors, embeddings and these inputs, in training without dropout."""
     found = []
     for module in (original, replaced):
         _put(module, "training")
@@ -181,28 +181,29 @@ def _put(module: torch.nn.Module, state: str) -> None:
 
 
 def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
-    """`difference` of a trial that would take too long in every state."""
+    """Compare as `difference` does, but in one state only, for trials that take long."""
     for module in (original, replaced):
         _put(module, state)
     reason = _unequal(_run(trial, original), _run(trial, replaced))
     return None if reason is None else f"its forward is another one: {reason} for other lengths or values"
 
 
-# Whether in training and with targets, batch size, length (0 is the longest) of the runs of a whole model with its own
-# parameters. The first two are done for models of all sizes.
+# Training or not, with targets or not, batch size and length (0 is the longest) of the runs of a whole model with its
+# own parameters. The first two are made for models of all sizes.
 _RUNS = (
     (True, True, 1, 9), (False, False, 3, 2), (False, True, 1, 1), (True, False, 3, 1), (False, False, 1, 0),
     (True, True, 3, 0), (False, True, 1, 0), (True, False, 1, 0),
 )  # fmt: skip
-_MULTIPLICATIONS = 6e9  # of all runs together; a run reads each parameter, which takes as long as 16 tokens
+_MULTIPLICATIONS = 6e9  # budget of all runs; reading the parameters takes as long as 16 tokens
 
 
 def difference_of_models(
     original: torch.nn.Module, replaced: torch.nn.Module, vocabulary: int, longest: int
 ) -> str | None:
-    """Where the outputs for tokens differ beyond rounding, with the models' own parameters and on their device.
+    """Compare the outputs of two models for tokens, with their own parameters and on their device.
 
-    None for models that cannot be run so, or do not take tokens.
+    Returns a description of the first difference beyond rounding, or None: also for models that cannot be run like
+    this, or do not take tokens.
     """
     parameters = list(original.parameters())
     if not parameters or any(
@@ -219,7 +220,7 @@ def difference_of_models(
             continue
         budget -= cost
         tokens = torch.randint(vocabulary, (batch, length), generator=torch.Generator().manual_seed(3)).to(device)
-        tokens[:, length // 2] = min(vocabulary - 1, 50256)  # what separates documents
+        tokens[:, length // 2] = min(vocabulary - 1, 50256)  # GPT-2's separator of documents
         options = {name: tokens.roll(-1, 1)} if name is not None and with_targets else {}
 
         def trial(module: Any, tokens: Tensor = tokens, options: Any = options) -> Any:
@@ -229,9 +230,9 @@ def difference_of_models(
             _put(module, "training" if training else "evaluation")
         try:
             expected = _run(trial, original, device)
-        except Exception:  # it takes something else, or has a reason not to
+        except Exception:  # the model takes other inputs, or refuses these
             continue
-        if not all(bool(t.isfinite().all()) for t in expected):  # such as parameters that are yet to be loaded
+        if not all(bool(t.isfinite().all()) for t in expected):  # for example, the parameters are not loaded yet
             continue
         try:
             reason = _unequal(expected, _run(trial, replaced, device))
@@ -243,7 +244,7 @@ def difference_of_models(
 
 
 def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
-    """A list of the names of the dropouts that the module calls from now on."""
+    """Return a list to which the name of a dropout is appended each time that the module calls it."""
     calls: list[str] = []
     for name, one in module.named_modules():
         if isinstance(one, torch.nn.Dropout):
@@ -252,7 +253,7 @@ def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
 
 
 def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
-    """What the modules hold."""
+    """Return the attributes, buffers and parameters of all modules, to detect changes."""
     found: dict[tuple[str, str], Any] = {}
     for name, one in module.named_modules():
         own = {k: v for k, v in one.__dict__.items() if k not in _SET_BY_TRIALS}
@@ -262,7 +263,7 @@ def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _stores_something(module: torch.nn.Module, before: dict[tuple[str, str], Any]) -> str | None:
-    """Why a module whose forward has changed what it holds is not replaced."""
+    """Return which attribute, buffer or parameter the forward has changed; None if it has changed nothing."""
     now = _stored(module)
     for key in before.keys() | now.keys():
         old, new = before.get(key), now.get(key)
@@ -282,7 +283,7 @@ def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, gra
 
 
 def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Names of the states, and what puts the module into each."""
+    """Yield the states of a module: a name, and a function that puts the module into it."""
     dropouts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout)]
     numbers = [(name, one) for name, one in module.named_modules() if isinstance(one.__dict__.get("dropout"), float)]
 
@@ -290,7 +291,7 @@ def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]
         module.train(training)
         for name, one in dropouts:
             one.p = p.get(name, 0.0)
-        for name, number in numbers:  # nanoGPT's attention says its probability twice
+        for name, number in numbers:  # nanoGPT's attention stores its probability twice
             number.dropout = p.get(f"{name}.attn_dropout".lstrip("."), p.get(f"{name}.dropout".lstrip("."), 0.0))
 
     yield "evaluation", lambda: put(False, {})
@@ -321,7 +322,10 @@ def _unequal(expected: Any, found: Any) -> str | None:
 
 
 def signature(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Equal for modules that one trial speaks for: the same classes, attributes, parameters' shapes and buffers."""
+    """A key that is equal for modules of the same classes, attributes, shapes of parameters, and buffers.
+
+    A trial of one of them counts for all.
+    """
     parts: list[Any] = []
     for name, one in module.named_modules():
         own = {k: v for k, v in one.__dict__.items() if k not in _MACHINERY and not isinstance(v, Tensor)}
@@ -332,7 +336,7 @@ def signature(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _content(buffer: Tensor) -> Any:
-    """A buffer's shape, dtype and bytes; without data its identity."""
+    """The shape, dtype and hash of a buffer; its id if it has no data."""
     if buffer.is_meta:
         return id(buffer)
     data = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

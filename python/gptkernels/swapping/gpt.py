@@ -1,7 +1,7 @@
-"""Replacements of the modules of nanoGPT's ``model.py`` and llm.c's ``train_gpt2.py``, and of files made after them.
+"""Replacements of the modules of nanoGPT's ``model.py``, of llm.c's ``train_gpt2.py``, and of files derived from them.
 
-These classes are the user's own, so they are recognised by what they have and proven by trial (``equivalence.py``): a
-replacement is used only where it computes what the original does.
+These classes are in the user's own code, so they are recognised by their attributes and tested (``equivalence.py``): a
+replacement is used only if it computes the same as the original.
 """
 
 import inspect
@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from gptkernels._unmodified import is_exporting
+from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.swapping.block_modules import parts_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import Planned, cast_all, fits, plan_of, run
+from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import (
-    Pending,
-    add,
     add_and_norm,
     attend,
     called,
@@ -42,7 +41,7 @@ def children(module: torch.nn.Module) -> set[str]:
 
 
 def looks_like_attention(module: Any) -> bool:
-    """c_attn, c_proj and n_head, perhaps dropouts."""
+    """Whether a module has c_attn, c_proj and n_head, and at most two dropouts besides."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -50,7 +49,10 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """The probability of attention's dropout now; None if ``dropout`` and ``attn_dropout`` differ or are not plain."""
+    """The probability of attention's dropout now; None if it is unknown.
+
+    It is unknown if ``attn_dropout`` is not a plain dropout, or differs from the attribute ``dropout``.
+    """
     p = 0.0
     if "attn_dropout" in module._modules:
         found = dropout_of(module.attn_dropout)
@@ -67,7 +69,7 @@ def attention_dropout(module: Any) -> float | None:
 
 @replacement("gpt attention")
 def attention(original: Any) -> Namespace:
-    """Queries, keys and values stay packed between the linear layer and the kernel."""
+    """Attention that keeps queries, keys and values packed between the linear layer and the kernel."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
@@ -81,7 +83,7 @@ def attention(original: Any) -> Namespace:
 
 
 def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
-    """Attention without its last linear layer."""
+    """Compute attention without its output projection."""
     return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
@@ -89,7 +91,7 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """c_fc, c_proj and one more, the activation; perhaps a dropout."""
+    """Whether a module has c_fc, c_proj, a third submodule (the activation) and at most a dropout besides."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
@@ -102,7 +104,7 @@ def activation(module: Any) -> Any:
 
 @replacement("gpt mlp")
 def feed_forward(original: Any) -> Namespace:
-    """Both linear layers and the GELU between them."""
+    """An MLP: both linear layers and the GELU between them."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -117,7 +119,7 @@ def feed_forward(original: Any) -> Namespace:
 
 
 def looks_like_block(module: Any) -> bool:
-    """Two norms, attention and an MLP."""
+    """Whether a module has two norms, an attention and an MLP."""
     return (
         children(module) == {"ln_1", "attn", "ln_2", "mlp"}
         and looks_like_attention(module.attn)
@@ -128,22 +130,22 @@ def looks_like_block(module: Any) -> bool:
 KINDS = "gpt block", "gpt attention", "gpt mlp"
 
 
-def _planned(block: Any, dtypes: Dtypes | None, stream: Tensor) -> Planned | None:
+def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
     """The block where it can be one node of autograd's graph."""
     if dtypes is None or not untouched(block, "gpt block"):
         return None
     attn = block.attn
     p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
     parts = None if p is None else parts_of(block, KINDS)
-    return None if p is None or parts is None else plan_of(parts, dtypes, stream, attn.n_head, None, p)
+    return None if p is None or parts is None else fused_block(parts, dtypes, stream, attn.n_head, None, p)
 
 
 def _layer(
-    block: Any, planned: Planned | None, stream: Tensor, pending: Pending | None, draws: Draws
+    block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """As one node where it is planned and that is possible."""
-    if planned is not None and fits(planned, pending, stream):
-        return run(planned, stream, pending, draws)[:2]
+    """A block without its last addition; as one node where that is possible."""
+    if fused is not None and fused.supports(stream, pending):
+        return fused.run(stream, pending, draws)[:2]
     attn = block.attn
     p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
 
@@ -168,13 +170,13 @@ def _layer(
 
 @replacement("gpt block")
 def block(original: Any) -> Namespace:
-    """Each residual addition together with the norm that follows it."""
+    """A block, in which each residual addition is fused with the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
             count(self, reason)
             return original.forward(self, x)
-        return add(*_layer(self, _planned(self, dtypes_of(x, compiled=True), x), x, None, Draws(3, x)))
+        return add(*_layer(self, _fused(self, dtypes_of(x, compiled=True), x), x, None, Draws(3, x)))
 
     return {"forward": forward}
 
@@ -183,7 +185,10 @@ def block(original: Any) -> Namespace:
 
 
 def looks_like_gpt(module: Any) -> bool:
-    """nanoGPT's and llm.c's: ``transformer`` with wte, wpe, h and ln_f, perhaps drop; and ``lm_head``."""
+    """Whether a model is built like nanoGPT's and llm.c's.
+
+    It has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
+    """
     trunk = module._modules.get("transformer")
     return (
         children(module) == {"transformer", "lm_head"}
@@ -197,12 +202,12 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """The whole forward: residual additions cross from block to block.
+    """The whole model; residual additions are fused across blocks.
 
     Args:
-        original: its class.
-        ignore_index: the target that does not count.
-        last_only: whether without targets only the last position has logits.
+        original: the class of the model.
+        ignore_index: targets of this value are ignored.
+        last_only: whether the model returns logits for the last position only when it is given no targets.
     """
 
     known = {"return_logits"} & set(inspect.signature(original.forward).parameters)
@@ -219,11 +224,11 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         draws = Draws(3 * len(trunk.h) + 1, hidden)
         hidden = drop(hidden, trunk._modules.get("drop"), draws)
         dtypes = dtypes_of(hidden, compiled=True)
-        planned = cast_all([_planned(one, dtypes, hidden) for one in trunk.h], hidden)
+        blocks = cast_all([_fused(one, dtypes, hidden) for one in trunk.h], hidden)
         pending: Pending | None = None
-        for one, plan in zip(trunk.h, planned, strict=True):
+        for one, fused in zip(trunk.h, blocks, strict=True):
             if untouched(one, "gpt block"):
-                hidden, pending = _layer(one, plan, hidden, pending, draws)
+                hidden, pending = _layer(one, fused, hidden, pending, draws)
             else:
                 hidden, pending = one(add(hidden, pending)), None
         hidden = add_and_norm(hidden, pending, trunk.ln_f)[0]
@@ -239,7 +244,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
-    """The loss in the dtype that F.cross_entropy gives it: float32 in autocast, else that of the logits."""
+    """Cast the loss to the dtype of F.cross_entropy: float32 in autocast, else that of the logits."""
     return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 

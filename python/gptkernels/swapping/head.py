@@ -1,4 +1,4 @@
-"""The output head and the loss of a language model.
+"""The LM head and the loss of a language model.
 
 Shapes: C channels, V vocabulary, Vp V rounded up to a multiple of 64.
 """
@@ -11,15 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.rules import _jvp as _forward
-from gptkernels.rules import ops
+from gptkernels.rules import _jvp, ops
 from gptkernels.rules._autocast import autocast_dtype, without_autocast
 from gptkernels.rules._below_autograd import below
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
 
-CHUNK = -1  # rows whose gradient of the logits exists at a time, in eager training; -1: the operator chooses
+CHUNK = -1  # rows of the gradient of the logits that exist at a time, in eager training; -1: the operator chooses
 
 
 def head_and_loss(
@@ -30,15 +29,15 @@ def head_and_loss(
     divisor: Any = None,
     return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
+    """Compute logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
 
     Args:
         hidden: (..., C).
         weight: (V, C).
         targets: (...), int64 or int32.
-        ignore_index: the target of rows that do not count.
-        divisor: what the sum of the losses is divided by; None is the number of targets that count.
-        return_logits: as of ``swap``.
+        ignore_index: rows with this target are ignored.
+        divisor: the sum of the losses is divided by it; None for the number of targets that are not ignored.
+        return_logits: as in ``swap``.
 
     Returns:
         logits or None; loss, 0-dim, float32 (float64 for float64).
@@ -62,10 +61,10 @@ def head_and_loss(
 
 
 def padded_weight(weight: Tensor) -> Tensor:
-    """The head's weight (V, C) with V rounded up to a multiple of 64 by rows of zeros, in autocast's dtype.
+    """Pad the head's weight (V, C) to a multiple of 64 rows with zeros, in autocast's dtype.
 
-    Rows of logits then start at multiples of 128 bytes, which matrix products on tensor cores need: GPT-2's 50257
-    columns of 16 bits do not.
+    Then rows of logits are aligned to 128 bytes, as matrix products on tensor cores need; 50257 columns of 16 bits are
+    not.
     """
     weight = weight.to(products_dtype(weight))
     padding = -weight.shape[0] % 64
@@ -75,7 +74,7 @@ def padded_weight(weight: Tensor) -> Tensor:
 def _by_operators(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any
 ) -> tuple[Tensor, Tensor]:
-    """Padded logits, and the loss."""
+    """Compute padded logits and the loss by single operators."""
     if divisor is None:
         divisor = _counted(targets, ignore_index)
     padded = padded_weight(weight)
@@ -87,7 +86,7 @@ def _by_operators(
 
 
 def _counted(targets: Tensor, ignore_index: int) -> Tensor:
-    """How many targets count, 0-dim."""
+    """The number of targets that are not ignored, 0-dim."""
     return (targets != ignore_index).sum()
 
 
@@ -98,32 +97,32 @@ def _counted(targets: Tensor, ignore_index: int) -> Tensor:
 def _compiled(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """``torch.compile`` calls this as it is, with tensors that record the operators of both passes."""
-    if _forward.active():  # under a transform of torch.func
+    """Called by ``torch.compile`` as it is, with tensors that record the operators of both passes."""
+    if _jvp.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
     return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
 
 
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The products' dtype where head and loss are one node, in training; None where they are operators.
+    """The dtype of matrix products if head and loss can be one node in training; None if they must be operators.
 
-    The node's gradient of the logits is that of the mean loss, which float16 would round to 0, and float64's scale
-    would have to be float64.
+    The node computes the gradient of the mean loss with respect to the logits. float16 would round it to 0; float64
+    would need a float64 scale.
     """
-    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _forward.active()):
+    if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _jvp.active()):
         return None
     autocast = autocast_dtype(hidden.device.type)
     low = autocast or hidden.dtype
     dtypes = (torch.float32, low) if autocast else (low,)
-    served = low in (torch.float32, torch.bfloat16) and hidden.dtype in dtypes and weight.dtype in dtypes
-    return low if served else None
+    supported = low in (torch.float32, torch.bfloat16) and hidden.dtype in dtypes and weight.dtype in dtypes
+    return low if supported else None
 
 
 class _HeadAndLoss(torch.autograd.Function):
-    """In eager training: the gradients of hidden and weight are computed beside the loss, for a dloss of 1.
+    """Eager training: the forward also computes the gradients of hidden and weight, for dloss = 1.
 
-    The operator does this in chunks of rows, so that the gradient of the logits never exists as a whole: it would be as
-    large as the logits, at the time when most is kept for the backward.
+    The operator works in chunks of rows, so that the gradient of the logits never exists as a whole. It would be as
+    large as the logits, at the moment when most memory is in use.
     """
 
     @staticmethod
@@ -144,7 +143,7 @@ class _HeadAndLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
-        """All gradients that are wanted; dlogits is what else the logits were used for."""
+        """Compute the gradients that are needed; dlogits comes from other uses of the logits."""
         hidden, weight, targets, dx, dweight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits, dloss))
@@ -152,7 +151,7 @@ class _HeadAndLoss(torch.autograd.Function):
         dhidden = dvocabulary = None
         with below():
             if dloss is not None:
-                dloss = dloss.clone()  # torch warns where cuBLAS's is the first call of autograd's thread
+                dloss = dloss.clone()  # otherwise torch warns if cuBLAS's is the first CUDA call of autograd's thread
                 dhidden = _scaled(dx, dloss, hidden.dtype) if needs[0] else None
                 if needs[1]:
                     in_place = dweight.dtype == weight.dtype and is_last_backward((dweight,))
@@ -166,15 +165,15 @@ class _HeadAndLoss(torch.autograd.Function):
         return dhidden, dvocabulary, None, None, None, None
 
 
-# Function.apply without its part in Python, which is for torch.func: not here (``_dtype_of_one_node``).
+# Function.apply without its Python part for torch.func, which is not active here (`_dtype_of_one_node`).
 apply_head_and_loss = super(torch.autograd.Function, _HeadAndLoss).apply  # type: ignore[misc]
 
 
 class _CompiledHeadAndLoss(torch.autograd.Function):
-    """Under ``torch.compile``: the classifier's pass writes the gradient of the mean loss, dlogits, which is kept.
+    """For ``torch.compile``: the classifier's kernel writes the gradient of the mean loss, dlogits, which is saved.
 
-    A compiled graph that returns the logits is always given a gradient for them, of zeros if there is none: products of
-    it would take longer than its addition to dlogits. Where the logits are not returned, what scales the loss is
+    The backward of a compiled graph that returns the logits always gets a gradient for them, zeros if there is none.
+    Adding it to dlogits is faster than products of it. If the logits are not returned, the factor of the loss is
     applied to the gradients of hidden and weight, which are smaller than dlogits.
     """
 
@@ -182,7 +181,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
-        """As of ``_HeadAndLoss``."""
+        """Take and return the same as ``_HeadAndLoss.forward``."""
         with below():
             x, padded = hidden.to(low), _padded(weight, low)
             logits = ops.linear.default(x, padded, None)
@@ -201,7 +200,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits_outside: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
-        """All gradients that are wanted."""
+        """Compute the gradients that are needed."""
         hidden, weight, targets, x, padded, dlogits = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits_outside, dloss))
@@ -219,7 +218,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """As ``padded_weight``, in this dtype, by one pass over the weight."""
+    """Pad and cast as ``padded_weight`` does, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)
@@ -228,7 +227,7 @@ def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _scale(divisor: Any, like: Tensor) -> Tensor:
-    """What each row's gradient is multiplied by for the gradient of the mean loss: 0-dim float32."""
+    """Return the factor that turns each row's gradient into the gradient of the mean loss, 0-dim float32."""
     if isinstance(divisor, Tensor):
         return (1 / divisor).float()
     return like.new_full((), 1 / divisor, dtype=torch.float32)
@@ -239,14 +238,14 @@ def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """gradient * scale, in the dtype. A scale of one dimension is not rounded to the gradient's dtype."""
+    """Multiply and cast. A scale of one dimension is not rounded to the gradient's dtype."""
     return (gradient if scale is None else gradient * scale.view(1)).to(dtype)
 
 
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """The backward as a function that can be differentiated: by the single operators' own autograd."""
+    """The backward as a differentiable function, by the autograd of single operators."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):

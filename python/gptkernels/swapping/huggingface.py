@@ -1,8 +1,8 @@
 """Replacements of the modules of Hugging Face's GPT-2 (transformers 4.57 and 5.x).
 
-What a call asks for decides, at each level, whether kernels serve it: ``GPT2Model`` as a whole, else each block, each
-attention and each MLP by itself. A call that is not served goes to the original code, which calls the modules below.
-Nothing here imports transformers before a model of it is swapped.
+Whether kernels support a call is decided at each level: ``GPT2Model`` as a whole, otherwise each block, each attention
+and each MLP separately. A call that they do not support runs the original code, which calls the submodules.
+Nothing here imports transformers before one of its models is swapped.
 """
 
 import inspect
@@ -16,18 +16,17 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels._unmodified import is_exporting
+from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules.attention import unpack
 from gptkernels.swapping.block_modules import Parts, parts_of, probability
 from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import Planned, cast_all, fits, plan_of, run
+from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import (
-    Pending,
-    add,
     add_and_norm,
     attend,
     called,
@@ -38,16 +37,16 @@ from gptkernels.swapping.transformer import (
 )
 
 IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
-SERVED = ("sdpa", "gptkernels")  # implementations of attention that give no probabilities
+SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
 
 
 def library() -> Any:
-    """transformers' module with GPT-2's classes; None where nothing has imported it."""
+    """Return transformers' module with GPT-2's classes; None if it is not imported."""
     return sys.modules.get("transformers.models.gpt2.modeling_gpt2")
 
 
 def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """The replacement of a module of theirs, with its options; None for another module."""
+    """Choose the replacement of one of transformers' modules, with its options; None for another module."""
     theirs = library()
     if theirs is None:
         return None
@@ -67,12 +66,12 @@ def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
 
 
 def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
-    """Whether a module has the forward that transformers gave to a class."""
+    """Whether a module has the forward of this class of transformers, unpatched."""
     return isinstance(module, kind) and type(module).forward is kind.forward and has_librarys_forward(kind)
 
 
 def _sdpa_is_theirs() -> bool:
-    """Whether nobody has registered another function as transformers' "sdpa"."""
+    """Whether transformers' "sdpa" is still its own function."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs
@@ -83,7 +82,7 @@ def _sdpa_is_theirs() -> bool:
 
 @replacement("Hugging Face GPT2MLP")
 def feed_forward(original: Any) -> Namespace:
-    """Both Conv1D and the activation between them."""
+    """An MLP: both Conv1D and the activation between them."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if (reason := why_not(hidden_states)) is not None:
@@ -95,14 +94,14 @@ def feed_forward(original: Any) -> Namespace:
 
 
 def _feed_forward(self: Any, x: Tensor, draws: Draws) -> Pending:
-    """A block's MLP; called as a module where it was replaced, hooked or wrapped."""
+    """Compute a block's MLP; it is called as a module if it was replaced, hooked or wrapped."""
     if not untouched(self, "Hugging Face GPT2MLP") or why_not(x) is not None:
         return called(self, x)
     return pending_of(mlp(x, self.c_fc, self.act, self.c_proj, bias=False), self.c_proj, self.dropout, draws)
 
 
 def _reads_by_products(mlp: Any) -> bool:
-    """Whether only a matrix product will read what an MLP is given."""
+    """Whether only a matrix product reads the input of an MLP."""
     return untouched(mlp, "Hugging Face GPT2MLP") and untouched(mlp.c_fc, "Linear")
 
 
@@ -111,7 +110,7 @@ def _reads_by_products(mlp: Any) -> bool:
 
 @replacement("Hugging Face GPT2Attention")
 def attention(original: Any) -> Namespace:
-    """Self-attention with any mask and any cache, where no probabilities are asked for."""
+    """Self-attention with any mask and any cache, if no probabilities are requested."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,10 +127,10 @@ def attention(original: Any) -> Namespace:
         else:
             query, key, value = unpack(qkv, self.num_heads)
             if cache is not None:
-                position = options.get("cache_position")  # where transformers 4.57 has a static cache write
+                position = options.get("cache_position")  # transformers 4.57: where a static cache writes
                 told = () if position is None else ({"cache_position": position},)
                 key, value = cache.update(key, value, self.layer_idx, *told)
-            # As theirs: without a mask a single query sees all keys, several see those up to their own index.
+            # As in transformers: without a mask a single query sees all keys, several see those up to their own index.
             causal = mask is None and query.shape[2] > 1
             mask = mask if mask is None else mask[..., : key.shape[2]]
             out = functional.scaled_dot_product_attention(
@@ -148,7 +147,7 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
         return "cross-attention"
     if options.get("output_attentions") or options.get("head_mask") is not None:
         return "output_attentions or head_mask"
-    if self.config._attn_implementation not in SERVED or not _sdpa_is_theirs():
+    if self.config._attn_implementation not in SUPPORTED or not _sdpa_is_theirs():
         return f"attn_implementation is {self.config._attn_implementation!r}"
     if options.get("is_causal") is False:
         return "is_causal=False"
@@ -164,9 +163,9 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
 
 
 def scale_of(attention: Any) -> float | None:
-    """What the scores are multiplied by; None for 1/sqrt(HS).
+    """The factor of the scores; None for 1/sqrt(HS).
 
-    Transformers 4.57 gives its layer-wise scaling to its eager attention alone.
+    Transformers 4.57 applies its layer-wise scaling only in its eager attention.
     """
     if hasattr(attention, "scaling"):
         return float(attention.scaling)
@@ -177,7 +176,7 @@ def scale_of(attention: Any) -> float | None:
 
 
 def _is_plain_cache(cache: Any) -> bool:
-    """A DynamicCache whose layers only grow."""
+    """Whether a cache is a DynamicCache whose layers only grow."""
     utils = sys.modules["transformers.cache_utils"]
     return type(cache) is utils.DynamicCache and all(type(one) is utils.DynamicLayer for one in cache.layers)
 
@@ -187,7 +186,7 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement("Hugging Face GPT2Block")
 def block(original: Any) -> Namespace:
-    """The addition of attention's output together with the norm that follows it."""
+    """A block, in which the addition of attention's output is fused with the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -222,7 +221,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Embeddings, all blocks and the last norm in one loop; residual additions cross from block to block."""
+    """Embeddings, all blocks and the last norm in one loop; residual additions are fused across blocks."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,14 +240,14 @@ def model(original: Any) -> Namespace:
         hidden = _embed(self, options, start)
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
-        masks = _masks(options.get("attention_mask"), start + hidden.shape[1])
+        masks = _masks(options.get("attention_mask"), start, start + hidden.shape[1])
         # A compiled graph that returns a cache has gradients of it, often of zeros: a node would run its layer again.
-        serves = start == 0 and all(mask is None for mask in masks)
-        dtypes = dtypes_of(hidden, compiled=cache is None) if serves else None
-        planned = cast_all([_planned(parts, dtypes, hidden) for _, parts in found], hidden)
+        supported = start == 0 and all(mask is None for mask in masks)
+        dtypes = dtypes_of(hidden, compiled=cache is None) if supported else None
+        blocks = cast_all([_fused(parts, dtypes, hidden) for _, parts in found], hidden)
         pending: Pending | None = None
-        for i, ((one, _), plan) in enumerate(zip(found, planned, strict=True)):
-            if plan is None or not fits(plan, pending, hidden):
+        for i, ((one, _), fused) in enumerate(zip(found, blocks, strict=True)):
+            if fused is None or not fused.supports(hidden, pending):
                 hidden, pending = layer(
                     *(hidden, pending, one),
                     lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
@@ -256,7 +255,7 @@ def model(original: Any) -> Namespace:
                     (untouched(one.attn.c_attn, "Linear"), _reads_by_products(one.mlp)),
                 )
             else:
-                hidden, pending, qkv = run(plan, hidden, pending, draws)
+                hidden, pending, qkv = fused.run(hidden, pending, draws)
                 if cache is not None:
                     _, key, value = unpack(qkv, one.attn.num_heads)
                     _cached(cache, key, value, i)
@@ -272,7 +271,7 @@ def model(original: Any) -> Namespace:
 
 
 def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
-    """Why the whole model is not computed by one loop."""
+    """Return the reason why one loop cannot compute the whole model; None if it can."""
     config = self.config
     for name, value in options.items():
         if value is not None and value is not False and name not in _KNOWN:
@@ -287,7 +286,7 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
     implementation = config._attn_implementation
     if not _sdpa_is_theirs():
         return "another function is registered as sdpa"
-    if implementation not in (*SERVED, "eager") or (implementation == "eager" and config.reorder_and_upcast_attn):
+    if implementation not in (*SUPPORTED, "eager") or (implementation == "eager" and config.reorder_and_upcast_attn):
         return f"attn_implementation is {implementation!r}" + (
             " and reorder_and_upcast_attn is set" if implementation == "eager" else ""
         )
@@ -309,14 +308,14 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         start = 0 if cache is None else cache.get_seq_length()
         if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] != start + shape[1]:
             return "attention_mask is not (B, T)"
-        # Theirs lets a query that sees no key see all of them, future ones too.
+        # In transformers a query that sees no key sees all of them, future ones too.
         if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
             return "attention_mask with attn_implementation='eager'"
     return why_not(self.wpe.weight if embeds is None else embeds)
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Each block, and its parts where they are as the swap left them; or why the model is not computed by one loop."""
+    """Return each block, with its modules if unchanged; or the reason why one loop cannot compute the model."""
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -331,12 +330,12 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
     return found
 
 
-def _planned(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> Planned | None:
+def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedBlock | None:
     """A block that can be one node."""
     if parts is None or dtypes is None:
         return None
     attn = parts.attn
-    return plan_of(parts, dtypes, hidden, attn.num_heads, scale_of(attn), probability(parts.attn_dropout))
+    return fused_block(parts, dtypes, hidden, attn.num_heads, scale_of(attn), probability(parts.attn_dropout))
 
 
 KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
@@ -350,15 +349,15 @@ _KNOWN = (
 
 
 def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
-    """The sum of both embeddings, (B, T, C)."""
+    """Add both embeddings: (B, T, C)."""
     tokens: Any = options.get("input_ids")
     embeds: Any = options.get("inputs_embeds")
     positions: Any = options.get("position_ids")
     if tokens is not None:
         self.warn_if_padding_and_no_attention_mask(tokens, options.get("attention_mask"))
         tokens = tokens.view(-1, tokens.shape[-1])
-        apart = positions is not None or is_exporting()
-        if not apart and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
+        separate = positions is not None or is_exporting()
+        if not separate and untouched(self.wte, "Embedding") and untouched(self.wpe, "Embedding"):
             table = self.wpe.weight[start:] if start else self.wpe.weight
             return torch.ops.gptkernels.encoder(tokens, self.wte.weight, table)  # type: ignore[no-any-return]
         embeds = self.wte(tokens)
@@ -370,11 +369,12 @@ def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
 Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_begin and key_end of the attention op
 
 
-def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
-    """What a mask (B, Tk) of the keys, 0 for padding, becomes.
+def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
+    """Convert a mask (B, Tk) of the keys, 0 for padding, to the attention op's arguments.
 
-    Outside of ``torch.compile`` the mask is read, as transformers reads it: a mask of ones is none, and padding on the
-    left or right is a range of keys, which the kernels skip instead of masking them.
+    Outside of ``torch.compile`` the mask is read, as transformers reads it: a mask of ones is dropped. With
+    ``start`` cached keys, padding on the left or right becomes a range of keys: decoding does not read the others.
+    Without a cache it stays a mask, because the kernels for sm_90a support masks, but not ranges.
     """
     if attention_mask is None:
         return None, None, None
@@ -385,13 +385,13 @@ def _masks(attention_mask: Tensor | None, keys: int) -> Masks:
         positions = torch.arange(keys, device=seen.device)
         begin = seen.int().argmax(1)
         end = begin + seen.sum(1)
-        if bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
+        if start and bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
             return None, begin.int(), end.int()
     return seen[:, None, None], None, None
 
 
 def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: Draws) -> Pending:
-    """A GPT2Attention with what the model's loop knows about masks and cache."""
+    """Compute a GPT2Attention with the masks and the cache of the model's loop."""
     qkv = project(x, self.c_attn)
     dropout_p = dropout_of(self.attn_dropout) or 0.0
     scale = scale_of(self)
@@ -407,7 +407,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: D
     else:
         if query is None:
             query, key, value = unpack(qkv, self.num_heads)
-        causal = query.shape[2] > 1  # a single query, the newest, sees every key
+        causal = query.shape[2] > 1  # a single query is the newest and sees every key
         out = functional.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, causal),  # type: ignore[arg-type]
             scale=scale,
@@ -420,7 +420,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: D
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """The cache's keys and values with these added. An empty layer takes views of qkv: no copy."""
+    """Append to a layer of the cache; returns all its keys and values. An empty layer keeps views of qkv: no copy."""
     if index < len(cache.layers) and not cache.layers[index].is_initialized:
         one = cache.layers[index]
         one.dtype, one.device, one.is_initialized = key.dtype, key.device, True
@@ -441,16 +441,16 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Transformers' ``ForCausalLMLoss`` by the fused classifier, which takes 16-bit logits as they are.
+    """Compute transformers' ``ForCausalLMLoss`` with the fused classifier, which reads 16-bit logits without a cast.
 
     Args:
         logits: (B, T, V).
         labels: (B, T), compared with the logits one position earlier; not read where shift_labels is given.
         vocab_size: V.
-        num_items_in_batch: what the sum of the losses is divided by; the number of targets that count when None.
-        ignore_index: the target that does not count.
-        shift_labels: (B, T), the targets as they are.
-        kwargs: not read, as in theirs.
+        num_items_in_batch: the sum of the losses is divided by it; None for the number of targets that are not ignored.
+        ignore_index: targets of this value are ignored.
+        shift_labels: (B, T), targets that are shifted already.
+        kwargs: ignored, as in transformers.
 
     Returns:
         0-dim float32.
@@ -469,13 +469,13 @@ def _on(number: Any, like: Tensor) -> Any:
 
 
 def shifted(labels: Any, ignore_index: int) -> Tensor:
-    """The label of the next position; none at the last."""
+    """Shift labels to the previous position; the last one is ignored."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 @replacement("Hugging Face GPT2LMHeadModel")
 def language_model(original: Any) -> Namespace:
-    """Head and loss in one, where labels are given; the fused loss wherever ``loss_function`` is transformers' own."""
+    """Head and loss fused if labels are given; the fused loss if ``loss_function`` is transformers' own."""
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
@@ -483,12 +483,12 @@ def language_model(original: Any) -> Namespace:
     if loss_function is not inspect.getattr_static(
         sys.modules["transformers.modeling_utils"].PreTrainedModel, "loss_function"
     ):
-        return {"forward": original.forward}  # a loss of the class's own
+        return {"forward": original.forward}  # the class defines its own loss
     get_original_loss = loss_function.fget
 
     def get_loss(self: Any) -> Callable[..., Any]:
         if "_loss_function" not in self.__dict__ and mapping.get(getattr(self, "loss_type", None), theirs) is theirs:
-            return causal_lm_loss  # not asked of the original, which warns where torch.compile cannot trace it
+            return causal_lm_loss  # without a call of the original, whose warning torch.compile cannot trace
         return get_original_loss(self)  # type: ignore[no-any-return]
 
     def set_loss(self: Any, value: Callable[..., Any]) -> None:
@@ -551,7 +551,7 @@ def _wants_dict(self: Any, options: dict[str, Any]) -> bool:
 
 
 def _completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """All of a call's arguments by name."""
+    """Return a function that gives all arguments of a call of the forward by name."""
     names = [*inspect.signature(original.forward).parameters][1:]
 
     def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

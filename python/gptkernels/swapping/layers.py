@@ -1,4 +1,4 @@
-"""Replacements of single layers: torch.nn's, Hugging Face's Conv1D and GELUs, and norms and GELUs found by trial."""
+"""Replacements of single layers: torch.nn's, Hugging Face's Conv1D and GELUs, and the user's norms and GELUs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """``torch.nn.LayerNorm``, or a class of the user's that computes the same over its weight's shape with this eps."""
+    """``torch.nn.LayerNorm``, or a user's class that computes the same, with this eps, over its weight's shape."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)
@@ -28,8 +28,13 @@ def layer_norm(original: Any, eps: float | None = None) -> Namespace:
 
 def norm_of(module: Any) -> tuple[Tensor, Tensor | None, float]:
     """Weight, bias and epsilon of a replaced norm."""
-    eps = module._gptkernels_eps
-    return module.weight, getattr(module, "bias", None), module.eps if eps is None else eps
+    return module.weight, getattr(module, "bias", None), eps_of(module)
+
+
+def eps_of(module: Any) -> float:
+    """Epsilon of a replaced norm."""
+    eps: float | None = module._gptkernels_eps
+    return module.eps if eps is None else eps  # type: ignore[no-any-return]
 
 
 @replacement("GELU")
@@ -46,14 +51,14 @@ def gelu(original: Any, form: str | None = None) -> Namespace:
 
 
 def gelu_form(module: Any) -> str:
-    """ "tanh" or "none", of a replaced GELU."""
+    """The form of a replaced GELU: "tanh" or "none"."""
     form: str | None = module._gptkernels_gelu
     return module.approximate if form is None else form
 
 
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
-    """``torch.nn.Linear``; transposed: Hugging Face's Conv1D, whose weight (in, out) is served as it lies in memory."""
+    """``torch.nn.Linear``; if transposed, Hugging Face's Conv1D, whose weight (in, out) is used without a copy."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input, self.weight, self.bias)) is not None:
@@ -65,16 +70,16 @@ def linear(original: Any, transposed: bool = False) -> Namespace:
 
 
 def weight_of(module: Any) -> Tensor:
-    """(out, in): the weight of a replaced linear layer, as a view of Conv1D's."""
+    """The weight (out, in) of a replaced linear layer; a view of a Conv1D's."""
     weight = module.weight
     if not module._gptkernels_transposed:
         return weight  # type: ignore[no-any-return]
-    # Cast before the view is taken: Inductor then writes the gradient in float32 once, in the parameter's layout.
+    # The cast comes before the view, so that Inductor writes the float32 gradient once, in the parameter's layout.
     return (weight.to(products_dtype(weight)) if torch.compiler.is_compiling() else weight).t()
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """What matrix products compute a tensor in: inside autocast its dtype, except for float64."""
+    """The dtype in which matrix products read a tensor: autocast's, but float64 stays."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
@@ -112,7 +117,7 @@ def softmax(original: Any) -> Namespace:
 
 @replacement("CrossEntropyLoss")
 def cross_entropy(original: Any) -> Namespace:
-    """``torch.nn.CrossEntropyLoss`` of class indices."""
+    """``torch.nn.CrossEntropyLoss`` with class indices as targets."""
 
     def forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
         reason = why_not(input)
@@ -127,9 +132,9 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """The replacement of a layer of torch.nn's, with its options; a reason to leave it; None for another module.
+    """Choose the replacement of a layer of torch.nn, with its options; a reason to leave it; None for another module.
 
-    A subclass that does not override the forward is served too.
+    A subclass that does not override ``forward`` is replaced too.
     """
     forward = type(module).forward
     for kind, name, unless in _TORCHS:
@@ -142,13 +147,13 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """What says which option has another value than one for which there is a kernel."""
+    """Return a check that an option of a module has its default; it returns the reason if there is no kernel for it."""
 
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():
             value = getattr(module, name)
             if value is not default and value != default:
-                return f"no kernel serves its option {name}"
+                return f"no kernel supports its option {name}"
         return None
 
     return unless

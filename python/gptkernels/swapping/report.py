@@ -1,4 +1,4 @@
-"""What ``swap`` replaced, what it left and why, and which calls went to the original code."""
+"""The report of ``swap``: what was replaced, what was left and why, and which calls run the original code."""
 
 import collections
 import dataclasses
@@ -12,9 +12,9 @@ class Entry:
     """One module.
 
     Attributes:
-        name: in ``named_modules``; empty for the model itself.
-        kind: its class's name.
-        note: for a replaced module what serves it, for one that was left the reason.
+        name: as in ``named_modules``; empty for the model itself.
+        kind: the name of its class.
+        note: the replacement, or the reason why the module was left.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Report:
     """The table of a swapped model: ``print(model.gptkernels_report)``.
 
     Attributes:
-        replaced: the modules that kernels serve.
+        replaced: the modules that kernels compute.
         left: the modules that were left alone, with the reason. Containers, which compute nothing, are not listed.
-        calls: how many calls of a replaced module went to its original code, by class and reason. Calls inside
-            ``torch.compile`` are not counted: there the choice is made once, when the graph is traced.
-        return_logits: as given to ``swap``.
+        calls: how many calls of a replaced module ran its original code, by class and reason. Calls inside
+            ``torch.compile`` are not counted: the choice is made once, when the graph is traced.
+        return_logits: the argument of ``swap``.
     """
 
     replaced: list[Entry] = dataclasses.field(default_factory=list)
@@ -56,7 +56,7 @@ class Report:
 
 
 def _groups(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
-    """The entries that differ only in numbers within their names, such as a model's layers."""
+    """Group the entries that differ only in numbers within their names, such as a model's layers."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((re.sub(r"\d+", "*", entry.name), entry.kind, entry.note), []).append(entry)

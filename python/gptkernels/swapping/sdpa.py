@@ -1,9 +1,8 @@
-"""``F.scaled_dot_product_attention`` where a user's own methods call it.
+"""Replacement of ``F.scaled_dot_product_attention`` in a user's own methods.
 
-Python's name for the function is shared with everybody, so it is not rebound. A method that calls it is copied with one
-name in its code changed, to that of our function, which stands beside torch's in ``torch.nn.functional``. Everything
-else about the method, its globals, closure and source line, is the same, and ``torch.compile`` sees a call like any
-other.
+All code shares torch's function, so it is not patched. A method that calls it is copied, with one name in its code
+changed to that of our function, which is set as another attribute of ``torch.nn.functional``. The rest of the method
+(globals, closure, source lines) stays the same, and ``torch.compile`` sees an ordinary call.
 """
 
 import dis
@@ -22,7 +21,7 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """The class's methods that call torch's function by its name: its own or inherited, not those it overrides."""
+    """Return the methods of a class, its own or inherited, that call torch's function by its name."""
     return {
         name: method
         for owner in kind.__mro__
@@ -33,7 +32,7 @@ def methods_that_call_it(kind: type) -> dict[str, Any]:
 
 
 def _names(method: Any) -> list[str]:
-    """The names in the method's code by which it calls torch's function, and only that."""
+    """Return the names in the method's code that refer to torch's function and to nothing else."""
     names = []
     for name in method.__code__.co_names:
         imported = method.__globals__.get(name) is F.scaled_dot_product_attention
@@ -44,7 +43,7 @@ def _names(method: Any) -> list[str]:
 
 def _always_of_functional(method: Any) -> bool:
     """Whether every use of the name is ``F.`` or ``torch.nn.functional.`` followed by it."""
-    value: Any = None  # of the chain of globals and attributes that the instruction before ended
+    value: Any = None  # what the chain of globals and attributes up to the previous instruction refers to
     for instruction in dis.get_instructions(method):
         name = instruction.argval
         if instruction.opname == "LOAD_GLOBAL":
@@ -74,7 +73,7 @@ def _redirected(method: Any) -> Any:
 
 @replacement("attention calls")
 def attention_calls(original: Any) -> Namespace:
-    """The class's methods, with ours in place of torch's function."""
+    """The class's methods with our function in place of torch's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs)

@@ -1,47 +1,29 @@
-"""GPT-2's layer, computed with the parameters of somebody else's modules.
+"""GPT-2's layer, computed with the parameters of a user's own modules.
 
-Every function here reads the modules when it is called: one that has been replaced, hooked or wrapped since the swap is
-called in place of the kernel. Shapes: B batch, T tokens, C channels.
+Every function reads the modules when it is called: a module that was replaced, hooked or wrapped since the swap is
+called instead of the kernel. Shapes: B batch, T tokens, C channels.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.block.node import NONE, Dropout
+from gptkernels.block.fused import Pending, add, finished
+from gptkernels.block.node import Dropout
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype, without_autocast
 from gptkernels.swapping.checks import dropout_of, untouched
-from gptkernels.swapping.dropout import Draws, apply
+from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
 # ---- the residual stream ---------------------------------------------------------------------------------------------
 
 
-class Pending(NamedTuple):
-    """What is yet to be added to the residual stream: dropout(values + bias), values (B, T, C), bias (C) or None."""
-
-    values: Tensor
-    bias: Tensor | None = None
-    dropout: Dropout = NONE
-
-
-def add(stream: Tensor, pending: Pending | None) -> Tensor:
-    """The stream with what is pending."""
-    return stream if pending is None else stream + finished(pending)
-
-
-def finished(pending: Pending) -> Tensor:
-    """What is to be added, as one tensor."""
-    values, bias, dropout = pending
-    return apply(values if bias is None else values + bias.to(values.dtype), dropout)
-
-
 def norm(x: Tensor, module: Any) -> Tensor:
-    """(B, T, C) -> (B, T, C)."""
+    """Normalise: (B, T, C) -> (B, T, C)."""
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
@@ -49,16 +31,16 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """The addition of what is pending to the residual stream, and the norm that follows it: norm, stream.
+    """Add what is pending to the residual stream, and normalise the sum; returns the norm and the stream.
 
-    With ``narrow`` the norm may have autocast's dtype: only a matrix product will read it.
+    With ``narrow`` the norm may have autocast's dtype, because only a matrix product reads it.
     """
     if pending is None or not untouched(module, "LayerNorm"):
         stream = add(stream, pending)
         return norm(stream, module), stream
     values, x_bias, dropout = pending
     args = values, stream, *norm_of(module), x_bias, *dropout
-    if narrow and _is_narrow(*args):  # inside autocast the operator has layer_norm's dtype, float32
+    if narrow and _is_narrow(*args):  # inside autocast the operator would return float32, as layer_norm does
         with without_autocast(stream.device.type):
             normed, stream, _, _ = ops.residual_layernorm(*args)
     else:
@@ -67,7 +49,7 @@ def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: b
 
 
 def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
-    """Whether values have autocast's 16 bits, and all else is float32."""
+    """Whether the values have autocast's 16-bit dtype and all other tensors are float32."""
     if values.dtype != autocast_dtype(stream.device.type):
         return False
     others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
@@ -78,14 +60,17 @@ def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
-    """A linear layer, or a Conv1D: (..., in) -> (..., out). Without its bias only what is not called as a module."""
+    """Compute a linear layer or a Conv1D: (..., in) -> (..., out).
+
+    ``bias=False`` has no effect if the layer must be called as a module.
+    """
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
     return functional.linear(x, weight_of(module), module.bias if bias else None)
 
 
 def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
-    """linear(act(linear(x))), as one operator where it is the tanh GELU's; ``bias`` is as in ``project``."""
+    """Compute linear(act(linear(x))), as one operator if act is the tanh GELU; ``bias`` is as in ``project``."""
     if untouched(act, "GELU"):
         form = gelu_form(act)
         if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
@@ -95,13 +80,13 @@ def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
 
 
 def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
-    """What a sublayer adds to the stream.
+    """Return what a sublayer adds to the stream.
 
     Args:
         values: (B, T, C), ``proj``'s output without its bias.
-        proj: the linear layer that ``project`` or ``mlp`` has computed last.
+        proj: the linear layer that ``project`` or ``mlp`` computed last.
         module: the dropout after it, or None.
-        draws: where its numbers come from.
+        draws: the random numbers of the dropouts.
     """
     pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
     if module is None:
@@ -125,25 +110,24 @@ def layer(
     feed_forward: Callable[[Any, Tensor], Pending],
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
-    """A block without its last residual addition, which is done together with the norm that follows it.
+    """Compute a block without its last residual addition, which is fused with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.
-        pending: not yet added to it; None if nothing is.
+        pending: is added to the stream first, unless None.
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
-        attend: computes ``block.attn`` of the first norm.
-        feed_forward: computes ``block.mlp`` of the second.
+        attend: computes ``block.attn`` from the first norm.
+        feed_forward: computes ``block.mlp`` from the second.
         narrow: whether only matrix products read the first norm, and the second.
 
     Returns:
-        The stream, and what is now to be added to it.
+        The stream, and what is to be added to it next.
     """
-    normed, stream = add_and_norm(stream, pending, block.ln_1, narrow[0])
-    pending = attend(block.attn, normed)
-    normed, stream = add_and_norm(stream, pending, block.ln_2, narrow[1])
-    return stream, feed_forward(block.mlp, normed)
+    normed, residual_1 = add_and_norm(stream, pending, block.ln_1, narrow[0])
+    normed, residual_2 = add_and_norm(residual_1, attend(block.attn, normed), block.ln_2, narrow[1])
+    return residual_2, feed_forward(block.mlp, normed)
 
 
 def called(module: Any, x: Tensor) -> Pending:
-    """A sublayer that is called as a module."""
+    """Compute a sublayer by calling its module."""
     return Pending(module(x))

@@ -1,4 +1,4 @@
-// Operators that another is made of (layer.cpp): what each computes and returns is in library.cpp.
+// Operators that are callable from C++ (layer.cpp). Their arguments and results are in library.cpp.
 #pragma once
 
 #include <optional>
@@ -17,8 +17,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
 Tensor gelu_op(const Tensor& x, const std::string& approximate);
 Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& approximate);
 
-// post_gelu; GELU of pre_gelu where it was not kept.
-inline Tensor kept_or_again(const Tensor& post_gelu, const Tensor& pre_gelu, const std::string& approximate) {
+// Returns post_gelu, or computes it again from pre_gelu if it was not kept.
+inline Tensor saved_or_recomputed(const Tensor& post_gelu, const Tensor& pre_gelu, const std::string& approximate) {
   return is_absent(post_gelu) ? gelu_op(pre_gelu, approximate) : post_gelu;
 }
 

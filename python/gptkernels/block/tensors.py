@@ -1,0 +1,117 @@
+"""Names for the tensors of a transformer block: its parameters, and those that its operators save for the backward.
+
+The names and their order are those of the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares them.
+
+Shapes: B batch, T tokens, C channels, F the MLP's hidden width, NH heads, N = B*T rows; weights are (out, in).
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Weights(NamedTuple):
+    """The weights of the four matrix products."""
+
+    qkv_weight: Tensor  # (3C, C)
+    attn_proj_weight: Tensor  # (C, C)
+    fc_weight: Tensor  # (F, C)
+    mlp_proj_weight: Tensor  # (C, F)
+
+
+class Matrices(NamedTuple):
+    """The parameters that the matrix products read: weights, and the biases that the products add."""
+
+    qkv_weight: Any
+    qkv_bias: Any  # (3C) or None
+    attn_proj_weight: Any
+    fc_weight: Any
+    fc_bias: Any  # (F) or None
+    mlp_proj_weight: Any
+
+
+class BlockParameters(NamedTuple):
+    """The parameters of a block; also their gradients, or for each parameter whether it needs one.
+
+    The bias of ``mlp_proj`` is added after the block, with the last addition to the residual stream.
+    """
+
+    norm_1_weight: Any  # (C) or None
+    norm_1_bias: Any  # (C) or None
+    qkv_weight: Any
+    qkv_bias: Any
+    attn_proj_weight: Any
+    attn_proj_bias: Any  # (C) or None, added by the second norm
+    norm_2_weight: Any  # (C) or None
+    norm_2_bias: Any  # (C) or None
+    fc_weight: Any
+    fc_bias: Any
+    mlp_proj_weight: Any
+
+    def weights(self) -> Weights:
+        """Return the weights of the matrix products."""
+        return Weights(self.qkv_weight, self.attn_proj_weight, self.fc_weight, self.mlp_proj_weight)
+
+    def matrices(self) -> Matrices:
+        """Return the parameters that the matrix products read."""
+        _, _, qkv_weight, qkv_bias, attn_proj_weight, _, _, _, fc_weight, fc_bias, mlp_proj_weight = self
+        return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
+
+    def with_matrices(self, matrices: Matrices) -> "BlockParameters":
+        """Replace the tensors that the matrix products read."""
+        norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
+        qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
+        return BlockParameters(
+            norm_1_weight, norm_1_bias, qkv_weight, qkv_bias, attn_proj_weight, attn_proj_bias,
+            norm_2_weight, norm_2_bias, fc_weight, fc_bias, mlp_proj_weight,
+        )  # fmt: skip
+
+
+class LayerSaved(NamedTuple):
+    """The tensors that ``layer`` returns for ``layer_backward``."""
+
+    residual_1: Tensor  # (B, T, C), the stream after the first addition; the block's input if nothing was added
+    mean_1: Tensor  # (B, T)
+    rstd_1: Tensor  # (B, T)
+    norm_1: Tensor  # (B, T, C)
+    qkv: Tensor  # (B, T, 3C)
+    attended: Tensor  # (B, T, C)
+    logsumexp: Tensor  # (B, NH, T)
+    residual_2: Tensor  # (B, T, C), the stream after the second addition
+    mean_2: Tensor  # (B, T)
+    rstd_2: Tensor  # (B, T)
+    norm_2: Tensor  # (B, T, C)
+    pre_gelu: Tensor  # (B, T, F)
+    post_gelu: Tensor  # (B, T, F), without elements if the backward is to compute it again
+
+
+class FP8LayerSaved(NamedTuple):
+    """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
+
+    A name that ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to 16), which has a scale.
+    """
+
+    mean_1: Tensor  # (B, T)
+    rstd_1: Tensor  # (B, T)
+    norm_1_t: Tensor  # (C, N)
+    norm_1_scale: Tensor
+    qkv_weight_t: Tensor  # (C, 3C)
+    qkv_weight_scale: Tensor
+    qkv: Tensor  # (B, T, 3C)
+    attended: Tensor  # (B, T, C)
+    logsumexp: Tensor  # (B, NH, T)
+    attended_t: Tensor  # (C, N)
+    attended_scale: Tensor
+    attn_proj_weight_t: Tensor  # (C, C)
+    attn_proj_weight_scale: Tensor
+    mean_2: Tensor  # (B, T)
+    rstd_2: Tensor  # (B, T)
+    norm_2_t: Tensor  # (C, N)
+    norm_2_scale: Tensor
+    fc_weight_t: Tensor  # (C, F)
+    fc_weight_scale: Tensor
+    pre_gelu: Tensor  # (B, T, F)
+    hidden_t: Tensor  # (F, N)
+    hidden_scale: Tensor
+    mlp_proj_weight_t: Tensor  # (F, C)
+    mlp_proj_weight_scale: Tensor
