@@ -1,4 +1,4 @@
-"""`python -m gptkernels`."""
+"""Entry point of `python -m gptkernels`."""
 
 import sys
 

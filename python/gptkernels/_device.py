@@ -1,11 +1,11 @@
-"""The devices of this machine: which one to use, and its peak rate."""
+"""Choice of the device, and the peak rates of known GPUs."""
 
 from __future__ import annotations
 
 import torch
 
 # The tensor cores' peak rate for dense bfloat16 products, in 1e12 operations per second, from NVIDIA's data sheets. The
-# first entry that the device's name starts with is used, so a longer name comes before its own prefix.
+# first entry that is a prefix of the device's name is used, so a longer name comes before its own prefix.
 _PEAKS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200 NVL": 835.5,
@@ -30,7 +30,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bfloat16 operations a second, sparsity aside; None where they are not known."""
+    """Return the device's dense bfloat16 operations per second; None if unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -38,7 +38,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of that name; "auto" is CUDA where there is one, "cuda" the GPU numbered `local_rank`.
+    """Return the device of this name; "auto" is CUDA if available, "cuda" the GPU with the index `local_rank`.
 
     Raises:
         ValueError: there is no such device.

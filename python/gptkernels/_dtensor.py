@@ -1,6 +1,6 @@
-"""DTensors in the optimizer: each process works on the part that it holds, and norms are of all parts.
+"""DTensors in the optimizer: each process updates its own part, and norms are those of the whole tensors.
 
-Nothing here imports ``torch.distributed.tensor``: where there are no DTensors it need not be loaded.
+This file does not import ``torch.distributed.tensor`` unless there are DTensors.
 """
 
 from typing import Any, NamedTuple
@@ -12,14 +12,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Place(NamedTuple):
-    """How a DTensor lies on its mesh of devices. Equal for tensors that are split in the same way."""
+    """How a DTensor is distributed over its mesh of devices. Equal for tensors that are split in the same way."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
 
 def place_of(t: Any) -> Place | None:
-    """Where a DTensor's parts are; None for any other tensor. A sum that is yet to be made is in each process."""
+    """Return how a DTensor is distributed; None for any other tensor. Partial sums count as replicated."""
     if type(t) in PLAIN or not hasattr(t, "placements"):
         return None
     if not any(placement.is_partial() for placement in t.placements):
@@ -30,7 +30,7 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """This process's part of the tensor as it lies, or is made to lie, in that place; a plain tensor itself."""
+    """Return this process's part of a DTensor, redistributed to ``place`` if necessary; a plain tensor as it is."""
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:
@@ -39,12 +39,12 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 
 def held(t: Any) -> Tensor:
-    """What this process holds of a DTensor, whatever that is of the whole; a plain tensor itself."""
+    """Return this process's part of a DTensor as it is distributed now; a plain tensor as it is."""
     return t if place_of(t) is None else t.to_local()
 
 
 def norm_of_all(norm: Tensor, place: Place | None) -> Tensor:
-    """The norm of whole tensors, from the norm of this process's parts of them, 0-dim float32."""
+    """Compute the norm of whole tensors from the norm of this process's parts, 0-dim float32."""
     if place is None or all(placement.is_replicate() for placement in place.placements):
         return norm
     from torch.distributed.tensor import DTensor, Partial, Replicate

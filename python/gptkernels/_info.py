@@ -1,4 +1,4 @@
-"""``gptkernels.info()``: what runs, and why CUDA does not when it doesn't."""
+"""``gptkernels.info()``: versions, libraries and devices, and why CUDA is not in use."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ def info() -> dict[str, str]:
     """Versions, libraries, architectures built for and the device in use.
 
     Returns:
-        A dict in reading order; ``"cuda"`` says "in use" or why it is not.
+        A dict in reading order; ``"cuda"`` is "in use" or the reason why it is not.
     """
     build = _library.build()
     found = {

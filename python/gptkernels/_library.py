@@ -1,4 +1,4 @@
-"""Loads the native libraries; if the CUDA one is not used, says why."""
+"""Loading of the native libraries, and the reason if the CUDA library is not used."""
 
 import ctypes
 import functools
@@ -14,12 +14,12 @@ CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
 
 @functools.cache
 def build() -> dict[str, str]:
-    """What the build wrote down: version, torch, compiler, CUDA and its architectures."""
+    """Read what the build recorded: version, torch, compiler, CUDA and its architectures."""
     return json.loads((FOLDER / "build.json").read_text())
 
 
 def _load_cuda() -> str:
-    """Load the CUDA kernels; the answer is empty, or says why they are not in use."""
+    """Load the CUDA kernels; returns an empty string, or the reason why they are not in use."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if not CUDA_LIBRARY.exists():
@@ -43,7 +43,7 @@ def _load_cpu() -> None:
 
 
 def _string(function: str) -> str:
-    """What this function of the CPU library returns."""
+    """Call a function of the CPU library that returns a string."""
     found = getattr(ctypes.CDLL(str(CPU_LIBRARY)), function)
     found.restype = ctypes.c_char_p
     return found().decode()
@@ -52,8 +52,8 @@ def _string(function: str) -> str:
 def cpu_capability() -> str:
     """The instruction set that the CPU kernels use: "default", "avx2" or "avx512".
 
-    It is the processor's best, or what the environment variable GPTKERNELS_CPU_CAPABILITY said when the library was
-    loaded.
+    It is the best that the processor supports, or the value of the environment variable GPTKERNELS_CPU_CAPABILITY when
+    the library was loaded.
     """
     return _string("gptkernels_cpu_capability")
 

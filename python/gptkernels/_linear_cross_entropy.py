@@ -15,14 +15,14 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """``cross_entropy(linear(x, weight), targets)`` without ever holding all the logits.
+    """Compute ``cross_entropy(linear(x, weight), targets)`` without ever holding all the logits.
 
     The rows are processed in chunks. For "mean" and "sum" the forward also computes the gradients of x and weight, from
-    the same logits, and the backward only scales them. Where autograd records nothing, no gradient is computed. For
+    the same logits, and the backward only scales them. If autograd records nothing, no gradient is computed. For
     "none", and for float16 (whose gradients must be multiplied by the loss scale before they are rounded), the backward
     computes each chunk's logits a second time. It also does so if the gradients are differentiated again
-    (``create_graph=True``); that second derivative holds all the logits. Inside autocast the matrix products are done
-    in its dtype.
+    (``create_graph=True``); that second derivative holds all the logits. Inside autocast the matrix products have its
+    dtype.
 
     Args:
         x: (..., C), the last hidden layer.
@@ -37,19 +37,12 @@ def linear_cross_entropy(
         float32 (float64 for float64): 0-dim, or of targets' shape for "none".
 
     Raises:
-        ValueError: shapes that do not fit, an unknown ``reduction``, a ``chunk_size`` below 1.
+        ValueError: shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
     """
     check_reduction("linear_cross_entropy", reduction)
     _check_shapes("linear_cross_entropy", x, weight, targets, chunk_size)
-    return ops.linear_cross_entropy.default(
-        x,
-        weight,
-        targets,
-        -1 if vocab_size is None else vocab_size,
-        ignore_index,
-        reduction,
-        -1 if chunk_size is None else chunk_size,
-    )
+    vocab_size, chunk_size = (-1 if size is None else size for size in (vocab_size, chunk_size))
+    return ops.linear_cross_entropy.default(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size)
 
 
 def fp8_linear_cross_entropy(
@@ -63,11 +56,11 @@ def fp8_linear_cross_entropy(
     chunk_size: int | None = None,
     fp8_logits: bool = False,
 ) -> Tensor:
-    """:func:`linear_cross_entropy` with the same loss; the products of its gradients are of float8 numbers.
+    """Compute the same loss as :func:`linear_cross_entropy`, with float8 products in its gradients.
 
     The gradients of the logits are rounded to e5m2, x and the weight to e4m3. The gradients are computed in the
-    forward. Where autograd records nothing this is :func:`linear_cross_entropy`, without float8 numbers. There is no
-    second derivative and none in forward mode: both raise a RuntimeError.
+    forward. If autograd records nothing, this is :func:`linear_cross_entropy`, without float8. Second derivatives and
+    forward-mode derivatives are not supported: both raise a RuntimeError.
 
     Args:
         x: (..., C), the last hidden layer, float32, bfloat16 or float16; C is a multiple of 16.
@@ -78,28 +71,21 @@ def fp8_linear_cross_entropy(
         reduction: "mean" (over the rows that are not ignored; nan if all are) or "sum".
         chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; when None as many as have 2^28
             logits.
-        fp8_logits: where gradients are computed, the logits and with them the loss are those of the rounded x and
-            weight, too.
+        fp8_logits: if gradients are computed, compute the logits, and with them the loss, from the rounded x and weight
+            too.
 
     Returns:
         0-dim float32.
 
     Raises:
-        ValueError: shapes that do not fit, another ``reduction``, a ``chunk_size`` below 1.
-        RuntimeError: another dtype, or features that are no multiple of 16.
+        ValueError: shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
+        RuntimeError: the dtype is not supported, or the number of features is not a multiple of 16.
     """
     check_reduction("fp8_linear_cross_entropy", reduction, ("mean", "sum"))
     _check_shapes("fp8_linear_cross_entropy", x, weight, targets, chunk_size)
-    return ops.fp8_linear_cross_entropy.default(
-        x,
-        weight,
-        targets,
-        -1 if vocab_size is None else vocab_size,
-        ignore_index,
-        reduction,
-        -1 if chunk_size is None else chunk_size,
-        fp8_logits,
-    )
+    vocab_size, chunk_size = (-1 if size is None else size for size in (vocab_size, chunk_size))
+    options = vocab_size, ignore_index, reduction, chunk_size, fp8_logits
+    return ops.fp8_linear_cross_entropy.default(x, weight, targets, *options)
 
 
 def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chunk_size: int | None) -> None:
@@ -115,7 +101,7 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def check_reduction(function: str, reduction: str, known: tuple[str, ...] = ("mean", "sum", "none")) -> None:
-    """Raise a ValueError for another reduction."""
+    """Raise a ValueError for an unknown reduction."""
     if reduction not in known:
         *names, last = map(repr, known)
         raise ValueError(f"{function}: reduction must be {', '.join(names)} or {last}, got {reduction!r}")

@@ -1,8 +1,8 @@
-"""How the threads of `gptkernels train` wait for each other; set before torch is loaded, which is when OpenMP reads it.
+"""The wait policy of OpenMP's threads in `gptkernels train`. It is set before torch is loaded, when OpenMP reads it.
 
-GNU's OpenMP, which torch's CPU wheels bring, spins at every barrier while there are no more threads than processors.
-On a busy machine each barrier then takes as long as its slowest thread waits for a processor. With a passive policy
-threads sleep instead. LLVM's and Intel's OpenMP obey the same variable.
+The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads than
+processors. On a busy machine each barrier then takes until the slowest thread gets a processor. With a passive policy
+threads sleep instead. LLVM's and Intel's OpenMP support the same variable.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import MutableMapping, Sequence
 
 POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Any of these, set by the user, is the user's choice."""
+"""If the user has set any of these, it is not changed."""
 
 
 def wait_passively_in_training(
@@ -20,12 +20,12 @@ def wait_passively_in_training(
     command_line: Sequence[str] = sys.orig_argv,
     environment: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Set a passive wait policy, where this process is `gptkernels train` and the user has set none.
+    """Set a passive wait policy if this process is `gptkernels train` and the user has not set a policy.
 
     Args:
-        arguments: of the process, as `sys.argv` has them while this package is imported.
-        command_line: of the process, with the interpreter and its options.
-        environment: what is changed.
+        arguments: the process's `sys.argv` while this package is imported.
+        command_line: the process's command line, with the interpreter and its options.
+        environment: the environment to change.
     """
     if _is_training(arguments, command_line) and not any(name in environment for name in POLICIES):
         environment["OMP_WAIT_POLICY"] = "passive"
@@ -36,7 +36,7 @@ def _is_training(arguments: Sequence[str], command_line: Sequence[str]) -> bool:
     if not arguments:
         return False
     program = arguments[0]
-    if program == "-m":  # what Python has there until it has found the module
+    if program == "-m":  # Python's placeholder until it has found the module
         program = command_line[len(command_line) - len(arguments)].removeprefix("-m")
     command = next((argument for argument in arguments[1:] if not argument.startswith("-")), None)
     return os.path.basename(program) == "gptkernels" and command == "train"

@@ -1,4 +1,4 @@
-"""Whether a submodule still is what its parent made, so that the parent may fuse it with its neighbours."""
+"""Checks whether a submodule is still as its parent made it, so that the parent may fuse it with others."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 CHANGED = "_gptkernels_changed"
-"""Set in a swapped module's ``__dict__`` when an attribute of it is set after the swap (``swapping/classes.py``)."""
+"""Set in a swapped module's ``__dict__`` when one of its attributes is set after the swap (``swapping/classes.py``)."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -14,9 +14,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Whether calling ``module`` would run ``kind.forward`` and nothing else.
 
-    Only then may a parent read the module's parameters and call a fused operator in its place. Otherwise it must call
-    the module: it may be an adapter, a subclass or a wrapper (a parametrisation and FSDP2 replace a module's class), it
-    may have hooks (pruning and weight normalisation are hooks too) or a forward of its own, or be compiled by itself.
+    Only then may a parent read the module's parameters and call a fused operator instead. Otherwise it must call the
+    module: it may be an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a module's class), have
+    hooks (pruning and weight normalisation use hooks) or its own forward, or be compiled separately.
 
     Args:
         module: the submodule.
@@ -26,7 +26,7 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
 
 
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
-    """``is_unmodified`` of each of these."""
+    """Whether ``is_unmodified`` holds for all of these."""
     for module, kind in parts:
         if type(module) is not kind or not is_bare(module.__dict__):
             return False
@@ -34,16 +34,18 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` records this call without dynamo, for which torch's own function is always True.
+    """Whether ``torch.export`` records this call without dynamo. (With dynamo, torch's own function is always True.)
 
-    The embeddings and the head are then called, not fused: they share a weight, and ``torch.distributed.pipelining``
-    looks for the weight's owners among the modules that were called.
+    The embeddings and the head are then called instead of fused, because they share a weight and
+    ``torch.distributed.pipelining`` looks for its owners among the modules that were called.
+    """
+    """
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Whether a module with this ``__dict__`` has neither hooks of its own nor another forward."""
+    """Whether a module with this ``__dict__`` has no hooks and no forward of its own."""
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
@@ -60,7 +62,7 @@ def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -
 
     Args:
         module: any module.
-        passive: the Python module whose hooks only look on, and do not count.
+        passive: the name of a Python module whose hooks only observe, and are ignored.
     """
     attributes = module.__dict__
     for hooks in _HOOKS:

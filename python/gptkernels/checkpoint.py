@@ -1,16 +1,16 @@
 """Models and training states on disk.
 
-- A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state
-  dict under nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...), its matrices
-  (out, in) as in `torch.nn.Linear`, and a configuration under nanoGPT's names: `block_size` (the longest
-  sequence), `vocab_size`, `n_layer`, `n_head`, `n_embd`, `bias` (False: no linear and no norm has one) and, where it is
-  not "gelu_tanh", `activation` ("gelu": the exact one).
-- A training state: one `.safetensors` file that also holds the optimizer, the random number generators and
-  what the trainer counts.
+- A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict with
+  nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...) and matrices (out, in) as in
+  `torch.nn.Linear`, and a configuration with nanoGPT's names: `block_size` (the longest sequence), `vocab_size`,
+  `n_layer`, `n_head`, `n_embd`, `bias` (False: linear layers and norms have no bias) and, unless it is "gelu_tanh",
+  `activation` ("gelu" is the exact one).
+- A training state: one `.safetensors` file that also contains the optimizer, the random number generators and the
+  trainer's counters.
 
-Every file appears whole or not at all, and is read without executing code. Damaged and foreign files raise a
-ValueError that names the file and the field, before memory is taken for their tensors. A `.safetensors` file has a
-checksum of every tensor and of its metadata, which are verified when it is read; llm.c's format has no place for one.
+Files are written completely or not at all, and read without executing code. Damaged and foreign files raise a
+ValueError that names the file and the field, before memory for their tensors is allocated. A `.safetensors` file has
+checksums of every tensor and of its metadata, which are verified on reading; llm.c's format has no checksum.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gptkernels.files.safetensors import CheckedFile, DamagedError, open_safeten
 from gptkernels.files.writing import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
 
 CHECKPOINT = "checkpoint.safetensors"
-"""The file of a training state in the folder of its run."""
+"""The name of the training state in the folder of its run."""
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
-_UNPADDED = 1  # llm.c's in April 2024: float32 without padding, and without padded_vocab_size in the header
+_UNPADDED = 1  # llm.c's version in April 2024: float32 without padding, and no padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
 _KEYS = (str, int)
-"""What a dict in a training state has as keys. True and 1.0, which equal 1, are none."""
+"""The types of keys of a dict in a training state. True and 1.0, which equal 1, are not allowed."""
 _TANH = "gelu_tanh"
 _ACTIVATIONS = (_TANH, "gelu")
 
@@ -66,7 +66,7 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of GPT-2's parameters, in llm.c's order: each kind for every layer, then the next.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order: one kind for all layers, then the next.
 
     The embedding `wte` is (V, C); `lm_head`, which is the same tensor, is not listed.
     """
@@ -92,16 +92,16 @@ def save_model(
 
     Args:
         path: its suffix decides the format.
-        state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not kept.
+        state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not written.
             `lm_head` is not written: it must equal `wte`.
         config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
-        dtype: what to convert to; when not given, the parameters' own. `.bin` takes float32 or bfloat16: when not
-            given, bfloat16 where all parameters are, else float32.
-        padded_vocab_size: Vp of the `.bin`, whose rows V..Vp-1 are 0; when not given V rounded up to 128.
+        dtype: convert the parameters to it; None keeps their dtypes. `.bin` supports float32 and bfloat16; None is then
+            bfloat16 if all parameters are, otherwise float32.
+        padded_vocab_size: Vp of the `.bin`, whose rows V..Vp-1 are 0; when None, V rounded up to a multiple of 128.
 
     Raises:
-        ValueError: a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the
-            format cannot hold the model: a `.bin` cannot say that there are no biases.
+        ValueError: a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the format cannot
+            represent the model: a `.bin` always has biases.
     """
     path = Path(path)
     config = check_model_config(_as_dict(config), str(path))
@@ -135,8 +135,8 @@ def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> t
     """Read a GPT-2 model: llm.c's `.bin`, a `.safetensors` of `save_model`, or the model of a training state.
 
     Args:
-        path: `.safetensors`, or else a `.bin`.
-        keep_padding: leave `wte` at the Vp rows of a `.bin` and add `padded_vocab_size` to the configuration.
+        path: a `.safetensors`, otherwise a `.bin`.
+        keep_padding: keep the Vp rows of `wte` in a `.bin` and add `padded_vocab_size` to the configuration.
 
     Returns:
         The configuration, for `GPT2Config(**config)`, and the state dict, on the CPU and in the file's dtype;
@@ -213,10 +213,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The entries that describe a GPT-2's shape, after they have been checked.
+    """Check the entries that describe a GPT-2's shape, and return them.
 
     Raises:
-        ValueError: one is missing or wrong; begins with `where`.
+        ValueError: an entry is missing or wrong; the message begins with `where`.
     """
     for name in _SIZES:
         value = config.get(name)
@@ -233,10 +233,11 @@ def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:
-    """The configuration without what a file does not keep, once the parameters have the shapes that it says.
+    """Check that parameters and configuration agree; return the entries of the configuration that a file stores.
 
     Raises:
-        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
+        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; the message begins with
+            `where`.
     """
     config = check_model_config(_as_dict(config), where)
     check_parameters(state_dict, config, where)
@@ -244,10 +245,10 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
 
 
 def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
-    """The parameters of `parameter_shapes`, none missing; without lm_head, padding and buffers.
+    """Check that the parameters of `parameter_shapes` are complete; return them without lm_head, padding and buffers.
 
     Raises:
-        ValueError: one is missing, unknown, of another shape, or no tensor that a file could hold.
+        ValueError: a parameter is missing, unknown, of another shape, or not a tensor that a file can store.
     """
     state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
@@ -278,14 +279,14 @@ def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, A
 
 
 def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
-    """Whether they are one tensor, whose values may be NaN, or equal ones."""
+    """Whether two tensors are the same, even with NaN in it, or have equal values."""
     if head.dtype != wte.dtype or head.shape != wte.shape:
         return False
     return head.data_ptr() == wte.data_ptr() or torch.equal(head, wte)
 
 
 def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
-    """The name of the first tensor that holds NaN or infinity, or None; waits for the device once."""
+    """Return the name of the first tensor with NaN or infinity, or None; synchronises with the device once."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not tensors:
         return None
@@ -295,10 +296,10 @@ def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
 
 
 def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
-    """A Hugging Face GPT-2's state dict (`GPT2LMHeadModel` or `GPT2Model`) as this module's.
+    """Convert a Hugging Face GPT-2's state dict (`GPT2LMHeadModel` or `GPT2Model`) to this module's.
 
-    Its `Conv1D` matrices are (in, out) and are transposed to (out, in); buffers of its attention are dropped;
-    `lm_head.weight`, where it is missing, is `wte`.
+    `Conv1D` matrices (in, out) are transposed to (out, in), buffers of attention are dropped, and a missing
+    `lm_head.weight` is set to `wte`.
     """
     prefix = "" if _WTE in state_dict else "transformer."
     state = {prefix + name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items()}
@@ -310,7 +311,7 @@ def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
 
 
 def to_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
-    """The state dict for Hugging Face's `GPT2LMHeadModel.load_state_dict`: `from_huggingface` undone."""
+    """Convert a state dict to one for Hugging Face's `GPT2LMHeadModel.load_state_dict`."""
     return {name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
 
 
@@ -320,7 +321,7 @@ def _transpose_conv1d(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """What `load_training_state` returns: what was saved, and the random number generators then."""
+    """A training state as `load_training_state` returns it; `rng` is that of the time when it was saved."""
 
     config: dict[str, Any]
     model: dict[str, torch.Tensor]
@@ -337,20 +338,20 @@ def save_training_state(
     optimizer: Mapping[str, Any],
     trainer: Mapping[str, Any],
 ) -> None:
-    """Write all that a run needs to go on as if it had not stopped, in one file, whole or not at all.
+    """Write everything that a run needs to continue as if it had not stopped, in one file, completely or not at all.
 
-    The state of torch's random number generators is saved with it. What is saved may nest dicts, lists and
-    tuples of tensors, numbers, strings and None; all of it comes back exactly, tied tensors tied.
+    The state of torch's random number generators is included. Values may be nested dicts, lists and tuples of tensors,
+    numbers, strings and None; all of them are restored exactly, and tied tensors stay tied.
 
     Args:
-        path: a `.safetensors` file; `load_model` reads the model out of it.
-        config: of the model, a mapping or a dataclass.
+        path: a `.safetensors` file; `load_model` can read the model from it.
+        config: the model's configuration, a mapping or a dataclass.
         model: the module or its state dict.
-        optimizer: its state dict, as torch.optim's are.
-        trainer: counters, the data loader's state dict, whatever else.
+        optimizer: its state dict, in the format of torch.optim.
+        trainer: counters, the data loader's state dict, and other values.
 
     Raises:
-        ValueError: the path has another suffix, or a value is none of the above; the message says where.
+        ValueError: the path has another suffix, or a value is of another type; the message says where.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -369,7 +370,7 @@ def save_training_state(
 
 
 def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
-    """Read a training state, its tensors on the CPU; `restore_rng_state(state.rng)` is left to the caller.
+    """Read a training state to the CPU. The caller must call `restore_rng_state(state.rng)`.
 
     Raises:
         ValueError: the file is damaged or of another kind; the message names the file and the field.
@@ -381,16 +382,16 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
 
 
 def rng_state() -> dict[str, Any]:
-    """The states of torch's generators: of the CPU, and of every CUDA device where CUDA is in use."""
+    """Return the states of torch's generators: the CPU's, and those of all CUDA devices if CUDA is in use."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Set torch's generators to a `rng_state()`, those of CUDA as far as there are devices.
+    """Set torch's generators to the states of `rng_state()`. States of missing CUDA devices are ignored.
 
     Raises:
-        ValueError: these are no states of torch's generators.
+        ValueError: `state` does not contain states of torch's generators.
     """
     try:
         cpu, cuda = state["cpu"], list(state["cuda"])
@@ -402,10 +403,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
-    """`value` as JSON can hold it; its tensors go into `tensors`, under names that say where they were.
+    """Convert `value` to JSON values; its tensors go into `tensors`, with names that say where they were.
 
-    What JSON does not know becomes an object with one key: {"$tensor": name}, {"$tuple": [...]}, and
-    {"$dict": [[key, value], ...]} for a dict whose keys are not all plain strings.
+    Other types become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and {"$dict": [[key, value], ...]}
+    for a dict whose keys are not all plain strings.
     """
     if isinstance(value, torch.Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
@@ -445,7 +446,7 @@ def _unflatten(tree: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
 
 def _parse(path: Path, file: CheckedFile, field: str) -> dict[str, Any]:
     try:
-        value = _unflatten(json.loads(file.metadata[field]), functools.cache(file.tensor))  # tied ones stay tied
+        value = _unflatten(json.loads(file.metadata[field]), functools.cache(file.tensor))  # so tied tensors stay tied
     except DamagedError:
         raise
     except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:

@@ -1,8 +1,8 @@
-"""The operators with ``torch.nn.functional``'s names and signatures, and the fusions torch has no name for.
+"""The operators with ``torch.nn.functional``'s names and signatures, and fusions that torch does not have.
 
-Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. Everything here runs on this
-package's kernels. An option that they do not serve raises a ValueError that names it; no option is ignored, and none
-is handed to another library's kernel, but for what :func:`scaled_dot_product_attention` says it gives to torch's.
+Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. All functions run this package's
+kernels. An option that they do not support raises a ValueError that names it; no option is ignored. Only
+:func:`scaled_dot_product_attention` and :func:`causal_attention` pass some calls on to torch, as they document.
 """
 
 import warnings
@@ -37,11 +37,11 @@ __all__ = [
     "softmax",
 ]
 for _name in __all__:
-    torch.fx.wrap(_name)  # torch.fx.symbolic_trace records the calls, as it does those of torch.nn.functional
+    torch.fx.wrap(_name)  # so that torch.fx.symbolic_trace records the calls, as those of torch.nn.functional
 
 
 def refuse(function: str, **options: Any) -> None:
-    """Raise a ValueError that names the first option that is set, that is, neither None nor False."""
+    """Raise a ValueError that names the first option that is set (neither None nor False)."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(f"{function}: the option {name} is not supported: gptkernels has no kernel for it")
@@ -57,18 +57,18 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """:func:`torch.nn.functional.layer_norm`. Several normalised dimensions are flattened to one.
+    """Compute :func:`torch.nn.functional.layer_norm`. Several normalised dimensions are flattened to one.
 
     Args:
         input: (..., *normalized_shape).
         normalized_shape: the last dimensions of ``input``.
-        weight: of normalized_shape, or None.
-        bias: of normalized_shape, or None.
+        weight: of shape normalized_shape, or None.
+        bias: of shape normalized_shape, or None.
         eps: added to the variance.
 
     Raises:
-        ValueError: ``normalized_shape`` is empty or does not end ``input``'s shape, or ``weight`` or ``bias`` has
-            another shape.
+        ValueError: ``input``'s shape does not end with ``normalized_shape``, which must not be empty, or ``weight`` or
+            ``bias`` has another shape.
     """
     dims = _check_norm("layer_norm", input, normalized_shape, weight, bias)
     out, _, _ = ops.layernorm.default(*_as_one(dims, input, weight, bias), eps)
@@ -86,28 +86,27 @@ def residual_layer_norm(
     dropout_p: float = 0.0,
     training: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The residual stream's addition and the norm that follows it, in one pass over memory.
+    """Add to the residual stream and normalise the sum, in one pass over memory.
 
-    The linear layer that makes ``x`` can leave its bias to this pass: it and its gradient then cost nothing.
+    The linear layer that computes ``x`` can leave its bias to this function, where it and its gradient cost nothing.
 
     Args:
-        x: (..., *normalized_shape), what a layer adds to the stream.
+        x: (..., *normalized_shape), the values that a layer adds to the stream.
         residual: the stream, of x's shape.
         normalized_shape: as in :func:`layer_norm`.
-        weight: of normalized_shape, or None.
-        bias: of normalized_shape, or None.
+        weight: of shape normalized_shape, or None.
+        bias: of shape normalized_shape, or None.
         eps: added to the variance.
-        x_bias: of normalized_shape, added to x; or None.
-        dropout_p: the probability with which an element of x + x_bias is dropped before it is added to the residual,
-            as in :func:`dropout`.
+        x_bias: of shape normalized_shape, added to x; or None.
+        dropout_p: the probability with which an element of x + x_bias is dropped before the addition, as in
+            :func:`dropout`.
         training: False drops nothing.
 
     Returns:
         ``layer_norm(sum, ...)`` and ``sum = dropout(x + x_bias, dropout_p, training) + residual``.
 
     Raises:
-        ValueError: as :func:`layer_norm`, when x and residual differ in shape, and when ``dropout_p`` is not from 0
-            to 1.
+        ValueError: as for :func:`layer_norm`; x and residual differ in shape; or ``dropout_p`` is not from 0 to 1.
     """
     _check_dropout("residual_layer_norm", "dropout_p", dropout_p)
     if x.shape != residual.shape:
@@ -129,7 +128,7 @@ def _check_norm(
     bias: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> int:
-    """How many dimensions are normalised."""
+    """Check the shapes, and return how many dimensions are normalised."""
     shape = tuple(normalized_shape)
     if not shape or x.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -143,7 +142,7 @@ def _check_norm(
 
 
 def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
-    """The tensors with their last ``dims`` dimensions as one."""
+    """Flatten the last ``dims`` dimensions of each tensor."""
     return (t if t is None or dims == 1 else t.flatten(-dims) for t in tensors)
 
 
@@ -151,7 +150,7 @@ def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
-    """:func:`torch.nn.functional.gelu`: exact ("none"), or by tanh ("tanh") as GPT-2's.
+    """Compute :func:`torch.nn.functional.gelu`: exact ("none"), or approximated by tanh ("tanh") as in GPT-2.
 
     Raises:
         ValueError: ``approximate`` is neither.
@@ -162,12 +161,12 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
-    """:func:`torch.nn.functional.softmax`. Another dimension than the last is transposed to the end.
+    """Compute :func:`torch.nn.functional.softmax`. If ``dim`` is not the last dimension, the input is transposed.
 
     Args:
         input: any shape.
         dim: the dimension that sums to 1. None warns and chooses as torch does: 0 for 0, 1 or 3 dimensions, else 1.
-        dtype: what ``input`` is converted to first.
+        dtype: convert ``input`` to this dtype first.
 
     Raises:
         IndexError: ``dim`` is out of range.
@@ -185,11 +184,11 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
 
 def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
-    """Softmax of ``scale * scores`` over the keys that each query may see.
+    """Compute the softmax of ``scale * scores`` over the keys that each query may see.
 
     Args:
         scores: (..., T, T), a row for each query.
-        scale: what the scores are multiplied by.
+        scale: the factor of the scores.
 
     Returns:
         (..., T, T), exactly 0 above the diagonal.
@@ -201,7 +200,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """:func:`torch.nn.functional.linear`: input (..., I), weight (O, I), bias (O) -> (..., O)."""
+    """Compute :func:`torch.nn.functional.linear`: input (..., I), weight (O, I), bias (O) -> (..., O)."""
     return ops.linear.default(input, weight, bias)
 
 
@@ -213,7 +212,7 @@ def mlp(
     proj_bias: Tensor | None,
     recompute_gelu: bool = False,
 ) -> Tensor:
-    """GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU.
+    """Compute GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU.
 
     Args:
         x: (..., C).
@@ -221,7 +220,7 @@ def mlp(
         fc_bias: (H), or None.
         proj_weight: (C, H).
         proj_bias: (C), or None.
-        recompute_gelu: keep the GELU's input for the backward, but not its output (..., H), and compute it again.
+        recompute_gelu: save only the GELU's input for the backward, which computes its output (..., H) again.
 
     Returns:
         (..., C).
@@ -236,18 +235,18 @@ def fp8_linear(
     history: Tensor | None = None,
     dout_history: Tensor | None = None,
 ) -> Tensor:
-    """:func:`linear` with products of float8 numbers: input and weight in e4m3, the output's gradient in e5m2.
+    """Compute :func:`linear` with float8 products: input and weight in e4m3, the output's gradient in e5m2.
 
-    A history has a tensor's largest magnitudes in the last 16 calls: the scale is known before the tensor is read, and
-    the call adds its own. Without one, and at the first call, the scale is that of the tensor itself, which is then
-    read twice; the weight's always is.
+    A history has a tensor's amax in the last 16 calls, so that the scale is known before the tensor is read; the call
+    adds its own amax. Without a history, and at the first call, the scale is that of the tensor itself, which is then
+    read twice. The weight's scale is always its own.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
         weight: (O, I), in input's dtype; O is a multiple of 16.
         bias: (O), or None.
-        history: of the input, (18) int32, at first zeros; written to. Or None.
-        dout_history: as history, of the output's gradient; the backward writes to it.
+        history: the input's amax history, (18) int32, initially zeros, which is updated; or None.
+        dout_history: the amax history of the output's gradient, which the backward updates; or None.
 
     Returns:
         (..., O), in input's dtype.
@@ -266,7 +265,7 @@ def fp8_mlp(
     dhidden_history: Tensor | None = None,
     dout_history: Tensor | None = None,
 ) -> Tensor:
-    """:func:`mlp` with products of float8 numbers, as :func:`fp8_linear`; GELU is computed where it is quantised.
+    """Compute :func:`mlp` with float8 products, as in :func:`fp8_linear`; GELU is fused with its quantisation.
 
     Args:
         x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.
@@ -274,10 +273,10 @@ def fp8_mlp(
         fc_bias: (H), or None.
         proj_weight: (C, H).
         proj_bias: (C), or None.
-        history: of x, (18) int32, at first zeros; written to. Or None, as for the others.
-        hidden_history: of GELU's output.
-        dhidden_history: of the gradient before GELU; the backward writes to it.
-        dout_history: of the result's gradient; the backward writes to it.
+        history: the amax history of x, (18) int32, initially zeros, which is updated; or None, as for the others.
+        hidden_history: the history of GELU's output.
+        dhidden_history: the history of the gradient before GELU, which the backward updates.
+        dout_history: the history of the result's gradient, which the backward updates.
 
     Returns:
         (..., C).
@@ -293,15 +292,15 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
-    """Causal self-attention of packed queries, keys and values, in memory linear in T.
+    """Compute causal self-attention of packed queries, keys and values, in memory linear in T.
 
-    Heads of more than 256 channels are given to torch's ``scaled_dot_product_attention``.
+    Heads of more than 256 channels are computed by torch's ``scaled_dot_product_attention``.
 
     Args:
-        qkv: (B, T, 3C), a token's query, key and value side by side, each of its ``num_heads`` heads in turn.
-        num_heads: divides C.
-        scale: of the scores; 1/sqrt(C / num_heads) when None.
-        dropout_p: the probability with which each attention weight is dropped, as in torch's: in evaluation pass 0.
+        qkv: (B, T, 3C): for each token the query, the key and the value, each with its ``num_heads`` heads.
+        num_heads: a divisor of C.
+        scale: the factor of the scores; 1/sqrt(C / num_heads) when None.
+        dropout_p: the probability with which an attention weight is dropped; as in torch, pass 0 in evaluation.
 
     Returns:
         (B, T, C).
@@ -332,34 +331,35 @@ def scaled_dot_product_attention(
     key_end: Tensor | None = None,
     return_logsumexp: bool = False,
 ) -> Any:
-    """:func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in the numbers of queries and keys.
+    """Compute :func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in T.
 
-    A query that sees no key gives zeros (and a logsumexp of -inf, and no NaN among the gradients). ``attn_mask`` and
-    ``is_causal`` may be given together: both hold.
+    The output of a query that sees no key is zeros (its logsumexp is -inf, and no gradient is NaN). ``attn_mask`` and
+    ``is_causal`` may be given together; then both apply.
 
-    Given to torch's function, with whatever it says to them, are calls that no kernel here serves:
+    Calls that no kernel here supports are passed on to torch's function, which may raise its own errors:
 
-    - an ``attn_mask`` that requires grad, or whose dtype is neither bool nor the query's;
-    - a value whose head size is not the key's, or a head size above 256;
-    - batches or heads of query, key and value that differ but for ``enable_gqa``, so that they would be broadcast;
-    - fewer than 3 dimensions, nested or sparse tensors, devices other than CPU, CUDA and meta, other or mixed dtypes.
+    - ``attn_mask`` requires grad, or its dtype is neither bool nor the query's;
+    - the value's head size is not the key's, or a head size is above 256;
+    - batches or heads of query, key and value differ (except as allowed by ``enable_gqa``) and would be broadcast;
+    - there are fewer than 3 dimensions, nested or sparse tensors, devices other than CPU, CUDA and meta, other dtypes
+      or mixed ones.
 
     Args:
         query: (..., NH, Tq, HS).
-        key: (..., KH, Tk, HS), KH being NH, or with ``enable_gqa`` a divisor of it. Any strides; a last dimension that
-            is not contiguous is copied.
+        key: (..., KH, Tk, HS). KH is NH, or with ``enable_gqa`` a divisor of it. All strides are supported; a last
+            dimension that is not contiguous is copied.
         value: of key's shape.
-        attn_mask: broadcastable to (..., NH, Tq, Tk): bool, True where a key is seen, or added to the scaled scores.
-        dropout_p: the probability with which each attention weight is dropped; in evaluation pass 0. The random
-            numbers are those of torch's generator of the device.
+        attn_mask: broadcastable to (..., NH, Tq, Tk): bool, True if a key is seen, or added to the scaled scores.
+        dropout_p: the probability with which an attention weight is dropped; pass 0 in evaluation. The random numbers
+            come from torch's generator for the device.
         is_causal: query i sees the keys up to i + ``query_offset``.
-        scale: of the scores; 1/sqrt(HS) when None.
-        enable_gqa: KH may be less than NH: each key head serves NH / KH neighbouring query heads.
+        scale: the factor of the scores; 1/sqrt(HS) when None.
+        enable_gqa: KH may be less than NH: NH / KH neighbouring query heads share a key head.
         query_offset: the position of the first query among the keys, for ``is_causal``.
-        key_begin: (B), integers: sequence b sees keys from key_begin[b] on (padding on the left). B is the product of
-            the dimensions before the heads.
-        key_end: (B), integers: and before key_end[b] (padding on the right).
-        return_logsumexp: give back the logsumexp too.
+        key_begin: (B), integers: sequence b sees only keys from key_begin[b] on (padding on the left). B is the product
+            of the dimensions before the heads.
+        key_end: (B), integers: sequence b sees only keys before key_end[b] (padding on the right).
+        return_logsumexp: also return the logsumexp.
 
     Returns:
         (..., NH, Tq, HS); with ``return_logsumexp`` a tuple of it and the logsumexp of the scaled and masked scores,
@@ -367,7 +367,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError: ``dropout_p`` is not from 0 to 1, or one of ``query_offset``, ``key_begin``, ``key_end`` and
-            ``return_logsumexp``, which torch's function does not have, is given to a call that would be torch's.
+            ``return_logsumexp``, which torch's function does not have, is given in a call that is passed on to it.
     """
     _check_dropout("scaled_dot_product_attention", "dropout_p", dropout_p)
     if (reason := _not_ours(query, key, value, attn_mask, enable_gqa)) is not None:
@@ -399,7 +399,7 @@ def scaled_dot_product_attention(
 
 
 def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Why a call is torch's; None when it is ours."""
+    """Return the reason why a call must be passed on to torch; None if the kernels support it."""
     tensors = (query, key, value)
     device = query.device.type
     dtype = autocast_dtype(device)
@@ -432,9 +432,9 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """:func:`torch.nn.functional.dropout`. No mask is stored: the backward draws it again.
+    """Compute :func:`torch.nn.functional.dropout`. No mask is stored; the backward generates it again.
 
-    The random numbers are torch's generator's of the device, but are not the ones that torch's function would draw. An
+    The random numbers come from torch's generator for the device, but differ from those that torch's function draws. An
     element is dropped with a probability of ``p`` rounded to a multiple of 2^-16.
 
     Args:
@@ -444,7 +444,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
         inplace: not supported.
 
     Raises:
-        ValueError: ``p`` is not from 0 to 1; for ``inplace``.
+        ValueError: ``p`` is not from 0 to 1, or ``inplace`` is set.
     """
     _check_dropout("dropout", "p", p)
     refuse("dropout", inplace=inplace)
@@ -459,12 +459,12 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Seed and offset of a dropout mask; None where nothing is dropped."""
+    """Draw the seed and the offset of a dropout mask; None if nothing is dropped."""
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
-    """0-dim int64 numbers, drawn on the device by torch's generator: a CUDA graph draws anew."""
+    """Draw 0-dim int64 numbers on the device by torch's generator, so that a CUDA graph draws new ones each time."""
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 
@@ -482,20 +482,20 @@ def embedding(
     *,
     vocab_size: int = -1,
 ) -> Tensor:
-    """:func:`torch.nn.functional.embedding`: input (...) of int64 or int32, weight (Vp, C) -> (..., C).
+    """Compute :func:`torch.nn.functional.embedding`: input (...), int64 or int32, weight (Vp, C) -> (..., C).
 
     Args:
         input: the tokens.
         weight: the table.
-        vocab_size: V; tokens from V on are refused, because their rows are padding and must not be trained. -1 for Vp.
+        vocab_size: V; tokens from V on are refused, because their rows are padding and must not be trained. -1: Vp.
         padding_idx: not supported.
         max_norm: not supported.
-        norm_type: has a meaning only beside ``max_norm``.
+        norm_type: only used with ``max_norm``.
         scale_grad_by_freq: not supported.
         sparse: not supported.
 
     Raises:
-        ValueError: for ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse``, which no kernel serves.
+        ValueError: ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
         RuntimeError: vocab_size is not in 1..Vp, or a token is not in the vocabulary (on CUDA a device-side assertion).
     """
     refuse(
@@ -517,10 +517,10 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """:func:`torch.nn.functional.cross_entropy` for class indices. The host never waits for the device.
+    """Compute :func:`torch.nn.functional.cross_entropy` for class indices, without synchronising with the device.
 
     Args:
-        input: logits (V), (N, V) or (N, V, d1, ...); a class dimension that is not the last is transposed to the end.
+        input: logits (V), (N, V) or (N, V, d1, ...); if the class dimension is not the last, they are transposed.
         target: int64 or int32, of input's shape without V.
         ignore_index: a row with this target is ignored: its loss and its gradient are 0.
         reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
@@ -528,8 +528,8 @@ def cross_entropy(
         reduce: deprecated, see ``reduction``.
 
     Raises:
-        ValueError: for ``weight``, ``label_smoothing`` or soft (floating) targets, which no kernel serves; for shapes
-            that do not fit; for an unknown ``reduction``.
+        ValueError: ``weight`` or ``label_smoothing`` is set, or targets are soft (floating), which is not supported;
+            shapes do not match; or ``reduction`` is unknown.
     """
     refuse("cross_entropy", weight=weight, label_smoothing=label_smoothing or None)
     if size_average is not None or reduce is not None:
@@ -548,7 +548,7 @@ def cross_entropy(
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
         loss = loss / _count(target, ignore_index)
-    # As torch: the input's dtype, or float32 under autocast. The losses are float32.
+    # As in torch: the input's dtype, or float32 under autocast. The losses are float32.
     return loss if autocast_dtype(input.device.type) else loss.to(input.dtype)
 
 

@@ -1,7 +1,7 @@
-"""``torch.nn``'s layers on this package's kernels: the same constructors, state_dict keys, reprs and initialisation.
+"""``torch.nn``'s layers with this package's kernels: the same constructors, state_dict keys, reprs and initialisation.
 
 Each class derives from torch's own and only replaces its forward (``MLP`` and ``CausalSelfAttention``, which torch does
-not have, carry nanoGPT's names). An option that no kernel serves raises a ValueError when the layer is made.
+not have, use nanoGPT's names). An option that no kernel supports raises a ValueError when the layer is made.
 """
 
 import functools
@@ -33,7 +33,7 @@ class LayerNorm(torch.nn.LayerNorm):
     """:class:`torch.nn.LayerNorm`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(..., *normalized_shape) -> the same."""
+        """Normalise (..., *normalized_shape)."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
@@ -41,7 +41,7 @@ class GELU(torch.nn.GELU):
     """:class:`torch.nn.GELU`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any shape -> the same."""
+        """Apply GELU to each element."""
         return functional.gelu(input, self.approximate)
 
 
@@ -49,7 +49,7 @@ class Softmax(torch.nn.Softmax):
     """:class:`torch.nn.Softmax`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any shape -> the same."""
+        """Apply softmax along ``dim``."""
         return functional.softmax(input, self.dim, _stacklevel=5)
 
 
@@ -62,28 +62,28 @@ class Dropout(torch.nn.Dropout):
         functional.refuse("Dropout", inplace=self.inplace)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any shape -> the same."""
+        """Drop elements in training."""
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
 class Linear(torch.nn.Linear):
-    """:class:`torch.nn.Linear`, with an option.
+    """:class:`torch.nn.Linear` with an option ``fp8``.
 
-    With ``fp8``, training multiplies float8 numbers (``docs/fp8.md``): the input and the weight in e4m3, the output's
-    gradient in e5m2, with scales from the magnitudes of the last 16 calls. These are two buffers, which are in the
-    state dict; one that lacks them can be loaded, and the magnitudes then start anew. In evaluation, and under
-    ``torch.no_grad()``, the layer is what it is without the option.
+    With ``fp8``, training uses float8 products (``docs/fp8.md``): the input and the weight in e4m3, the output's
+    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers in the state
+    dict; a state dict without them can be loaded, and the histories are then reset. In evaluation, and under
+    ``torch.no_grad()``, the option has no effect.
 
     Args:
         in_features: I.
         out_features: O.
-        bias: whether there is one.
-        device: of the parameters.
-        dtype: of the parameters.
-        fp8: multiply float8 numbers in training; I and O must be multiples of 16.
+        bias: whether the layer has a bias.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
+        fp8: use float8 products in training; I and O must be multiples of 16.
 
     Raises:
-        ValueError: with ``fp8``, a number of features is no multiple of 16.
+        ValueError: with ``fp8``, a number of features is not a multiple of 16.
     """
 
     HISTORIES = ("fp8_history", "fp8_dout_history")
@@ -112,7 +112,7 @@ class Linear(torch.nn.Linear):
         self.register_load_state_dict_pre_hook(_keep_own_histories)
 
     def reset_parameters(self) -> None:
-        """Torch's initialisation; the histories start anew."""
+        """Initialise as torch does, and reset the amax histories."""
         super().reset_parameters()
         for history in self.buffers():
             history.zero_()
@@ -122,22 +122,22 @@ class Linear(torch.nn.Linear):
         return self.product(input, self.bias)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """:meth:`forward` with another bias, or None."""
+        """Compute :meth:`forward` with another bias, or None."""
         if self.multiplies_fp8():
             return functional.fp8_linear(input, self.weight, bias, self.fp8_history, self.fp8_dout_history)
         return functional.linear(input, self.weight, bias)
 
     def multiplies_fp8(self) -> bool:
-        """Whether a call now multiplies float8 numbers: in training, where a gradient may be asked for."""
+        """Whether a call now uses float8 products: in training, if gradients are recorded."""
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
-        """Torch's, with the option where it is set."""
+        """Return torch's, with the option if it is set."""
         return super().extra_repr() + (", fp8=True" if self.fp8 else "")
 
 
 def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Let a state dict without histories be loaded: the scales are then found anew."""
+    """Complete a state dict without amax histories, so that it can be loaded; the histories are reset."""
     for name in Linear.HISTORIES:
         if prefix + name not in state_dict:
             state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
@@ -147,8 +147,8 @@ class Embedding(torch.nn.Embedding):
     """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse.
 
     Attributes:
-        vocab_size: V, where the last rows of the weight are padding: tokens from there on are refused. -1, the default,
-            takes all ``num_embeddings`` tokens.
+        vocab_size: V, if the last rows of the weight are padding: tokens from V on are refused. With -1, the default,
+            all ``num_embeddings`` tokens are accepted.
     """
 
     vocab_size: int = -1
@@ -165,7 +165,7 @@ class Embedding(torch.nn.Embedding):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """(...) of int64 or int32 -> (..., embedding_dim)."""
+        """Look up (...) int64 or int32 -> (..., embedding_dim)."""
         return functional.embedding(
             input,
             self.weight,
@@ -187,7 +187,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         functional.refuse("CrossEntropyLoss", weight=self.weight, label_smoothing=self.label_smoothing or None)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Logits (V), (N, V) or (N, V, d1, ...), and classes of that shape without V."""
+        """Compute the loss of logits (V), (N, V) or (N, V, d1, ...) for classes of that shape without V."""
         return functional.cross_entropy(
             input,
             target,
@@ -201,23 +201,23 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class MLP(torch.nn.Module):
     """GPT-2's feed-forward layer, with the tanh GELU as one operator.
 
-    With the exact GELU, or if one of the two linear layers has been replaced, hooked or parametrised, the two are
-    called, as separate operators.
+    With the exact GELU, or if one of the two linear layers was replaced, hooked or parametrised, it calls separate
+    operators.
 
     Args:
-        n_embd: C; the hidden layer has 4C.
-        bias: whether the two linear layers have one.
-        device: of the parameters.
-        dtype: of the parameters.
+        n_embd: C, the number of channels. The hidden layer has 4C channels.
+        bias: whether the two linear layers have biases.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
         activation: "gelu_tanh", or "gelu" for the exact one.
-        fp8: of the two linear layers (:class:`Linear`).
+        fp8: the option of the two linear layers (:class:`Linear`).
 
     Attributes:
-        recompute_gelu: keep only the GELU's input for the backward, which computes its output (..., 4C) again. Without
-            effect where the two layers are called one by one, or multiply float8 numbers (8 bits are kept then).
+        recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
+            has no effect if the two layers are called one by one, or use float8 matmuls (which save only 8 bits).
 
     Raises:
-        ValueError: there is no such activation, or with ``fp8`` n_embd is no multiple of 16.
+        ValueError: ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
     """
 
     recompute_gelu: bool = False
@@ -248,9 +248,9 @@ class MLP(torch.nn.Module):
         return proj(functional.gelu(fc(x), approximate="tanh"))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What :meth:`forward` returns without the last bias, and that bias, which the next pass adds.
+        """Compute :meth:`forward` without the last bias; returns that bias for the next operator to add.
 
-        None, where the last layer must be called and has added it.
+        The bias is None if it is already added, because the last layer had to be called.
         """
         fc, proj = self.c_fc, self.c_proj
         if not is_unmodified(proj, Linear):
@@ -262,12 +262,12 @@ class MLP(torch.nn.Module):
         return proj.product(functional.gelu(fc(x), approximate="tanh"), None), proj.bias
 
     def extra_repr(self) -> str:
-        """What the children don't show."""
+        """Return the options that the submodules' reprs do not show."""
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
 
 
 def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None, recompute_gelu: bool) -> Tensor:
-    """Both layers, and GELU between them, as one operator if both have the same numbers."""
+    """Compute both layers and the GELU as one operator, if both or neither use float8 products."""
     eights = [layer.multiplies_fp8() for layer in (fc, proj)]
     if all(eights):
         histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
@@ -278,11 +278,11 @@ def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None, r
 
 
 class KeyValueCache:
-    """The keys and values of a layer's earlier tokens, for decoding a token at a time.
+    """The keys and values of a layer's earlier tokens, for decoding.
 
     Args:
-        capacity: the most tokens it will hold.
-        memory: (2, B, NH, capacity, HS), where the keys and values go; made when the first tokens come if None.
+        capacity: the largest number of tokens.
+        memory: (2, B, NH, capacity, HS) for the keys and values; if None, it is allocated when the first tokens come.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
@@ -292,27 +292,27 @@ class KeyValueCache:
         self._keys_values = torch.empty(0)
 
     def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
-        """Add the tokens of ``qkv`` (B, T, 3C), and attend from them to all so far.
+        """Append the tokens of ``qkv`` (B, T, 3C), and compute their attention to all tokens so far.
 
-        A prompt may be added whole or in chunks, before or after single tokens.
+        A prompt may be appended whole or in chunks, before or after single tokens.
 
         Returns:
             (B, T, C).
 
         Raises:
-            ValueError: more tokens than the capacity, or another batch than that of the tokens before.
+            ValueError: there are more tokens than the capacity, or the batch size differs from that of earlier tokens.
         """
         B, T, C3 = qkv.shape
         begin, end = self.length, self.length + T
         if end > self.capacity:
             raise ValueError(f"KeyValueCache: {begin} + {T} tokens are more than its capacity {self.capacity}")
-        # (3, B, NH, T, HS): each head's keys lie together.
+        # (3, B, NH, T, HS): the keys of each head are contiguous.
         query, *key_value = unpack(qkv, num_heads)
         if not begin:
             shape = (2, B, num_heads, self.capacity, query.shape[-1])
             given = self._memory
-            fits = given is not None and given.shape == shape and given.dtype == qkv.dtype
-            self._keys_values = given if fits else qkv.new_empty(shape)  # type: ignore[assignment]
+            usable = given is not None and given.shape == shape and given.dtype == qkv.dtype
+            self._keys_values = given if usable else qkv.new_empty(shape)  # type: ignore[assignment]
         elif self._keys_values.shape[1] != B:
             raise ValueError(f"KeyValueCache: it holds {self._keys_values.shape[1]} sequences, got {B}")
         for i in (0, 1):
@@ -320,7 +320,7 @@ class KeyValueCache:
         self.length = end
         if not begin:
             return functional.causal_attention(qkv, num_heads, dropout_p=dropout_p)
-        # A single query, the newest, sees every key.
+        # A single query is the newest and sees every key.
         causal = T > 1
         keys, values = self._keys_values[:, :, :, :end]
         out = functional.scaled_dot_product_attention(
@@ -335,15 +335,15 @@ class CausalSelfAttention(torch.nn.Module):
     Args:
         n_embd: C.
         n_head: NH, which divides C.
-        bias: whether the two linear layers have one.
-        device: of the parameters.
-        dtype: of the parameters.
+        bias: whether the two linear layers have biases.
+        device: the device of the parameters.
+        dtype: the dtype of the parameters.
         dropout: the probability with which an attention weight is dropped in training.
-        fp8: of the two linear layers (:class:`Linear`).
+        fp8: the option of the two linear layers (:class:`Linear`).
 
     Raises:
-        ValueError: ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is no
-            multiple of 16.
+        ValueError: ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is not
+            a multiple of 16.
     """
 
     def __init__(
@@ -367,11 +367,11 @@ class CausalSelfAttention(torch.nn.Module):
         self.c_proj = Linear(n_embd, n_embd, bias, device, dtype, fp8)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow the cached ones."""
         return self.c_proj(self._attend(x, cache))
 
     def without_bias(self, x: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """As :meth:`MLP.without_bias`."""
+        """Compute :meth:`forward` without the last bias, as in :meth:`MLP.without_bias`."""
         attended, proj = self._attend(x, cache), self.c_proj
         if is_unmodified(proj, Linear):
             return proj.product(attended, None), proj.bias
@@ -385,5 +385,5 @@ class CausalSelfAttention(torch.nn.Module):
         return cache.attend(qkv, self.n_head, dropout_p)
 
     def extra_repr(self) -> str:
-        """What the children don't show."""
+        """Return the options that the submodules' reprs do not show."""
         return f"n_head={self.n_head}" + (f", dropout={self.dropout}" if self.dropout else "")

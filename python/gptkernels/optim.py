@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter, 2019) and gradient clipping on this package's kernels."""
+"""AdamW (Loshchilov & Hutter, 2019) and gradient clipping with this package's kernels."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gptkernels import _dtensor as _shards
+from gptkernels import _dtensor
 from gptkernels._dtensor import Place
 from gptkernels.rules import adamw, ops
 from gptkernels.rules._register import below_autograd
@@ -15,50 +15,50 @@ __all__ = ["AdamW", "clip_grad_norm_"]
 
 
 class AdamW(torch.optim.AdamW):
-    """:class:`torch.optim.AdamW`: one launch for all parameters of a group, a dtype and a device.
+    """:class:`torch.optim.AdamW` with one launch for all parameters of a group, a dtype and a device.
 
-    It takes torch's arguments and param groups, and each loads the other's state dict. The host never waits for the
-    device. ``foreach``, ``fused`` and ``capturable`` choose between torch's implementations; they are kept for state
-    dicts and change nothing here. A float16 or bfloat16 parameter may have a float32 master copy (state key
+    It has torch's arguments and param groups, and each can load the other's state dict. It does not synchronise with
+    the device. ``foreach``, ``fused`` and ``capturable`` select one of torch's implementations; they are kept for state
+    dicts and have no effect here. A float16 or bfloat16 parameter may have a float32 master copy (state key
     ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
-    An element of the parameter that is not its copy rounded was changed by other code (a loaded state dict, another
-    optimizer): the update is applied to the parameter.
-    Parameters may have any dense layout, for example channels_last. Of DTensors, as FSDP2's ``fully_shard`` makes them,
-    each process updates its own part; the state is of DTensors that are split alike.
+    If an element of the parameter is not its rounded copy, other code has changed it (a loaded state dict, another
+    optimizer), and the update is applied to the parameter.
+    Parameters may have any dense layout, for example channels_last. For DTensors, such as FSDP2's ``fully_shard``
+    makes, each process updates its own part; the state consists of DTensors that are split in the same way.
 
     Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
-    back, and skips the step when one is not finite. With ``max_grad_norm`` it also clips them as it reads them: the
-    steps are those after :func:`clip_grad_norm_` of all parameters, without another pass over the gradients, which stay
-    as they are.
+    back, and skips the step if one is not finite. With ``max_grad_norm`` it also clips them as it reads them. The
+    result is that of :func:`clip_grad_norm_` of all parameters and a step, without another pass over the gradients,
+    which are unchanged.
 
     Args:
         params: parameters, or groups of them with their own options.
-        lr: learning rate, a float or a tensor of one element (on the parameters' device a CUDA graph can replay it).
+        lr: learning rate, a float or a tensor of one element (a CUDA graph can replay it on the parameters' device).
         betas: decay of the two moments, floats.
         eps: added to the root of the second moment.
-        weight_decay: decoupled decay, times lr a step.
-        amsgrad: False; no kernel serves it.
+        weight_decay: decoupled decay; it is multiplied by lr in each step.
+        amsgrad: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
-        foreach: without effect.
-        capturable: without effect.
-        differentiable: False; no kernel serves it.
-        fused: without effect.
+        foreach: has no effect.
+        capturable: has no effect.
+        differentiable: must be False; not supported.
+        fused: has no effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
-        max_grad_norm: clip the gradients, of all groups together, to this Euclidean norm; None: do not, and compute no
-            norm. ``math.inf`` computes it and clips nothing.
+        max_grad_norm: clip the gradients, of all groups together, to this Euclidean norm. None neither clips nor
+            computes the norm; ``math.inf`` only computes it.
         rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments up or
-            down at random from this seed, so that they are right on average and small updates are not lost. The same
-            seed and step give the same bits. None: round to nearest.
+            down at random, so that they are right on average and small updates are not lost. The same seed and step
+            give the same bits. None rounds to nearest.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
-        found_inf: None, or a float32 of one element on the parameters' device: where it is not 0 the step is skipped.
-            A GradScaler sets it, and anybody may.
-        grad_norm: with ``max_grad_norm``, the norm that the last step's gradients had before clipping (and after
-            division by a GradScaler's scale), 0-dim float32 on their device; else None.
+        found_inf: None, or a float32 of one element on the parameters' device: if it is not 0, the step is skipped. It
+            may be set by a GradScaler or any other code.
+        grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping (and after division by
+            a GradScaler's scale), 0-dim float32 on their device; otherwise None.
 
     Raises:
-        ValueError: an option out of range, or one that no kernel serves.
+        ValueError: an option is out of range or not supported.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
@@ -108,31 +108,31 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; refuses the options that no kernel serves."""
+        """Add a group as torch does; refuses options that are not supported."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, and what a copy clips to."""
+        """Return torch's state, and that of clipping."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Add the options that torch's AdamW, or an earlier version of this one, did not save."""
         for group in state["param_groups"]:
-            _check_options(group)  # before anything is replaced
+            _check_options(group)  # raises before anything is replaced
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
             group.setdefault("rounding_seed", self.defaults.get("rounding_seed"))
         for parameter, state in self.state.items():
-            if "step" in state:  # torch keeps it on the CPU unless it is fused or capturable
+            if "step" in state:  # torch stores it on the CPU unless it is fused or capturable
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which rounds all state to the parameter's dtype; what was float32 here stays float32.
+        """Load as torch does, but keep float32 state, which torch rounds to the parameter's dtype.
 
         Raises:
-            ValueError: the state is of a run with an option that no kernel serves. Nothing is loaded then.
+            ValueError: the state is of a run with an unsupported option. Then nothing is loaded.
         """
         super().load_state_dict(state_dict)
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
@@ -152,7 +152,7 @@ class AdamW(torch.optim.AdamW):
             closure: computes the loss again and returns it.
 
         Returns:
-            What the closure returned, or None.
+            The value that the closure returned, or None.
         """
         loss = None
         if closure is not None:
@@ -165,7 +165,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _norm(self, groups: "list[_Alike]") -> Tensor | None:
-        """The norm that ``max_grad_norm`` limits, where one is wanted."""
+        """Compute the norm that ``max_grad_norm`` limits; None if it is not set."""
         if self.max_grad_norm is None:
             return None
         norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
@@ -173,7 +173,7 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """One launch, of this number in the step."""
+        """Update these parameters in one launch, the ``number``-th of the step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -189,7 +189,7 @@ class AdamW(torch.optim.AdamW):
         beta1, beta2 = group["betas"]
 
         def local(tensors: list[Tensor]) -> list[Tensor]:
-            return tensors if place is None else [_shards.local(t, place) for t in tensors]
+            return tensors if place is None else [_dtensor.local(t, place) for t in tensors]
 
         adamw.step(
             local(parameters),
@@ -212,7 +212,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
-        """The parameter's state, made when it is first updated."""
+        """Return the parameter's state, which is made when it is first updated."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -221,7 +221,7 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         if master and "master_param" not in state:
             state["master_param"] = parameter.detach().float()
-            for name in ("exp_avg", "exp_avg_sq"):  # loaded from a run without masters
+            for name in ("exp_avg", "exp_avg_sq"):  # these may be loaded from a run without masters
                 state[name] = state[name].float()
         return state
 
@@ -237,18 +237,18 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """On the CPU, where the launch reads it, or on the device, where the kernel does."""
+    """Return the learning rate as a tensor: on the CPU, where the launch reads it, or on the device for the kernel."""
     if not isinstance(lr, Tensor):
-        if torch.compiler.is_compiling():  # a product can take another lr without being compiled again
+        if torch.compiler.is_compiling():  # a product, so that another lr does not cause a recompilation
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
-        return torch.tensor(lr, dtype=torch.float64, device="cpu")  # whatever torch.set_default_device says
+        return torch.tensor(lr, dtype=torch.float64, device="cpu")  # ignores torch.set_default_device
     if lr.is_cpu:
         return lr.double()
     return lr.to(device, lr.dtype if lr.dtype == torch.float64 else torch.float32)
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """``value`` on the parameter's device and with its strides, as the kernel wants a parameter's state."""
+    """Return ``value`` on the parameter's device and with its strides, as the kernel requires."""
     value = value.to(parameter.device)
     if value.stride() == parameter.stride():
         return value
@@ -256,34 +256,34 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Count a step; one that is skipped does not count."""
+    """Count a step, unless it is skipped."""
     if found_inf is not None:
         torch._foreach_add_(steps, 1 - found_inf)
-    elif steps[0].is_cpu:  # a number would be made a tensor for each of them
+    elif steps[0].is_cpu:  # torch would convert a number to a tensor for each of them
         torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(steps, 1)
 
 
 class _Alike(NamedTuple):
-    """Parameters of one device, dtype and place, and their gradients: of DTensors this process's parts."""
+    """Parameters of one device, dtype and distribution, and their gradients (for DTensors, this process's parts)."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
     place: Place | None
 
 
-_PLAIN = {*_shards.PLAIN}
+_PLAIN = {*_dtensor.PLAIN}
 
 
 def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """The parameters that have gradients, by device, dtype and place."""
+    """Group the parameters that have gradients by device, dtype and distribution."""
     parameters = list(parameters)
     grads: list[Any] = [parameter.grad for parameter in parameters]
     if type(None) in set(map(type, grads)):
         parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
-    # Nearly always all are alike, which takes less time to find out than to sort them.
+    # Usually all are alike; testing this is faster than grouping them.
     if (
         set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}
@@ -295,20 +295,20 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
 
 
 def _sorted(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """``_alike`` of any that have gradients."""
+    """Group parameters, all of which have gradients, as ``_alike`` does."""
     alike: dict[tuple[torch.device, torch.dtype, Place | None], _Alike] = {}
     for parameter in parameters:
         grad = parameter.grad
         assert grad is not None
         if grad.is_sparse:
             raise RuntimeError("AdamW: sparse gradients are not supported: gptkernels has no kernel for them")
-        place = None if type(parameter) in _shards.PLAIN else _shards.place_of(parameter)
+        place = None if type(parameter) in _dtensor.PLAIN else _dtensor.place_of(parameter)
         key = (parameter.device, parameter.dtype, place)
         found = alike.get(key)
         if found is None:
             found = alike[key] = _Alike([], [], place)
         found.parameters.append(parameter)
-        found.grads.append(grad if place is None else _shards.local(grad, place))
+        found.grads.append(grad if place is None else _dtensor.local(grad, place))
     return alike.values()
 
 
@@ -316,7 +316,7 @@ _ByPlace = dict[tuple[torch.device, Place | None], list[Tensor]]
 
 
 def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
-    """The tensors by device and place; those of a list are on one device."""
+    """Group tensors by device and distribution; the tensors of each list are on one device."""
     found: _ByPlace = {}
     for place, tensors in lists:
         found.setdefault((tensors[0].device, place), []).extend(tensors)
@@ -324,8 +324,8 @@ def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
 
 
 def _total_norm(by_place: _ByPlace) -> Tensor:
-    """The norm of all these tensors, of which this process may have parts, on the first device."""
-    norms = [_shards.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
+    """Compute the norm of all these tensors, on the first device; this process may hold parts of them."""
+    norms = [_dtensor.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
     if not norms:
         return torch.zeros((), device="cpu")
     if len(norms) == 1:
@@ -334,7 +334,7 @@ def _total_norm(by_place: _ByPlace) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """``ops.global_norm``, called below autograd where that can be traced."""
+    """Call ``ops.global_norm``, below autograd unless it is traced."""
     if torch.compiler.is_compiling():
         return ops.global_norm.default(tensors)
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
@@ -348,39 +348,39 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm. :class:`AdamW` clips by itself, in less time.
+    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm. (:class:`AdamW` can clip by itself, which is faster.)
 
-    The norm is a kernel that gives the same bits at every run; the gradients are then scaled, in place, by torch's
-    multi-tensor multiplication. The host waits for the device only for ``error_if_nonfinite``.
+    The norm is computed by a kernel that gives the same bits every run; the gradients are then scaled in place by
+    torch's multi-tensor multiplication. It synchronises with the device only for ``error_if_nonfinite``.
 
     The norm of DTensors is that of the whole tensors, in every process.
 
     Args:
-        parameters: a parameter or several; those without a gradient are passed over.
-        max_norm: what the gradients' common norm is brought down to.
-        norm_type: 2; no kernel serves another.
-        error_if_nonfinite: raise when the norm is nan or infinite.
-        foreach: without effect.
+        parameters: one or several parameters; those without a gradient are ignored.
+        max_norm: the largest norm of all gradients together after clipping.
+        norm_type: must be 2; others are not supported.
+        error_if_nonfinite: raise an error if the norm is nan or infinite.
+        foreach: has no effect.
 
     Returns:
         The norm before clipping, 0-dim float32.
 
     Raises:
-        ValueError: for another ``norm_type``.
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``.
+        ValueError: ``norm_type`` is not 2.
+        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in parameters if p.grad is not None]
-    places = [_shards.place_of(grad) for grad in grads]
+    places = [_dtensor.place_of(grad) for grad in grads]
     total = _total_norm(
-        _by_place((place, [_shards.local(grad, place)]) for place, grad in zip(places, grads, strict=True))
+        _by_place((place, [_dtensor.local(grad, place)]) for place, grad in zip(places, grads, strict=True))
     )
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    held = ((None, [_shards.held(grad)]) for grad in grads)
+    held = ((None, [_dtensor.held(grad)]) for grad in grads)
     for (device, _), group in _by_place(held).items():
         torch._foreach_mul_(group, scale.to(device))
     return total

@@ -1,4 +1,4 @@
-"""`gptkernels convert A B`: from one form to another, bit for bit."""
+"""`gptkernels convert A B`: conversion from one format to another, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _PADDED, _GPT2_VOCABULARY = 50304, 50257
 
 
 class Converted(NamedTuple):
-    """What `convert` has done.
+    """The result of `convert`.
 
     Attributes:
-        source: the form that was read.
-        target: the form that was written.
+        source: the format that was read.
+        target: the format that was written.
         config: the model's sizes.
-        dtype: the smallest that holds every parameter that was written exactly.
-        notes: sentences about what the target does not hold or what to know about it.
+        dtype: the smallest dtype that holds every written parameter exactly.
+        notes: sentences about what the target lacks or what to know about it.
     """
 
     source: Form
@@ -60,20 +60,21 @@ def convert(
     Args:
         source: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package (a
             model or a training state), or the folder of a run or of nanoGPT.
-        target: `.bin` is llm.c's form, `.pt` nanoGPT's, `.safetensors` this package's, anything without a suffix a
-            Hugging Face folder.
-        dtype: "float32", "bfloat16", "float16" or "float64": convert the parameters to it; for a run of bfloat16
-            parameters "float32" takes the optimizer's float32 copies of them. None keeps theirs; for a
-            `.bin`, which has one of float32 and bfloat16, the smaller one that holds all of them exactly.
-        vocab_size: keep so many rows of the embedding: the rest is padding that the source does not tell from tokens.
+        target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
+            suffix, a Hugging Face folder.
+        dtype: convert the parameters to "float32", "bfloat16", "float16" or "float64"; for a run with bfloat16
+            parameters "float32" selects the optimizer's float32 copies of them. None keeps their dtypes; a `.bin` has
+            only one of float32 and bfloat16, and None selects the smaller one that holds all of them exactly.
+        vocab_size: keep only this many rows of the embedding. Use it if the other rows are padding, which the source
+            does not distinguish from tokens.
         padded_vocab_size: Vp of a `.bin`; V rounded up to a multiple of 128 when None.
-        activation: "gelu_tanh" or "gelu": take the model to have this GELU, whatever the source says.
+        activation: "gelu_tanh" or "gelu": the model's GELU, whatever the source says.
         bias: give a model without biases biases of 0, which computes the same.
-        overwrite: replace what is at `target`; never what is read.
+        overwrite: replace existing files at `target`, but never those that are read.
 
     Raises:
-        ValueError: the source is in no known form, is damaged, or is what GPT-2 here cannot be; the target cannot hold
-            it, exists, or is the source; an option is out of its range.
+        ValueError: the format of the source is unknown, the source is damaged, or describes a model that this GPT-2
+            cannot represent; the target cannot represent it, exists, or is the source; an option is out of its range.
         OSError: a file cannot be read or written.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -97,7 +98,7 @@ def convert(
 
 
 def _outputs(target: str | os.PathLike[str]) -> list[Path]:
-    """The files that are written."""
+    """Return the files that are written."""
     path = Path(target)
     return [path / CONFIG, path / WEIGHTS] if form_to_write(target) is Form.HUGGING_FACE else [path]
 
@@ -109,7 +110,7 @@ def _check_distinct(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
                 raise ValueError(f"{output} is what is read: the target must be another file")
 
 
-# ---- what is asked for -----------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def _adjusted(model: Model, vocab_size: int | None, activation: str | None, bias: bool) -> Model:
@@ -141,7 +142,7 @@ def _cast(model: Model, dtype: torch.dtype, target: str | os.PathLike[str], form
     return dataclasses.replace(model, state=state)
 
 
-# ---- what the target can hold ----------------------------------------------------------------------------------------
+# ---- what the target can represent -----------------------------------------------------------------------------------
 
 
 def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> None:
@@ -154,13 +155,13 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
         )
     if model.activation != "gelu_tanh":
         raise ValueError(
-            f"{target}: llm.c's GPT-2 has the tanh GELU, this model the exact one: --activation gelu_tanh takes it for "
-            "that, and its logits then differ a little"
+            f"{target}: llm.c's GPT-2 has the tanh GELU, this model the exact one: --activation gelu_tanh writes it "
+            "with the tanh GELU, and its logits then differ a little"
         )
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """What to cast to so that nothing is lost; None for nothing."""
+    """Return the dtype that loses nothing, if the target must have one dtype; otherwise None."""
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

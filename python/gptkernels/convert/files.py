@@ -1,4 +1,4 @@
-"""Reading and writing a model in any of the forms."""
+"""Reading and writing a model in any of the formats."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _LM_HEAD = "lm_head.weight"
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
-    """Read a model in any of the forms.
+    """Read a model in any of the formats.
 
     Args:
         path: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package, or the
             folder of a run or of nanoGPT.
 
     Returns:
-        As `gptkernels.checkpoint.load_model`: the configuration and the state dict.
+        The configuration and the state dict, as `gptkernels.checkpoint.load_model` returns them.
 
     Raises:
-        ValueError: it is in none of the forms, is damaged, or is what GPT-2 here cannot be; the message names the
-            file and the field.
+        ValueError: the format is unknown, the file is damaged, or it describes a model that this GPT-2 cannot
+            represent; the message names the file and the field.
         OSError: a file cannot be read.
     """
     model = read(*find(path))
@@ -47,15 +47,15 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
 
 
 def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
-    """The model at a path that `find` returned.
+    """Read the model at a path that `find` returned.
 
     Args:
-        form: as `find` returned it.
-        path: the same.
-        with_progress: read also where the run of a training state stood.
+        form: the format that `find` returned.
+        path: the path that `find` returned.
+        with_progress: for a training state, also read the progress of its run.
 
     Raises:
-        ValueError: it is damaged, or is what GPT-2 here cannot be.
+        ValueError: it is damaged, or describes a model that this GPT-2 cannot represent.
         OSError: a file cannot be read.
     """
     if form is Form.HUGGING_FACE:
@@ -81,7 +81,7 @@ def _with_progress(model: Model, path: Path) -> Model:
     if type(step) is not int or step < 0 or not has_moments(saved.optimizer, model):
         notes = ("the state of its optimizer is not AdamW's for this model: it is left out",)
         return dataclasses.replace(model, notes=notes)
-    if not saved.optimizer["state"]:  # as before the first step
+    if not saved.optimizer["state"]:  # no step was made
         return model
     return dataclasses.replace(model, progress=Progress(step, saved.optimizer))
 
@@ -92,16 +92,16 @@ def _dropout(config: dict[str, Any]) -> float:
 
 
 def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = None) -> None:
-    """Write a model, whole or not at all.
+    """Write a model completely or not at all.
 
     Args:
-        form: which.
+        form: the format.
         path: the file or folder.
-        model: what the form can hold.
-        padded_vocab_size: of llm.c's form; None is the vocabulary rounded up to a multiple of 128.
+        model: the model.
+        padded_vocab_size: Vp in llm.c's format; None rounds the vocabulary up to a multiple of 128.
 
     Raises:
-        ValueError: the form cannot hold the model, or what is at `path` is not replaced, such as a link.
+        ValueError: the format cannot represent the model, or `path` exists and is not replaced, such as a link.
         OSError: a file cannot be written.
     """
     if form is Form.HUGGING_FACE:
@@ -113,10 +113,11 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
 
 
 def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
-    """The model in the state dict and configuration of a `GPT2`.
+    """Make a model from the state dict and the configuration of a `GPT2`.
 
     Raises:
-        ValueError: the head is not the token embedding, or a parameter is one that no form has; begins with `where`.
+        ValueError: the head is not the token embedding, or no format has one of the parameters; the message begins
+            with `where`.
     """
     sizes = check_model_config(config, where)
     return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

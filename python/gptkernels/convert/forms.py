@@ -1,4 +1,4 @@
-"""The forms that a GPT-2 is kept in, and how they are told apart."""
+"""The formats in which a GPT-2 is stored, and how they are recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NANOGPT_FILE = "ckpt.pt"
 
 
 class Form(enum.Enum):
-    """Where a GPT-2 is kept; the value is what a sentence calls it."""
+    """A format in which a GPT-2 is stored; the value is its name in messages."""
 
     HUGGING_FACE = "Hugging Face's"
     NANOGPT = "nanoGPT's"
@@ -29,11 +29,11 @@ _BY_SUFFIX = {".bin": Form.LLMC, ".pt": Form.NANOGPT, ".safetensors": Form.OWN}
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
-    """The form of what is at `path`, and the file to read in the folder of a run or of nanoGPT.
+    """Recognise the format of a path; for the folder of a run or of nanoGPT, return the file to read.
 
     Raises:
-        ValueError: it is in none of the forms.
-        OSError: there is nothing, or it cannot be read.
+        ValueError: it is in none of the formats.
+        OSError: it does not exist or cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -70,7 +70,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Bare numbers do not say their shape; llm.c's models have begun with the header since its first version."""
+    """Refuse numbers without a header, which do not define the shape; llm.c's models always had the header."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(
@@ -80,10 +80,10 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """The form that a path to write stands for: by its suffix, or a folder.
+    """Choose the format to write by the suffix of a path, or because it is a folder.
 
     Raises:
-        ValueError: the suffix is of no form, or the file is one of a Hugging Face folder.
+        ValueError: no format has this suffix, or the file is part of a Hugging Face folder.
     """
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub, through its own library."""
+"""Download of models from the Hugging Face hub, by `huggingface_hub`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _PICKLES = [CONFIG, PICKLE, PICKLE + INDEX, "pytorch_model-*-of-*.bin"]
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
-    """The folder of that name, or where there is none the hub's files of it, which are downloaded.
+    """Return the folder of this name if there is one; otherwise download the files of this name from the hub.
 
     Raises:
-        ValueError: it is no folder, and no name that the hub could have.
-        ImportError: it may be a name of the hub, and `huggingface_hub` is not installed.
+        ValueError: it is neither a folder nor a possible name on the hub.
+        ImportError: it may be a name on the hub, and `huggingface_hub` is not installed.
         OSError: the hub has no such model, or cannot be reached.
     """
     folder = Path(name)

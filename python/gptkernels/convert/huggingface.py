@@ -32,7 +32,7 @@ _SIZES = {
 }
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-# What a GPT-2 here has, and Hugging Face's default where config.json does not say.
+# The only values that this GPT-2 supports. They are Hugging Face's defaults where config.json has no entry.
 _FIXED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -49,7 +49,7 @@ _GPT2_VOCABULARY = 50257
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder has a configuration of theirs."""
+    """Whether a folder has Hugging Face's configuration file."""
     return (folder / CONFIG).is_file()
 
 
@@ -57,11 +57,11 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def read_huggingface(folder: Path) -> Model:
-    """The model of a folder.
+    """Read the model in a folder.
 
     Raises:
-        ValueError: `config.json` describes what GPT-2 here cannot be, or a file is missing, damaged or of another
-            model.
+        ValueError: `config.json` describes a model that this GPT-2 cannot represent, or a file is missing, damaged or
+            of another model.
         OSError: a file cannot be read.
     """
     path = folder / CONFIG
@@ -97,7 +97,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Ours; ValueError names the entry that a GPT-2 here cannot have."""
+    """Convert the configuration to ours; ValueError names an entry that this GPT-2 does not support."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:
@@ -127,12 +127,12 @@ def _shown(value: Any) -> str:
 
 
 def _has_biases(state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a model that was written without biases has got some since."""
+    """Whether a model that was written without biases has nonzero biases now."""
     return any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """The tensors under their names, and the files they came from: the first that there are of four kinds."""
+    """Read the weights from the first of four layouts that exists; return them by name with their files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -148,11 +148,11 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
                 raise ValueError(f"{folder / shard}: {min(missing)[:80]!r} is missing, which {path.name} says is there")
             tensors |= {name: found[name] for name in names}
         return tensors, [path, *(folder / shard for shard in shards)]
-    raise ValueError(f"{folder}: no {WEIGHTS} or {PICKLE}, whole or in shards, beside {CONFIG}")
+    raise ValueError(f"{folder}: has {CONFIG}, but no {WEIGHTS} or {PICKLE}, whole or in shards")
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
-    """The names in each file of an index."""
+    """Return the names of the tensors in each file of an index."""
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: weight_map is missing: it says in which file each tensor is")
@@ -167,7 +167,7 @@ def _shards(index: Path) -> dict[str, set[str]]:
 def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         with open_regular(path), safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no dict
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is not a dict
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
 
@@ -185,13 +185,13 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_huggingface(folder: Path, model: Model) -> None:
-    """`config.json` and `model.safetensors`, each whole or not at all, in place of those that are there.
+    """Write `config.json` and `model.safetensors`, each completely or not at all, in place of existing ones.
 
-    Hugging Face's GPT-2 always has biases: those of a model without are written as 0, which computes the same, and
-    `"bias": false` in `config.json` says so to `read_huggingface`.
+    Hugging Face's GPT-2 always has biases. If the model has none, they are written as 0, which computes the same, and
+    `"bias": false` in `config.json` tells this to `read_huggingface`.
 
     Raises:
-        ValueError: there is a file of that name, or of one of theirs that is not replaced, such as a link.
+        ValueError: `folder` is a file, or one of the files is not replaced because it is, for example, a link.
         OSError: a file cannot be written.
     """
     if folder.exists() and not folder.is_dir():
@@ -205,7 +205,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a folder that was made for what could not be written."""
+    """Remove a folder that did not exist before if nothing could be written to it."""
     existed = folder.exists()
     try:
         yield
@@ -230,6 +230,6 @@ def _their_config(model: Model) -> dict[str, Any]:
         "initializer_range": 0.02,
         "n_ctx": config["block_size"],
         "n_inner": None,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),  # read by every release of transformers
+        "torch_dtype": str(model.dtype).removeprefix("torch."),  # all releases of transformers read this name
         "use_cache": True,
     }

@@ -1,4 +1,4 @@
-"""What all forms of a GPT-2 have in common."""
+"""A GPT-2 in memory, as all formats read and write it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ WTE = "transformer.wte.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """Where a training run stood.
+    """The progress of a training run.
 
     Attributes:
-        step: updates made.
-        optimizer: AdamW's state dict, its parameters the matrices and then the vectors, each in the model's order, as
-            nanoGPT and this package have them.
-        best_val_loss: None where it is not known.
+        step: the number of updates.
+        optimizer: AdamW's state dict. Its parameters are the matrices and then the vectors, each in the model's order,
+            as in nanoGPT and this package.
+        best_val_loss: None if unknown.
     """
 
     step: int
@@ -36,11 +36,11 @@ class Model:
     """A GPT-2 in memory.
 
     Attributes:
-        config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation where it is not "gelu_tanh".
-        state: the parameters of `gptkernels.checkpoint.parameter_shapes`, `wte` of V rows; without `lm_head`.
-        files: what it was read from.
-        dropout: 0.0 where the form does not say.
-        progress: of the run that it comes from, where the form has it.
+        config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation unless it is "gelu_tanh".
+        state: the parameters of `gptkernels.checkpoint.parameter_shapes`, with V rows in `wte` and without `lm_head`.
+        files: the files that it was read from.
+        dropout: 0.0 if the format does not store it.
+        progress: the progress of its training run, if the format stores it.
         notes: sentences about what was left out.
     """
 
@@ -53,27 +53,28 @@ class Model:
 
     @property
     def activation(self) -> str:
-        """ "gelu_tanh" or "gelu"."""
+        """The GELU: "gelu_tanh" or "gelu"."""
         return self.config.get("activation", "gelu_tanh")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest that holds every parameter exactly."""
+        """The smallest dtype that holds every parameter exactly."""
         return common_dtype(self.state.values())
 
 
 def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """The smallest that holds every number of some tensors exactly."""
+    """Return the smallest dtype that holds all numbers of some tensors exactly."""
     return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 
 def checked_model(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
 ) -> Model:
-    """A model, once its parameters have the shapes that the configuration says and are wholly in the files.
+    """Make a model after checking that its parameters have the configuration's shapes and are complete in the files.
 
     Raises:
-        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; begins with `where`.
+        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; the message begins with
+            `where`.
     """
     for name, tensor in state.items():
         if not is_dense(tensor):
@@ -87,7 +88,7 @@ def checked_model(
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a value out of a file is a tensor whose elements are all in memory."""
+    """Whether a value read from a file is a tensor with all its elements in memory."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -97,7 +98,7 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def with_zero_biases(state: StateDict) -> StateDict:
-    """The parameters of a model without biases, with biases of 0, which computes the same."""
+    """Add biases of 0 to the parameters of a model without biases, which computes the same."""
     tensors = dict(state)
     for name, weight in state.items():
         if ".c_" in name or ".ln_" in name:

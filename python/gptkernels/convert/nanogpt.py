@@ -15,11 +15,11 @@ from gptkernels.convert.model import WTE, Model, Progress, checked_model, is_den
 from gptkernels.convert.pickles import read_pickle, write_pickle
 
 COMPILED = "_orig_mod."
-"""What torch.compile puts before every name."""
+"""The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
-_NO_LOSS = 1e9  # what nanoGPT's train.py begins with
-# The options of a group of torch.optim.AdamW, with nanoGPT's defaults. (A torch.optim.AdamW of its own would import
-# torch._dynamo, which takes seconds.)
+_NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
+# The options of a group of torch.optim.AdamW, with nanoGPT's defaults. They are listed here because making a
+# torch.optim.AdamW imports torch._dynamo, which takes seconds.
 _ADAMW = {
     "lr": 6e-4,
     "betas": (0.9, 0.95),
@@ -37,12 +37,12 @@ _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
-    """The model of a checkpoint, and where its run stood.
+    """Read the model of a checkpoint and the progress of its run.
 
-    Its GELU is the exact one, unless `config` has an `activation`, as `write_nanogpt` has it.
+    Its GELU is the exact one, unless `config` has the entry `activation` that `write_nanogpt` writes.
 
     Raises:
-        ValueError: it is no nanoGPT checkpoint, is damaged, or its model is none that this package has.
+        ValueError: it is not a nanoGPT checkpoint, is damaged, or its model is not supported.
     """
     checkpoint = read_pickle(path)
     entries = {}
@@ -57,7 +57,7 @@ def read_nanogpt(path: Path) -> Model:
     arguments, where = entries["model_args"], str(path)
     if unknown := arguments.keys() - {*_SIZES, "dropout"}:
         raise ValueError(f"{path}: model_args: {min(unknown)[:80]!r} is unknown: no GPT-2 here has it")
-    config = {"bias": True, **arguments, "activation": "gelu"}  # older checkpoints do not say bias
+    config = {"bias": True, **arguments, "activation": "gelu"}  # older checkpoints have no bias entry
     own = checkpoint.get("config")
     if isinstance(own, dict) and isinstance(own.get("activation"), str):
         config["activation"] = own["activation"][:80]
@@ -77,19 +77,19 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """The fields of a Model about the run."""
+    """Return the fields of a Model that describe its run."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
     if type(step) is not int or step < 0 or not isinstance(optimizer, dict) or not has_moments(optimizer, model):
         return {"notes": ("the state of its optimizer is not AdamW's for this model: it is left out",)}
-    if not optimizer["state"]:  # as before the first step
+    if not optimizer["state"]:  # no step was made
         return {}
     return {"progress": Progress(step, optimizer, _finite(checkpoint.get("best_val_loss")))}
 
 
 def _finite(loss: Any) -> float | None:
-    """A loss, where there has been one."""
+    """Return a loss as a number; None if there has been none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS
@@ -97,9 +97,9 @@ def _finite(loss: Any) -> float | None:
 
 
 def has_moments(optimizer: Any, model: Model) -> bool:
-    """Whether a state dict is AdamW's for the model's matrices, then its vectors; its state may still be empty.
+    """Whether a state dict is AdamW's for the model's matrices and then its vectors; its state may be empty.
 
-    `wte` may have more rows than the model's.
+    The moments of `wte` may have more rows than the model's `wte`.
     """
     if not isinstance(optimizer, dict):
         return False
@@ -139,7 +139,7 @@ def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
 
 
 def float32_copies(model: Model) -> dict[str, torch.Tensor]:
-    """The float32 copies of a run's bfloat16 parameters, where its optimizer has them."""
+    """Return the float32 copies of a run's bfloat16 parameters that its optimizer has."""
     if model.progress is None:
         return {}
     states = model.progress.optimizer["state"]
@@ -154,7 +154,7 @@ def float32_copies(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _module_order(config: Mapping[str, Any]) -> list[str]:
-    """The parameters' names as `GPT.named_parameters` has them: layer by layer."""
+    """Return the parameters' names in the order of `GPT.named_parameters`: layer by layer."""
     names = [*parameter_shapes(config)]
     layers = [name for name in names if name.startswith("transformer.h.")]
     rank = {name: i for i, name in enumerate(names)}
@@ -164,15 +164,15 @@ def _module_order(config: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_order(model: Model) -> list[str]:
-    """As nanoGPT's `configure_optimizers` gives them to AdamW: matrices, then vectors."""
+    """Return the names in the order of nanoGPT's `configure_optimizers`: matrices, then vectors."""
     names = _module_order(model.config)
     return sorted(names, key=lambda name: model.state[name].dim() < 2)
 
 
 def write_nanogpt(path: Path, model: Model) -> None:
-    """A checkpoint that nanoGPT resumes from and samples from.
+    """Write a checkpoint that nanoGPT can resume and sample from.
 
-    Where the model comes from no run, the optimizer's state is that before the first step.
+    If the model has no progress, the optimizer's state is that before the first step.
 
     Raises:
         OSError: the file cannot be written.
@@ -193,7 +193,7 @@ def write_nanogpt(path: Path, model: Model) -> None:
 
 
 def _torch_optimizer(model: Model) -> dict[str, Any]:
-    """The state dict of a torch.optim.AdamW of nanoGPT's two groups."""
+    """Make the state dict of a torch.optim.AdamW with nanoGPT's two groups."""
     names = _optimizer_order(model)
     matrices = sum(model.state[name].dim() >= 2 for name in names)
     groups = [

@@ -1,4 +1,4 @@
-"""Files of torch.save, read without running code and written whole or not at all."""
+"""Files of torch.save: read without running code, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LEGACY = b"\x80\x02"  # torch's format before 1.6
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Whether a file that begins with these bytes may be one of torch.save."""
+    """Whether torch.save may have written a file that begins with these bytes."""
     return beginning.startswith((_ZIP, _LEGACY))
 
 
 def read_pickle(path: Path) -> Any:
-    """What torch.save wrote, its tensors on the CPU and, where the format allows it, mapped from the file.
+    """Read a file of torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
 
     Raises:
-        ValueError: it holds more than tensors and plain values, which only running code could restore, or is damaged,
-            compressed, or claims more than it has.
+        ValueError: it contains more than tensors and plain values and could only be restored by running code, or it is
+            damaged, compressed, or claims more memory than its size.
     """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
@@ -42,11 +42,11 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Refuse what would take more memory than the file has bytes."""
+    """Refuse a file that would need more memory than its size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception as error:  # whatever a damaged directory of entries leads to
+    except Exception as error:  # damaged entries can raise anything
         raise ValueError(f"{path}: truncated or damaged: {_first_line(error)}") from error
     size = os.path.getsize(path)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
@@ -56,8 +56,8 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """The same for the older format, whose storages are allocated before they are read."""
-    from torch._subclasses import FakeTensorMode  # takes a second
+    """Refuse such a file of the older format, which allocates storages before they are read."""
+    from torch._subclasses import FakeTensorMode  # here, because the import takes a second
 
     with FakeTensorMode():
         content = _load(path, mmap=False)
@@ -71,7 +71,7 @@ def _check_legacy(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested containers, each container once."""
+    """Yield the tensors in nested containers, visiting each container once."""
     seen: dict[int, Any] = {}
     left = [content]
     while left:
@@ -86,11 +86,11 @@ def _tensors(content: Any) -> Iterator[torch.Tensor]:
 def _load(path: Path, mmap: bool) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of opcodes that an error follows
+            warnings.simplefilter("ignore")  # about opcodes that lead to an error
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
-    except Exception as error:  # whatever a wrong opcode leads to
+    except Exception as error:  # a wrong opcode can raise anything
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         if found := re.search(r"GLOBAL ([\w.]+)", str(reason)):
             raise ValueError(
@@ -104,7 +104,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_pickle(path: Path, content: Any) -> None:
-    """torch.save, whole or not at all.
+    """Write a file by torch.save, completely or not at all.
 
     Raises:
         OSError: the file cannot be written; the message names it.
@@ -112,7 +112,7 @@ def write_pickle(path: Path, content: Any) -> None:
     with replace_file(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's own, in the place of the file's
+        except RuntimeError as error:  # torch raises its own in place of the file's OSError
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise

@@ -1,4 +1,4 @@
-"""Text: what files hold it, how it is read piece by piece, and the text that every Python brings along."""
+"""Text files: which ones to read, how to read them in pieces, and the text that comes with every Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gptkernels.files.regular import check_regular, is_regular, open_regular
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
-"""How far a line's end is looked for."""
+"""Search at most this far for the end of a line."""
 
 # Folders of the standard library that hold tests, tables and other people's packages.
 _NOT_LIBRARY = {
@@ -34,19 +34,19 @@ class Document:
 
     @classmethod
     def whole(cls, path: Path) -> Document:
-        """All of a file."""
+        """Make a document of a whole file."""
         return cls(path, 0, path.stat().st_size)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The number of bytes."""
         return self.stop - self.start
 
     def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
-        """Yield the text piece by piece, decoded as UTF-8 with "surrogateescape".
+        """Yield the text in pieces, decoded as UTF-8 with "surrogateescape".
 
-        A piece ends before blank space, where GPT-2's words end too, so that encoding the pieces one by one
-        gives what encoding the whole would; only `chunk_bytes` without any blank are cut anywhere.
+        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces one by one equals
+        encoding the whole. Only `chunk_bytes` without any whitespace are cut elsewhere.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         rest = ""
@@ -60,7 +60,7 @@ class Document:
             yield rest
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the bytes, so many at a time."""
+        """Yield the bytes in chunks of at most `chunk_bytes`."""
         left = self.size
         with open_regular(self.path) as file:
             file.seek(self.start)
@@ -69,25 +69,25 @@ class Document:
                 left -= len(chunk)
 
     def line_end(self, position: int) -> int:
-        """Where the line that holds byte `position` ends: the byte after its newline, or `stop`."""
+        """Return the end of the line that contains byte `position`: the byte after its newline, or `stop`."""
         with open_regular(self.path) as file:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
     def character_start(self, position: int) -> int:
-        """Where the UTF-8 character that holds byte `position` begins; `position` where there is none."""
+        """Return the start of the UTF-8 character that contains byte `position`; `position` if it is not UTF-8."""
         first = max(self.start, position - 4)
         with open_regular(self.path) as file:
             file.seek(first)
             data = file.read(min(self.stop, position + 1) - first)
         for back in range(1, len(data) if position < self.stop else 0):
-            if data[-back] & 0xC0 != 0x80:  # no continuation byte: the first of a character, or no UTF-8
+            if data[-back] & 0xC0 != 0x80:  # not a continuation byte: the first byte of a character, or not UTF-8
                 return position + 1 - back if data[-back] >= 0xC0 else position
         return position
 
 
 def _last_break(text: str) -> int:
-    """Where the last run of blanks begins, or the end of a text that has none."""
+    """Return the start of the last run of whitespace, or the length of a text without any."""
     for i in range(len(text) - 1, 0, -1):
         if text[i] in " \t\r\n" and not text[i - 1].isspace():
             return i
@@ -97,15 +97,15 @@ def _last_break(text: str) -> int:
 def find_documents(
     paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str], outputs: Collection[Path] = ()
 ) -> list[Document]:
-    """The files named, as documents, and those below the folders named.
+    """Return the named files, and those in the named folders, as documents.
 
-    A file that is reached twice, by its name or by a link, is taken once; empty files are left out. The files
-    of a folder come in a fixed order that mixes them (by a hash of their names), so that the last ones are a
-    fair sample of the folder. Of a folder these are left out: hidden and binary files, what is no regular
-    file, links that lead nowhere, linked folders, and what `prepare` wrote.
+    A file that is reached twice, by name or by a link, is used once, and empty files are skipped. The files of a
+    folder are shuffled in a fixed order (by a hash of their names), so that the last ones are a representative sample.
+    In folders, these are skipped: hidden files, binary files, anything but regular files, dangling links, linked
+    folders, and files that `prepare` wrote.
 
     Args:
-        paths: text files and folders of them, or a single one.
+        paths: text files and folders of text files, or a single one.
         outputs: the files that will be written.
 
     Raises:
@@ -139,19 +139,19 @@ def find_documents(
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """The same for every name of a file."""
+    """Return the file's device and inode, which are the same for all its names."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
 def _is_prepared_tokenizer(file: Path) -> bool:
-    """Whether `prepare` wrote this text file: PREFIX_tokenizer.json beside PREFIX_train.bin."""
+    """Whether `prepare` wrote this text file: it is a PREFIX_tokenizer.json and PREFIX_train.bin exists."""
     prefix = file.name.removesuffix("_tokenizer.json")
     return prefix != file.name and file.with_name(f"{prefix}_train.bin").exists()
 
 
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """The regular files below a folder but hidden ones and those in folders `skip`, ordered by their names' hash."""
+    """Return the regular files below a folder, ordered by a hash of their names; without hidden files and `skip`."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -160,7 +160,7 @@ def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
 
 
 def _raise(error: OSError) -> NoReturn:
-    """For os.walk, which would leave out a folder that it cannot read."""
+    """Raise the error of os.walk, which otherwise skips a folder that it cannot read."""
     raise error
 
 
@@ -169,16 +169,16 @@ def _name_hash(file: Path, root: Path) -> bytes:
 
 
 def _is_text(file: Path) -> bool:
-    """No NUL in its first bytes."""
+    """Whether a file's first bytes contain no NUL."""
     with open_regular(file) as opened:
         return b"\0" not in opened.read(8192)
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Training and validation: the last `val_fraction` of the bytes, in whole lines, is for validation.
+    """Split documents into training and validation: the last `val_fraction` of the bytes, in whole lines, validates.
 
     Raises:
-        ValueError: val_fraction is not between 0 and 1, or there are too few bytes to leave both something.
+        ValueError: val_fraction is not between 0 and 1, or there are too few bytes for both.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
@@ -201,17 +201,17 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 
 
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
-    """Training and validation documents: the standard library's sources of the Python that runs this.
+    """Split the sources of the running Python's standard library into training and validation documents.
 
-    Tests, tables and installed packages are left out. A hash of a file's name decides its place and its side,
-    so the order and the split are the same wherever the library is.
+    Tests, tables and installed packages are left out. The order and the split depend on a hash of the files' names, so
+    they are the same on every machine.
 
     Args:
-        max_bytes: at most so many bytes in all.
-        val_fraction: about what share of the files is for validation.
+        max_bytes: the total number of bytes at most.
+        val_fraction: the approximate fraction of files for validation.
 
     Raises:
-        ValueError: the library's sources are not on this machine.
+        ValueError: the library's sources are not installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []
@@ -228,7 +228,7 @@ def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> t
 
 
 def standard_library_text(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[bytes, bytes]:
-    """The bytes of `standard_library(...)`'s training and validation documents, one file after the other."""
+    """Return the bytes of `standard_library(...)`'s training and validation documents, concatenated."""
     train, val = standard_library(max_bytes, val_fraction)
     return _join(train), _join(val)
 

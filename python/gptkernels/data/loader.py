@@ -1,4 +1,4 @@
-"""Batches of tokens and targets from a token file, in an order that a few integers describe."""
+"""Batches of tokens and targets from a token file, in an order that a few integers define."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from .shards import TokenFiles
 from .tokens import TokenFile, check_vocabulary, find_outside
 
 MAX_SORTED = 1024
-"""Up to so many windows are ordered by sorting random numbers, beyond by `permute`'s keyed bijection."""
+"""The largest number of windows ordered by sorting random numbers; for more, `permute` uses a keyed bijection."""
 
 
 class DataLoader:
     """Batches of a token file: `next_batch() -> (tokens, targets)`, both (B, T) int64 on the CPU.
 
-    The file is cut into windows of T tokens and the target after the last of them; targets are the tokens
-    shifted by one. The windows follow each other for ever: every epoch gives each window exactly once, in an
-    order drawn from (seed, epoch), or in the file's order when `shuffle` is off. A batch may hold the end of
-    one epoch and the beginning of the next, so none is left out. With several ranks, B windows in turn go to
-    rank 0, rank 1, ...: between them they see what one rank with a batch of `world_size * B` would.
+    The file is cut into windows of T tokens and the target after the last of them; targets are the tokens shifted by
+    one. The sequence of windows is endless: each epoch contains every window exactly once, in an order drawn from
+    (seed, epoch), or in the file's order if `shuffle` is off. A batch may contain the end of one epoch and the start of
+    the next, so no window is left out. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
+    on: together they see the same as one rank with a batch of `world_size * B`.
 
-    With `random_offsets` a window begins at any token instead, each drawn from (seed, its place in the order): some
-    tokens come up more often than others, as in nanoGPT.
+    With `random_offsets` a window starts at any token, drawn from (seed, its index in the sequence). Then some tokens
+    occur more often than others, as in nanoGPT.
 
-    Nothing but the windows of a batch is read, and no permutation is held: the order is a keyed bijection,
-    computed where it is needed, so a file of any size starts at once and resumes at once.
+    Only the windows of a batch are read, and no permutation is stored: the order is a keyed bijection that is computed
+    when needed. So a file of any size starts and resumes immediately.
 
     Args:
-        data: a token file or its path, or several as one.
+        data: a token file or its path, or several files as one.
         batch_size: B, the sequences of a batch on this rank.
         sequence_length: T.
-        vocab_size: every token handed out is checked to lie in 0..vocab_size-1.
-        seed: of the order.
-        shuffle: off for validation: `reset()` then gives the same batches again.
-        rank: which of the `world_size` loaders this one is.
-        world_size: how many loaders share the file.
-        random_offsets: windows at random places instead of each window once an epoch.
-        pin_memory: batches in page-locked memory, for `.to(device, non_blocking=True)`.
+        vocab_size: every returned token is checked to be in 0..vocab_size-1.
+        seed: the seed of the order.
+        shuffle: whether to shuffle; off for validation, so that `reset()` gives the same batches again.
+        rank: the index of this loader, below `world_size`.
+        world_size: the number of loaders that share the file.
+        random_offsets: draw windows at random offsets instead of each window once in an epoch.
+        pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.
 
     Raises:
-        ValueError: an argument out of its range, or a file too short for one batch on every rank.
+        ValueError: an argument is out of its range, or the file is too short for one batch on every rank.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class DataLoader:
         self.pin_memory = pin_memory
         self.random_offsets = random_offsets
         self.position = 0
-        """Windows handed out so far, on all ranks together."""
+        """The number of windows returned so far, on all ranks together."""
 
         if self.batches_per_epoch == 0:
             needed = world_size * batch_size * sequence_length + 1
@@ -101,17 +101,17 @@ class DataLoader:
 
     @property
     def num_windows(self) -> int:
-        """Windows of the file; the last tokens, fewer than T, are in none."""
+        """The number of windows of the file; up to T - 1 tokens at the end belong to none."""
         return (len(self.data) - 1) // self.sequence_length
 
     @property
     def batches_per_epoch(self) -> int:
-        """Whole batches (of all ranks) in one pass over the file, at least 1: what a validation reads."""
+        """The number of whole batches of all ranks in one pass over the file: what a validation reads."""
         return self.num_windows // (self.batch_size * self.world_size)
 
     @property
     def epoch(self) -> int:
-        """Passes over the file that are complete."""
+        """The number of complete passes over the file."""
         return self.position // self.num_windows
 
     def reset(self) -> None:
@@ -119,10 +119,10 @@ class DataLoader:
         self.position = 0
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next tokens and targets, (B, T) int64 each.
+        """Return the next tokens and targets, (B, T) int64 each.
 
         Raises:
-            ValueError: a token outside the vocabulary; the message has the file, the position and the value.
+            ValueError: a token is outside the vocabulary; the message names the file, the position and the value.
         """
         B, T = self.batch_size, self.sequence_length
         first = self.position + self.rank * B
@@ -138,7 +138,7 @@ class DataLoader:
         return batch[0], batch[1]
 
     def _starts(self, first: int, last: int) -> NDArray[np.int64]:
-        """Where the windows at the places first..last-1 of the endless order begin, in tokens."""
+        """Return the offsets, in tokens, of the windows first..last-1 of the endless sequence."""
         if not self.random_offsets:
             return self._windows(first, last) * self.sequence_length
         key = np.random.SeedSequence((self.seed, len(self.data))).generate_state(1, np.uint64)
@@ -146,7 +146,7 @@ class DataLoader:
         return (draws % np.uint64(len(self.data) - self.sequence_length)).astype(np.int64)
 
     def _windows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Which windows come at the places start..stop-1 of the endless order."""
+        """Return the windows at the indices start..stop-1 of the endless sequence."""
         epochs, indices = np.divmod(np.arange(start, stop), self.num_windows)
         if not self.shuffle:
             return indices
@@ -156,7 +156,7 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order stands, the same on every rank: plain numbers."""
+        """Return the position in the order, the same on every rank, as plain numbers."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -167,14 +167,14 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, bit for bit; batch size and number of ranks may have changed.
+        """Continue from `state`, bit for bit; the batch size and the number of ranks may differ.
 
         Raises:
             ValueError: an entry is missing or out of range, or the sequence length or the data's size differ.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
-        state = {"random_offsets": False, **state}  # which states of earlier versions do not say
+        state = {"random_offsets": False, **state}  # earlier versions did not save it
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -192,14 +192,14 @@ class DataLoader:
 
 
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-    """The images of `indices`, each in 0..n-1, under a pseudo-random bijection of 0..n-1 chosen by `key`.
+    """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that is selected by `key`.
 
-    Up to `MAX_SORTED` numbers are put in the order of as many random ones, so that every order can come up. The
-    rounds below reach only some of the orders of a small table.
+    Up to `MAX_SORTED` numbers are ordered by sorting random numbers, so that every permutation is possible. The Feistel
+    rounds below reach only some of the permutations of a small table.
 
-    More numbers are laid out in a table, as nearly square as covers n, and Feistel rounds shift each row by a
-    hash of the column and each column by a hash of the row. The few images that fall beyond n are sent
-    through again until they fall inside ("cycle walking"), which keeps it a bijection.
+    More numbers are arranged in a table, the smallest nearly square one of at least n cells. Each Feistel round shifts
+    each row by a hash of the column and each column by a hash of the row. The few results beyond n are mapped again
+    until they are below n ("cycle walking"), which keeps the map a permutation.
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]
@@ -224,7 +224,7 @@ def _sorted_order(n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def _hash(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """splitmix64."""
+    """The hash function splitmix64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

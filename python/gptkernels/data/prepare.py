@@ -1,4 +1,4 @@
-"""From text files to token files: `PREFIX_train.bin`, `PREFIX_val.bin`, and the tokenizer beside them."""
+"""Conversion of text files to `PREFIX_train.bin`, `PREFIX_val.bin` and a tokenizer file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .tokens import MAX_VOCAB_SIZE, fill_token_file
 DEFAULT_BPE_VOCAB_SIZE = 4096
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many bytes of text of it are done, and of how many."""
+"""Called with a description of the activity, the bytes of text done, and the total."""
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -39,32 +39,32 @@ def prepare(
     val_fraction: float = 0.05,
     progress: Progress = _silent,
 ) -> dict[str, Any]:
-    """Turn text into `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
+    """Convert text to `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
-    The end-of-text token, where the tokenizer has one, stands before every document. The last `val_fraction`
-    of the text is for validation. The text is streamed: it may be larger than memory. Any bytes will do;
-    those that are no UTF-8 are kept by the byte tokenizer and become U+FFFD for the others. The byte tokenizer's
-    end-of-text token is the byte NUL: where the text has NUL bytes, there is no end-of-text token.
+    Every document is preceded by the end-of-text token, if the tokenizer has one. The last `val_fraction` of the text
+    is for validation. The text is streamed, so it may be larger than memory. Any bytes are allowed: bytes that are not
+    UTF-8 are kept by the byte tokenizer and become U+FFFD for the others. The byte tokenizer's end-of-text token is the
+    byte NUL; for text with NUL bytes it has no end-of-text token.
 
-    Only what an earlier call wrote is overwritten, and only once everything is written.
+    Only files that `prepare` wrote are overwritten, and only when everything is written.
 
     Args:
-        files: text files and folders of them, or a single one.
-        out_prefix: where the files go and how their names begin.
+        files: text files and folders of text files, or a single one.
+        out_prefix: the folder and the beginning of the names of the files to write.
         tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), "char" (the characters of the text),
-            or what `load_tokenizer` takes.
-        vocab_size: of "bpe" only: at most so many tokens (4096 when not given).
+            or an argument of `load_tokenizer`.
+        vocab_size: for "bpe" only: the largest number of tokens (4096 when None).
         val_fraction: between 0 and 1, both excluded.
         progress: called after every piece of text.
 
     Returns:
-        What was written: the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens`,
+        A summary: the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and
         `vocab_size`, and `eot`, the end-of-text token or None.
 
     Raises:
-        ValueError: a file is missing, there is no text or too little to split, the tokenizer cannot be had or lacks
-            a character, its vocabulary is beyond the 65536 tokens that token files can hold, or an output is a
-            file that `prepare` did not write.
+        ValueError: a file is missing, there is no text or too little to split, the tokenizer is not available or lacks
+            a character, its vocabulary exceeds the 65536 tokens of the format, or an output is a file that `prepare`
+            did not write.
         OSError: a file cannot be read or written.
     """
     if not os.fspath(tokenizer):
@@ -78,20 +78,20 @@ def prepare(
 
 
 def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int = 16 << 20) -> dict[str, Any]:
-    """`prepare` for the standard library's own sources, by bytes: real text on every machine with Python."""
+    """Run `prepare` on the standard library's own sources, with bytes as tokens: real text on every machine."""
     return _write(*standard_library(max_bytes), out_prefix, ByteTokenizer())
 
 
 def tokenizer_for_prefix(prefix: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer that `prepare` wrote beside `PREFIX_train.bin`; ValueError where there is none."""
+    """Load the tokenizer that `prepare` wrote with `PREFIX_train.bin`; ValueError if there is none."""
     path = find_tokenizer_file(prefix)
     if path is None:
-        raise ValueError(f"no tokenizer beside the data: neither {prefix}_tokenizer.bin nor .json")
+        raise ValueError(f"no tokenizer for the data: neither {prefix}_tokenizer.bin nor .json exists")
     return load_tokenizer(path)
 
 
 def find_tokenizer_file(prefix: str | os.PathLike[str]) -> Path | None:
-    """`PREFIX_tokenizer.bin` or `.json`, the newer one where there are both; None where there is neither."""
+    """Return `PREFIX_tokenizer.bin` or `.json`, the newer one if both exist; None if neither does."""
     found = [path for path in _tokenizer_files(prefix) if path.exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
@@ -101,14 +101,14 @@ def _tokenizer_files(prefix: str | os.PathLike[str]) -> list[Path]:
 
 
 def _output_files(prefix: str | os.PathLike[str]) -> list[Path]:
-    """All that `prepare` may write or remove."""
+    """Return all files that `prepare` may write or remove."""
     if not os.fspath(prefix):
         raise ValueError("the output prefix is empty")
     return [Path(f"{prefix}_train.bin"), Path(f"{prefix}_val.bin"), *_tokenizer_files(prefix)]
 
 
 def _check_replaceable(path: Path) -> None:
-    """ValueError where `path` exists and is of another kind than what `prepare` writes there."""
+    """Raise a ValueError if `path` exists and is not a file that `prepare` wrote."""
     if not path.exists():
         return
     with open_regular(path) as file:
@@ -130,7 +130,7 @@ def _is_tokenizer_json(file: BinaryIO) -> bool:
 
 
 def _check_writable(prefix: str | os.PathLike[str]) -> None:
-    """OSError where no file can be made beside PREFIX: known before the text is read."""
+    """Raise an OSError if no file can be created in the folder, before the text is read."""
     folder = Path(f"{prefix}_train.bin").parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -145,7 +145,7 @@ def _make_tokenizer(
     prefix: str | os.PathLike[str],
     progress: Progress,
 ) -> Tokenizer:
-    """The tokenizer called `name`: made of the text, or loaded."""
+    """Make the tokenizer `name` from the text, or load it."""
     if name != "bpe" and vocab_size is not None:
         raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
     both = [*train, *val]
@@ -171,7 +171,7 @@ def _has_nul(documents: Iterable[Document]) -> bool:
 
 
 def _texts(documents: Sequence[Document], what: str, progress: Progress) -> Iterator[str]:
-    """The text of all documents, piece by piece."""
+    """Yield the text of all documents in pieces."""
     done, total = 0, sum(document.size for document in documents)
     for document in documents:
         for text in document.text():
@@ -192,7 +192,7 @@ def _write(
     tokenizer: Tokenizer,
     progress: Progress = _silent,
 ) -> dict[str, Any]:
-    """Write the token files and the tokenizer. They take their places together, when all are written."""
+    """Write the token files and the tokenizer; they are renamed to their final names when all are written."""
     summary: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     with ExitStack() as renamed_at_the_end:
         for name, documents in (("train", train), ("val", val)):
@@ -204,7 +204,7 @@ def _write(
         written = tokenizer.save(prefix)
         summary["tokenizer"] = str(written)
         other = ".json" if written.suffix == ".bin" else ".bin"
-        written.with_suffix(other).unlink(missing_ok=True)  # of an earlier run, for other tokens
+        written.with_suffix(other).unlink(missing_ok=True)  # left by an earlier run, for other tokens
     return summary
 
 

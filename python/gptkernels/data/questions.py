@@ -1,4 +1,4 @@
-"""Multiple-choice questions as llm.c stores them, such as the `hellaswag_val.bin` of its dev/data/hellaswag.py.
+"""Multiple-choice questions in llm.c's format, such as `hellaswag_val.bin` of its dev/data/hellaswag.py.
 
 The format is that of `write_evalfile` in llm.c's dev/data/data_common.py, which `EvalLoader` in its llmc/dataloader.h
 reads: 256 int32 of header (magic 20240522, version 1, the number of questions, the bytes of the longest), then each
@@ -25,11 +25,11 @@ from .tokens import check_vocabulary
 
 VERSION = 1
 BEGIN = 65535
-"""What a question begins with: no token."""
+"""The first word of a question; not a token."""
 
 
 class Question(NamedTuple):
-    """A context, the endings that may follow it (int64 tokens, none of them empty), and which of these is right."""
+    """A context, its possible endings (int64 tokens, none of them empty), and the index of the right one."""
 
     context: NDArray[np.int64]
     endings: list[NDArray[np.int64]]
@@ -37,7 +37,7 @@ class Question(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Tokens of the context and the longest ending."""
+        """The number of tokens of the context and the longest ending."""
         return len(self.context) + max(map(len, self.endings))
 
 
@@ -82,7 +82,7 @@ def _split(stream: NDArray[np.int64], count: int, path: Path) -> Iterator[NDArra
 
 
 def _question(words: NDArray[np.int64], where: str, index: int) -> Question:
-    """The question in all its words."""
+    """Parse a question from all its words."""
     _, _, found, label, number = words[:5].tolist()
     if found != index:
         raise ValueError(f"{where}: its index is {found}")

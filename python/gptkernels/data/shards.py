@@ -1,4 +1,4 @@
-"""Several token files as one, named by a pattern such as `fineweb_train_*.bin`."""
+"""Several token files used as one, given by a pattern such as `fineweb_train_*.bin`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WILDCARDS = frozenset("*?[")
 
 
 class TokenFiles:
-    """The tokens of several files, one file after the other, memory-mapped; sliced as a `TokenFile` is.
+    """The tokens of several files, concatenated and memory-mapped; it is sliced like a `TokenFile`.
 
     A slice may begin in one file and end in another.
 
@@ -27,7 +27,7 @@ class TokenFiles:
 
     Attributes:
         files: a `TokenFile` for each.
-        path: what to call them in a message.
+        path: the name of the whole in messages.
 
     Raises:
         ValueError: there is no path, or a file is damaged or of another kind; the message names it.
@@ -43,7 +43,7 @@ class TokenFiles:
 
     @property
     def paths(self) -> list[Path]:
-        """Where the files lie."""
+        """The paths of the files."""
         return [file.path for file in self.files]
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class TokenFiles:
         return np.concatenate(parts)
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """The file that holds a token, and the token's position in it."""
+        """Return the file that contains a token, and the token's position in it."""
         i = self._file_of(position)
         return self.files[i].path, position - self._starts[i]
 
@@ -73,15 +73,15 @@ class TokenFiles:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has a wildcard of the shell's."""
+    """Whether a name has one of the shell's wildcards."""
     return not _WILDCARDS.isdisjoint(name)
 
 
 def find_files(pattern: str) -> list[Path]:
-    """The files that a pattern names, sorted; a name that is a file's, wildcards or not, is that file.
+    """Return the files that match a pattern, sorted; an existing file's name, even with wildcards, is that file.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such file.
     """
     if os.path.exists(pattern):
         return [Path(pattern)]

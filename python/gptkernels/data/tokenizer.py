@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained on the spot, and llm.c's tokenizer files.
+"""Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained here, and llm.c's tokenizer files.
 
 llm.c's file is 256 uint32 of header (magic 20240328, version 1, vocabulary size; version 2 adds the
 end-of-text token), then for each token a byte with its length and its bytes.
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
-"""How GPT-2 cuts text into words before it merges bytes (tiktoken's spelling of it)."""
+"""The pattern by which GPT-2 splits text into words before it merges bytes, as written in tiktoken."""
 MAX_TRAINING_WORD = 256
-"""Characters. Training takes time quadratic in the longest word, and one line of dashes can be a word."""
+"""In characters. Training takes time quadratic in the longest word, and one line of dashes can be a word."""
 
 
 class Tokenizer(ABC):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Args:
         vocabulary: the bytes of every token.
-        eot: the token that stands before every document and ends a generated one; None where there is none.
+        eot: the token before every document, which also ends a generated one; None if there is none.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None) -> None:
@@ -42,34 +42,34 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens there are: 0..vocab_size-1."""
+        """The number of tokens, 0..vocab_size-1."""
         return len(self.vocabulary)
 
     @property
     def start(self) -> int:
-        """What a text that continues nothing begins with: `eot`, or else a newline, or else token 0."""
+        """The first token of a text without context: `eot`, or else a newline, or else token 0."""
         if self.eot is not None:
             return self.eot
         return self.vocabulary.index(b"\n") if b"\n" in self.vocabulary else 0
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text. Text that spells a special token is text: `eot` never comes of it.
+        """Encode a text. A special token spelled out in it is ordinary text: the result never contains `eot`.
 
         Raises:
-            ValueError: the vocabulary has no tokens for this text.
+            ValueError: the vocabulary cannot encode this text.
         """
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        """The bytes of tokens; ValueError for a token outside the vocabulary."""
+        """Return the bytes of tokens; ValueError for a token outside the vocabulary."""
         return b"".join(map(self._bytes_of, tokens))
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         return self.decode_bytes(tokens).decode("utf-8", "replace")
 
     def save(self, prefix: str | os.PathLike[str]) -> Path:
-        """Write the tokenizer to `PREFIX_tokenizer.bin` (llm.c's) or `.json` and return that path."""
+        """Write the tokenizer to `PREFIX_tokenizer.bin` (llm.c's format) or `.json`, and return that path."""
         path = Path(f"{prefix}_tokenizer.bin")
         write_llmc_tokenizer(path, self)
         return path
@@ -81,7 +81,7 @@ class Tokenizer(ABC):
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of each token as it comes; a character split over tokens waits until it is whole."""
+    """Yield the text of each token as it arrives; a character split over several tokens waits for all of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         if text := decoder.decode(tokenizer.decode_bytes([token])):
@@ -91,31 +91,31 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 
 
 class ByteTokenizer(Tokenizer):
-    """Every byte of the text's UTF-8 is a token.
+    """A tokenizer for which every byte of the UTF-8 text is a token.
 
-    Bytes that Python decoded with "surrogateescape" are encoded as what they were.
+    Bytes that Python decoded with "surrogateescape" are encoded as the original bytes.
 
     Args:
-        eot: the end-of-text token: 0, for text without NUL bytes; None for data in which NUL is a byte like any other.
+        eot: the end-of-text token: 0, for text without NUL bytes; None for data in which NUL is an ordinary byte.
     """
 
     def __init__(self, eot: int | None = 0) -> None:
         super().__init__([bytes([byte]) for byte in range(256)], eot)
 
     def encode(self, text: str) -> list[int]:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return list(text.encode("utf-8", "surrogateescape"))
 
 
 class CharTokenizer(Tokenizer):
-    """Every character is a token. The vocabulary holds the characters of one text, and no others can be encoded.
+    """A tokenizer for which every character is a token; only characters of its vocabulary can be encoded.
 
     Args:
-        vocabulary: the UTF-8 of a character for every token, other than `eot`.
+        vocabulary: the UTF-8 encoding of one character for every token other than `eot`.
         eot: the end-of-text token, or None.
 
     Raises:
-        ValueError: a token is not one character, or is there twice.
+        ValueError: a token is not one character, or occurs twice.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
@@ -131,14 +131,14 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> CharTokenizer:
-        """The characters of the texts, in the order of their code points; bytes that are no UTF-8 are U+FFFD."""
+        """Make a tokenizer of the characters of the texts, by code point; bytes that are not UTF-8 are U+FFFD."""
         characters: set[str] = set()
         for text in texts:
             characters.update(_replace_surrogates(text))
         return cls([character.encode() for character in sorted(characters)])
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text.
+        """Encode a text.
 
         Raises:
             ValueError: a character is not in the vocabulary.
@@ -152,16 +152,16 @@ class CharTokenizer(Tokenizer):
 class LLMCTokenizer(Tokenizer):
     """The vocabulary of an llm.c tokenizer file.
 
-    Such a file was made for decoding. Where its tokens are in the order in which they were merged, as
-    GPT-2's are, they are all that byte-pair encoding needs: `encode` does it, with tiktoken.
+    Such files are made for decoding. If the tokens are in the order in which they were merged, as in GPT-2's, they
+    define a byte-pair encoding, and `encode` computes it with tiktoken.
     """
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text.
+        """Encode a text.
 
         Raises:
-            ValueError: tiktoken is not installed, the vocabulary has a token twice, or it has no token for a byte of
-                the text.
+            ValueError: tiktoken is not installed, the vocabulary contains a token twice, or it has no token for a byte
+                of the text.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:
@@ -170,7 +170,7 @@ class LLMCTokenizer(Tokenizer):
 
     @cached_property
     def _missing(self) -> list[int]:
-        """The bytes that are no tokens. Text with one of them cannot be encoded, unless a merge takes it in."""
+        """The bytes that are not tokens. Text with one of them can be encoded only if it is merged with others."""
         single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
         return [byte for byte in range(256) if bytes([byte]) not in single]
 
@@ -183,13 +183,13 @@ class LLMCTokenizer(Tokenizer):
         ranks = {token: rank for rank, token in enumerate(self.vocabulary) if rank != self.eot}
         if len(ranks) != self.vocab_size - (self.eot is not None):
             raise ValueError("the vocabulary cannot encode text: it has the same token twice")
-        # tiktoken wants every byte to be a token: the missing ones are numbered from vocab_size on.
+        # tiktoken requires every byte to be a token: the missing ones are numbered from vocab_size on.
         ranks |= {bytes([byte]): self.vocab_size + i for i, byte in enumerate(self._missing)}
         return tiktoken.Encoding("llm.c", pat_str=GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={})
 
 
 class GPT2Tokenizer(LLMCTokenizer):
-    """GPT-2's 50257 tokens, from tiktoken, which downloads them once and keeps them.
+    """GPT-2's 50257 tokens, from tiktoken, which downloads and caches them.
 
     Raises:
         ValueError: tiktoken is not installed or cannot get the vocabulary; the message says what to do.
@@ -203,16 +203,16 @@ class GPT2Tokenizer(LLMCTokenizer):
         except (ImportError, OSError, ValueError) as error:
             fault = "is not installed" if isinstance(error, ImportError) else "could not download it"
             raise ValueError(
-                f"GPT-2's vocabulary cannot be had: tiktoken {fault} ({type(error).__name__}). Name a local "
-                "copy as the tokenizer instead: Hugging Face's tokenizer.json, or vocab.json with merges.txt "
-                "beside it, or llm.c's gpt2_tokenizer.bin; or set TIKTOKEN_CACHE_DIR to a folder that has it"
+                f"GPT-2's vocabulary is not available: tiktoken {fault} ({type(error).__name__}). Name a local "
+                "copy as the tokenizer instead: Hugging Face's tokenizer.json, or vocab.json in the same "
+                "folder as merges.txt, or llm.c's gpt2_tokenizer.bin; or set TIKTOKEN_CACHE_DIR to a folder that has it"
             ) from error
         vocabulary = [encoding.decode_single_token_bytes(token) for token in range(encoding.n_vocab)]
         super().__init__(vocabulary, encoding.eot_token)
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding of the `tokenizers` package.
+    """A byte-level byte-pair encoding from the `tokenizers` package.
 
     Raises:
         ValueError: the encoding is not byte-level, or its tokens are not numbered 0, 1, 2, ...
@@ -230,10 +230,10 @@ class BPETokenizer(Tokenizer):
         self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text.
+        """Encode a text.
 
         Raises:
-            ValueError: the vocabulary has no token for a byte of the text, which `tokenizers` would leave out.
+            ValueError: the vocabulary has no token for a byte of the text; `tokenizers` would skip the byte.
         """
         text = _replace_surrogates(text)
         if self._missing and (bad := set(text.encode()).intersection(self._missing)):
@@ -249,11 +249,11 @@ class BPETokenizer(Tokenizer):
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
-    """Train a byte-level byte-pair encoding, cut into words as GPT-2's is; end-of-text is token 0.
+    """Train a byte-level byte-pair encoding, with text split into words as in GPT-2; end-of-text is token 0.
 
     Args:
         texts: pieces of text, read once, one at a time.
-        vocab_size: at most so many tokens; fewer where the text has no more pairs to merge.
+        vocab_size: the largest number of tokens; there are fewer if the text has no more pairs to merge.
 
     Raises:
         ValueError: vocab_size is too small for the 256 bytes and end-of-text, or `tokenizers` is missing.
@@ -278,11 +278,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
-    """The tokenizer of a name or a file.
+    """Load a tokenizer by name or from a file.
 
     Args:
         source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
-            `tokenizer.json`; a `vocab.json` with `merges.txt` beside it; or a folder with one of these two.
+            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder with one of these two.
 
     Raises:
         ValueError: there is no such name or file, or the file is damaged; the message says what is wrong.
@@ -302,7 +302,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _encoder_of(tokenizer: LLMCTokenizer) -> Tokenizer:
-    """A tokenizer file does not say how to encode: bytes and characters are known by their vocabulary."""
+    """Choose the encoder by the vocabulary, since a tokenizer file does not tell bytes and characters from BPE."""
     if tokenizer.vocabulary == ByteTokenizer().vocabulary and tokenizer.eot in (0, None):
         return ByteTokenizer(tokenizer.eot)
     try:
@@ -346,7 +346,7 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """The bytes of every token: byte-level tokens are spelled in GPT-2's alphabet, added ones as they are."""
+    """Return the bytes of every token: byte-level tokens are decoded from GPT-2's alphabet, added ones are as is."""
     spelled = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     if sorted(spelled) != list(range(len(spelled))):
         raise ValueError(f"vocab: the {len(spelled)} tokens are not numbered 0..{len(spelled) - 1}")
@@ -365,7 +365,7 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: a printable one is its Latin-1 character, others are U+0100, U+0101, ..."""
+    """Return GPT-2's letters for bytes: a printable byte is its Latin-1 character, others are U+0100, U+0101, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -376,12 +376,12 @@ def _no_token_for(byte: int) -> ValueError:
 
 
 def _replace_surrogates(text: str) -> str:
-    """The text as UTF-8 can hold it: bytes decoded with "surrogateescape" become U+FFFD."""
+    """Replace bytes that were decoded with "surrogateescape" by U+FFFD, so that the text can be encoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-    """Write an llm.c tokenizer file: version 2, or 1 where there is no end-of-text token.
+    """Write an llm.c tokenizer file: version 2, or 1 if there is no end-of-text token.
 
     Raises:
         ValueError: a token is empty or longer than 255 bytes, which the format cannot hold.
@@ -400,8 +400,8 @@ def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
     """Read an llm.c tokenizer file.
 
     Raises:
-        ValueError: the file is truncated, of another kind, or does not agree with its header; the message
-            names the file and the field.
+        ValueError: the file is truncated, of another kind, or inconsistent with its header; the message names the file
+            and the field.
     """
     with open_regular(path) as file:
         size = file_size(file)
@@ -425,6 +425,6 @@ def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
             vocabulary.append(text)
         if file.tell() != size:
             raise ValueError(f"{path}: {size - file.tell()} bytes are left over after token {vocab_size - 1}")
-    if version == 1:  # was for GPT-2 only, and left its end-of-text token unsaid
+    if version == 1:  # it was for GPT-2 only and did not store the end-of-text token
         return LLMCTokenizer(vocabulary, 50256 if vocab_size == 50257 else None)
     return LLMCTokenizer(vocabulary, eot)

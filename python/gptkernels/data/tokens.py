@@ -1,6 +1,6 @@
-"""Token files, llm.c's: 256 int32 of header (magic 20240520, version 1, number of tokens), then uint16.
+"""llm.c's token files: 256 int32 of header (magic 20240520, version 1, number of tokens), then uint16.
 
-The older form has no header: nothing but int32 tokens.
+The older format has no header: only int32 tokens.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ VERSION = 1
 MAX_VOCAB_SIZE = 2**16
 """Token files hold 16-bit tokens."""
 MAX_TOKENS = 2**31 - 1
-"""A header counts tokens in an int32."""
+"""The header counts tokens in an int32."""
 
 
 class TokenFile:
-    """The tokens of a file, memory-mapped: `len(file)` tokens, `file[start:stop]` a new int64 array.
+    """The tokens of a file, memory-mapped; `file[start:stop]` is a new int64 array.
 
-    A file with a header must have exactly the size that its header says. A file without one is taken for the
-    older int32 form when its size is a multiple of 4 and its first 256 values, where a header would be, are
-    all 0..65535, as tokens of that form are; text, models, or nanoGPT's raw uint16 files are thereby refused.
-    Tokens are not checked here against a vocabulary, which would read the whole file: the loader does so for
-    the tokens it hands out.
+    A file with a header must have exactly the size that its header says. A file without one is read as the older int32
+    format if its size is a multiple of 4 and its first 256 values are all 0..65535. This refuses text, models, and
+    nanoGPT's raw uint16 files. Tokens are not checked against a vocabulary here, which would read the whole file: the
+    loader checks the tokens that it returns.
 
     Attributes:
-        path: where the file lies.
-        dtype: how a token is stored, uint16 or int32.
+        path: the path of the file.
+        dtype: the dtype in which tokens are stored, uint16 or int32.
 
     Raises:
-        ValueError: the file is no regular one, empty, truncated, of another kind or longer than its header says; the
-            message names the file and the field.
+        ValueError: the file is not a regular file, or is empty, truncated, of another kind or longer than its header
+            says; the message names the file and the field.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -58,11 +57,11 @@ class TokenFile:
 
     @property
     def paths(self) -> list[Path]:
-        """`[path]`."""
+        """The path, as a list of one."""
         return [self.path]
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """`(path, position)`."""
+        """Return the path and the position; see `TokenFiles.locate`."""
         return self.path, position
 
     def __len__(self) -> int:
@@ -76,7 +75,7 @@ class TokenFile:
 
 
 def _layout(file: BinaryIO, path: Path) -> tuple[int, np.dtype, int]:
-    """Where the tokens begin (bytes), their dtype, how many they are."""
+    """Return the offset of the tokens in bytes, their dtype, and their number."""
     size = file_size(file)
     if size == 0:
         raise ValueError(f"{path}: the file is empty")
@@ -119,11 +118,11 @@ def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
 def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int = MAX_VOCAB_SIZE) -> int:
     """Write one-dimensional chunks of integers as a token file and return how many tokens it holds.
 
-    One chunk at a time is in memory. The file appears whole or not at all.
+    One chunk at a time is in memory. The file is written completely or not at all.
 
     Raises:
-        ValueError: a token lies outside `0..vocab_size-1`, there is no token, or there are more than the
-            header can count (2^31 - 1).
+        ValueError: a token is outside `0..vocab_size-1`, there is no token, or there are more than the header can count
+            (2^31 - 1).
     """
     with replace_file(path) as temporary:
         return fill_token_file(temporary, chunks, vocab_size, path)
@@ -135,7 +134,7 @@ def fill_token_file(
     vocab_size: int,
     path: str | os.PathLike[str],
 ) -> int:
-    """`write_tokens` into the file `temporary`, which is to be renamed to `path`; messages name `path`."""
+    """Write tokens to the file `temporary`, which is to be renamed to `path`; messages name `path`."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
     count = 0
@@ -160,7 +159,7 @@ def fill_token_file(
 
 
 def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
-    """ValueError for the first of `tokens`, 1-d from `position` of a file on, outside 0..vocab_size-1."""
+    """Raise a ValueError for the first of `tokens`, 1-d, outside 0..vocab_size-1; `position` is that of tokens[0]."""
     if (first := find_outside(tokens, vocab_size)) is not None:
         raise ValueError(
             f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
@@ -168,7 +167,7 @@ def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | o
 
 
 def find_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """The index of the first of `tokens`, 1-d, outside 0..vocab_size-1, or None."""
+    """Return the index of the first of `tokens`, 1-d, outside 0..vocab_size-1, or None."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         return int(((tokens < 0) | (tokens >= vocab_size)).argmax())
     return None

@@ -1,1 +1,1 @@
-"""Reading and writing files: regular files only, each written whole or not at all, and safetensors."""
+"""Reading and writing files: only regular files, written completely or not at all, and safetensors."""

@@ -1,4 +1,4 @@
-"""Which files are opened: regular ones. A FIFO or a socket would block for ever, and a device has no end."""
+"""Opening regular files only: a FIFO or a socket would block for ever, and a device has no end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
     Raises:
         ValueError: `path` is a folder, a FIFO, a socket or a device.
-        OSError: there is no such file, or its links lead nowhere.
+        OSError: there is no such file, or it is a dangling link.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
@@ -32,7 +32,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. An OSError within that names no file, as of a read that fails, names this one.
+    """Open a regular file for reading. An OSError raised inside, for example by a failed read, gets the file's name.
 
     Raises:
         ValueError: `path` is a folder, a FIFO, a socket or a device.
@@ -45,7 +45,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except OSError as error:
         if error.filename is not None:
             raise
-        if error.errno is None:  # the safetensors library's have a text alone
+        if error.errno is None:  # an error of the safetensors library, which has only a text
             raise OSError(f"{os.fspath(path)}: {error}") from error
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 

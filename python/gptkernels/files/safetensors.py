@@ -1,10 +1,11 @@
-"""Safetensors files with checksums, which `gptkernels.checkpoint` writes and reads, and plain ones for others.
+"""Safetensors files with checksums, as `gptkernels.checkpoint` uses them, and plain ones for other programs.
 
-Beside what the caller gives, the metadata holds the file's kind and version, the CRC-32 of every tensor ("checksums":
-of its dtype, shape and bytes), and the CRC-32 of all the other entries ("checksum"). They find damage, not forgery.
+In addition to the caller's entries, the metadata contains the file's kind and version, the CRC-32 of every tensor
+("checksums", over its dtype, shape and bytes), and the CRC-32 of all other entries ("checksum"). They detect damage,
+not forgery.
 
-The writer is our own: the library's writes a temporary file that only its owner may read and whose name cannot be
-recognised after a kill, and it does not report a full disk as an OSError. The reader is the library's.
+The files are written by this module, because the library writes a temporary file that only its owner may read and whose
+name cannot be recognised after a kill, and does not report a full disk as an OSError. They are read by the library.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ _DTYPES = {
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file whole or not at all; one tensor at a time is copied to the CPU.
+    """Write a file completely or not at all; one tensor at a time is copied to the CPU.
 
     Args:
         path: the file.
-        tensors: of any device and layout.
-        kind: what the file holds; `open_safetensors` asks for it.
+        tensors: the tensors, on any device and of any layout.
+        kind: the kind of content, which `open_safetensors` checks.
         fields: more entries of the metadata.
 
     Raises:
-        ValueError: the format has no such dtype.
+        ValueError: the format does not support a tensor's dtype.
         OSError: the file cannot be written; the message names it.
     """
     ordered = _ordered(path, tensors)
@@ -64,19 +65,19 @@ def write_safetensors(
             checksums[name] = _tensor_checksum(tensor, data)
             file.write(data)
         file.seek(0)
-        file.write(_checksummed_header(ordered, metadata, checksums))  # of the same size
+        file.write(_checksummed_header(ordered, metadata, checksums))  # has the same size
 
 
 def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file as the safetensors library does, without checksums.
+    """Write a file without checksums, as the safetensors library does.
 
     Args:
-        temporary: where to; `replace_file` makes it.
-        path: what it becomes, for messages.
-        tensors: of any device and layout.
+        temporary: the file to write, made by `replace_file`.
+        path: its final name, for messages.
+        tensors: the tensors, on any device and of any layout.
 
     Raises:
-        ValueError: the format has no such dtype.
+        ValueError: the format does not support a tensor's dtype.
         OSError: the file cannot be written.
     """
     ordered = _ordered(path, tensors)
@@ -87,7 +88,7 @@ def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, t
 
 
 def _ordered(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors so that each is aligned, wide elements first."""
+    """Sort the tensors by descending element size, so that each is aligned."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
@@ -118,7 +119,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
-    """As 8 hexadecimal digits."""
+    """Return a checksum as 8 hexadecimal digits."""
     kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
     return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
 
@@ -129,11 +130,11 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 
 class DamagedError(ValueError):
-    """What is read is not what was written."""
+    """The content of a file is not what was written."""
 
 
 class CheckedFile:
-    """An open file of `write_safetensors`: what is read from it has the checksum that was written.
+    """An open file of `write_safetensors`, whose tensors are verified when they are read.
 
     Attributes:
         metadata: the entries of the metadata.
@@ -150,11 +151,11 @@ class CheckedFile:
         return list(self._checksums)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on the CPU.
+        """Read a tensor to the CPU.
 
         Raises:
-            KeyError: there is none of that name.
-            DamagedError: it has another checksum than when it was written.
+            KeyError: there is no tensor of that name.
+            DamagedError: its checksum is not the one in the metadata.
         """
         wanted = self._checksums[name]
         tensor = self._file.get_tensor(name)
@@ -164,7 +165,7 @@ class CheckedFile:
 
 
 def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Checksums by the tensors' names, empty where the entry is none."""
+    """Return the checksums by the tensors' names; empty if the entry is missing or invalid."""
     try:
         checksums = json.loads(metadata["checksums"])
     except (KeyError, ValueError, RecursionError):
@@ -177,7 +178,7 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
     """Open a file of one of these kinds.
 
     Raises:
-        ValueError: it is damaged, or of another kind or version; also for a SafetensorError within.
+        ValueError: it is damaged, or of another kind or version; also for a SafetensorError raised inside.
     """
     try:
         with open_regular(path), safe_open(path, "pt") as file:
@@ -189,7 +190,7 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
 
 
 def is_own_safetensors(path: Path) -> bool:
-    """Whether a file says that `write_safetensors` wrote it."""
+    """Whether the metadata of a file says that `write_safetensors` wrote it."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")

@@ -1,4 +1,4 @@
-"""What the file formats share: writing a file whole or not at all, and llm.c's 256-integer headers."""
+"""Functions for all file formats: writing a file completely or not at all, and llm.c's 256-integer headers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Refuse to put a file in the place of anything but a regular file, such as a link or a device.
+    """Refuse to replace anything but a regular file, such as a link or a device.
 
     Raises:
         ValueError: there is something else at `path`.
@@ -41,14 +41,14 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write; it takes the place of `path` only once it is whole and on the disk.
+    """Yield a temporary path to write; it is renamed to `path` when it is complete and on the disk.
 
-    The temporary file lies in the same folder (made where missing), so that the renaming is atomic. When the
-    body raises, the temporary file is removed and `path` stays as it was; when the process is killed, `path`
-    stays as it was and a hidden `.NAME.PID.tmp` is left beside it, for `remove_unfinished`.
+    The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
+    the temporary file is removed, and `path` is unchanged. If the process is killed, `path` is unchanged, and a hidden
+    file `.NAME.PID.tmp` remains, for `remove_unfinished`.
 
     Raises:
-        ValueError: `path` is a symbolic link, or no regular file.
+        ValueError: `path` is a symbolic link, or not a regular file.
         OSError: the file cannot be written; the message names `path`.
     """
     path = Path(path)
@@ -57,7 +57,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        open(temporary, "xb").close()  # never follows a link
+        open(temporary, "xb").close()  # the mode x never follows a link
         yield temporary
         _fsync(temporary)
         os.replace(temporary, path)
@@ -71,7 +71,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove what killed processes left of `replace_file(folder / name)`, while no other process writes there."""
+    """Remove temporary files that killed processes left; no other process may be writing in the folder."""
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)
@@ -86,17 +86,17 @@ def _fsync(path: Path) -> None:
 
 
 def file_size(file: BinaryIO) -> int:
-    """Bytes of an open file."""
+    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def describe_magic(magic: int) -> str:
-    """`20240326, which is a model of llm.c`, for a message about a file of another kind."""
+    """Describe a magic number in a message, as in `20240326, which is a model of llm.c`."""
     return f"{magic}, which is {_KINDS[magic]} of llm.c" if magic in _KINDS else str(magic)
 
 
 def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
-    """Read the 256 int32 of an llm.c header; ValueError names the file and the field that is wrong."""
+    """Read the 256 int32 of an llm.c header; a ValueError names the file and the wrong field."""
     raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: header is truncated: {len(raw)} bytes of {HEADER_BYTES}")
@@ -110,7 +110,7 @@ def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versio
 
 
 def make_header(*fields: int) -> NDArray[np.int32]:
-    """256 int32, the first ones given, the rest 0."""
+    """Make a header of 256 int32: the given fields, then zeros."""
     header = np.zeros(256, "<i4")
     header[: len(fields)] = fields
     return header

@@ -1,4 +1,4 @@
-"""Every op beside torch, on the machine at hand: what ``gptkernels check`` runs; and the rule of exactness.
+"""Checks of every op against torch on this machine, which ``gptkernels check`` runs; and the rule of exactness.
 
 ``gradcheck_ops()`` is to this package what ``torch.autograd.gradcheck`` is to one function.
 """
@@ -21,7 +21,7 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 def op_names() -> list[str]:
     """The ops that :func:`gradcheck_ops` checks. An op's ``_backward`` ops are checked with it."""
-    return list(dict.fromkeys(case.op for case in CASES))
+    return list(dict.fromkeys(case.operator.name for case in CASES))
 
 
 def gradcheck_ops(
@@ -63,7 +63,7 @@ def gradcheck_ops(
     with torch.random.fork_rng(devices=[found] if found.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(0)
         for case in CASES:
-            if case.op not in wanted:
+            if case.operator.name not in wanted:
                 continue
             results = list(check_case(case, found))
             report.results += results

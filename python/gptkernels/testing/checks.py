@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from gptkernels.rules import ops
-from gptkernels.testing.cases import ODD, ORDINARY, SMALL, Call, Case, Draw
+from gptkernels.testing.cases import ODD, ORDINARY, SMALL, Call, Case
+from gptkernels.testing.draw import as_view
 from gptkernels.testing.exactness import Errors, assert_as_exact_as_torch
 from gptkernels.testing.report import Result
 
@@ -24,21 +25,22 @@ WITHOUT_DERIVATIVE = (
 # float8 numbers.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+NEAR = 2.0**-13  # the relative change of numbers in trials that keep what they are to each other
 TRIALS = (1, 10, 40)  # after so many, their worst errors are compared
 
 
 def check_case(case: Case, device: torch.device) -> Iterator[Result]:
     """The results of all checks of a case, one after the other."""
-    for dtype in case.dtypes:
+    for dtype in case.operator.dtypes:
         yield _checked(case, str(dtype).removeprefix("torch."), partial(exactness, case, dtype, device))
-    if case.differentiable and case.float64_results:
+    if case.has_finite_differences():
         yield _checked(case, "gradcheck", partial(differences, case, torch.autograd.gradcheck, device))
         yield _checked(case, "gradgradcheck", partial(differences, case, torch.autograd.gradgradcheck, device))
     yield _checked(case, "opcheck", partial(opcheck, case, device))
 
 
 def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Result:
-    """What came of a check."""
+    """The result of a check."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -51,23 +53,43 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """The results and all gradients against the formula in float64, beside torch; two calls give the same bits.
+    """Compare the results and all gradients with the formula and with torch; two calls give the same bits.
 
     Returns:
         Our error as a share of what the rule allows, where it is largest.
     """
-    return max(_keep_the_rule(case, size, dtype, device) for size in (ORDINARY, ODD))
+    return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
-def _keep_the_rule(case: Case, size: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Hold one size to the rule; where it is broken, with more trials, as torch may have been exact by luck."""
-    first: list[tuple[Tensor, Tensor, Tensor]] = []
-    errors: list[Errors] = []
-    tried = 0
+def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
+    """Hold a call to the rule; where it is broken, with more trials, as torch may have been exact by luck.
+
+    Args:
+        call: the call, made with its own numbers first, and then with ``other_numbers``.
+        view: the layout of the gradients of the results.
+        unused: the results without a gradient.
+
+    Returns:
+        Our error as a share of what the rule allows, where it is largest.
+    """
+    args = list(call.args.values())
+    generator = torch.Generator().manual_seed(1)
+    douts: list[Tensor | None] = [
+        torch.randn(out.shape, generator=generator).to(out) for out in outputs(call.ours(*args))
+    ]
+    if view != "contiguous":
+        douts = [as_view(t, view) if t is not None and t.dim() else t for t in douts]
+    douts = [None if i in unused else t for i, t in enumerate(douts)]
+    first = _results(call, args, douts)
+    noise, luck = call.noise(args, douts), 2.0 if call.torchs_splits else 1.0
+    errors = [Errors(noise, luck) for _ in first]
+    tried, source = 0, {"generator": generator}
     for enough in TRIALS:
-        for seed in range(tried, enough):
-            found = _results(case, case.draw(Draw(size, dtype, device, seed)), dtype)
-            first, errors = first or found, errors or [Errors() for _ in found]
+        for trial in range(tried, enough):
+            found = first
+            if trial:
+                others = ([other_numbers(t, trial, source) for t in some] for some in (args, douts))
+                found = _results(call, *others)
             for kept, triple in zip(errors, found, strict=True):
                 kept.add(*triple)
         tried = enough
@@ -81,34 +103,67 @@ def _keep_the_rule(case: Case, size: int, dtype: torch.dtype, device: torch.devi
     raise failure
 
 
-def _results(case: Case, call: Call, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Of each output, then each gradient: ours, torch's, the formula's."""
-    doubles = [t.double() for t in call.args]
-    outs = _outputs(call.ours(*call.args))
-    generator = torch.Generator().manual_seed(1)
-    douts = [torch.randn(out.shape, generator=generator).to(out.dtype).to(out.device) for out in outs]
-    gradients = case.differentiable and (case.float64_results or dtype != torch.float64)
-    ours = _with_gradients(call.ours, call.args, douts, gradients)
-    for a, b in zip(ours, _with_gradients(call.ours, call.args, douts, gradients), strict=True):
+def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tensor | None:
+    """An argument with other numbers: zeros, constants, equal rows, infinities, magnitudes and strides stay.
+
+    In every second trial each floating argument has its rows and columns in another order, and is multiplied by a
+    factor of its own between 7/8 and 1. In the others its numbers stay in their places, and each is changed by some of
+    its last bits, equal ones equally: so sums that cancel still do, and scores that are nearly equal are.
+
+    Args:
+        t: the argument; an integer one and None stay as they are.
+        trial: how many trials came before.
+        source: arguments of torch's random functions.
+    """
+    if t is None or not t.is_floating_point():
+        return t
+    random = torch.rand((), dtype=torch.float64, **source).item()
+    if trial % 2:
+        change = max(NEAR, 4 * torch.finfo(t.dtype).eps) * (t.double() * (1e3 + 1e3 * random)).sin()
+        values = (t.double() * (1 + change.nan_to_num(0))).to(t.dtype)
+    else:
+        values = t
+        for dim, size in enumerate(t.shape):
+            values = values.index_select(dim, torch.randperm(size, **source).to(t.device, non_blocking=True))
+        values = (values.double() * (1 - random / 8)).to(t.dtype)
+    if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
+        return values
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)
+
+
+def _results(
+    call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each output, then each gradient: ours, torch's, the formula's."""
+    doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
+    ours = with_gradients(call, call.ours, args, douts)
+    for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
         if not torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b))):
             raise AssertionError("the same call gave other bits")
-    torchs = _with_gradients(call.torchs, call.args, douts, gradients)
-    exact = _with_gradients(call.exact, doubles, [dout.double() for dout in douts], gradients)
+    torchs = with_gradients(call, call.torchs, args, douts)
+    exact = with_gradients(call, call.exact, doubles, [None if t is None else t.double() for t in douts])
     return [(a, b.to(a.dtype), c.double()) for a, b, c in zip(ours, torchs, exact, strict=True)]
 
 
-def _outputs(found: Any) -> list[Tensor]:
+def outputs(found: Any) -> list[Tensor]:
+    """The outputs of a call, as a list."""
     return list(found) if isinstance(found, tuple | list) else [found]
 
 
-def _with_gradients(
-    function: Callable[..., Any], args: Sequence[Tensor], douts: Sequence[Tensor], gradients: bool
+def with_gradients(
+    call: Call, function: Callable[..., Any], args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The outputs, and the gradients of all arguments where they are wanted."""
-    leaves = [t.detach().requires_grad_(gradients) for t in args]
-    outs = _outputs(function(*leaves))
+    """The outputs, and the gradients of all arguments that may ask for one."""
+    wanted = call.differentiable()
+    named = zip(call.args, args, strict=True)
+    leaves = [t if t is None else t.detach().requires_grad_(name in wanted) for name, t in named]
+    outs = outputs(function(*leaves))
+    inputs = [t for t in leaves if t is not None and t.requires_grad]
     found = [out.detach() for out in outs]
-    return found + list(torch.autograd.grad(outs, leaves, douts)) if gradients else found
+    if not wanted:
+        return found
+    used, given = zip(*((out, dout) for out, dout in zip(outs, douts, strict=True) if dout is not None), strict=True)
+    return found + list(torch.autograd.grad(used, inputs, given, allow_unused=True, materialize_grads=True))
 
 
 # ---- derivatives and registrations -----------------------------------------------------------------------------------
@@ -116,13 +171,13 @@ def _with_gradients(
 
 def differences(case: Case, check: Callable[..., bool], device: torch.device) -> None:
     """``gradcheck`` or ``gradgradcheck``: derivatives against finite differences, in float64."""
-    call = case.draw(Draw(SMALL, torch.float64, device, 1))
-    check(call.ours, tuple(t.detach().requires_grad_() for t in call.args))
+    call = case.call(SMALL, torch.float64, device, 1)
+    check(call.function(), tuple(t.detach().requires_grad_() for t in call.differentiable().values()))
 
 
-def opcheck(case: Case, device: torch.device) -> None:
+def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """``torch.library.opcheck`` of the op and of those of its derivative: schema, fake, autograd, tracing."""
-    for op, args, kwargs in case.draw(Draw(SMALL, torch.float32, device, 1)).calls:
+    for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
         eight_bits = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)

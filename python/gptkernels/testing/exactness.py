@@ -69,7 +69,7 @@ def largest(exact: Tensor) -> float:
 
 
 def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """What the rounding of a result to its dtype adds to the allowed error."""
+    """The part of the allowed error that comes from rounding a result to its dtype."""
     info = torch.finfo(dtype)
     scale = min(largest(exact), info.max)
     # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
@@ -89,17 +89,17 @@ def _finite_errors(result: Tensor, exact: Tensor) -> Tensor:
 
 
 def root_mean_square_error(result: Tensor, exact: Tensor) -> float:
-    """Of the elements that are finite; the others count as right."""
+    """Return the root mean square error. Elements that are not finite count as exact."""
     return (_finite_errors(result, exact).norm() / math.sqrt(max(exact.numel(), 1))).item()
 
 
 def assert_norm_as_exact_as_torch(
     ours: Tensor, torchs: Tensor, exact: Tensor, name: str = "out", torch_error: float = 0.0
 ) -> None:
-    """Hold the root mean square of our errors to four times that of torch's, plus the rounding of an average element.
+    """Require a root mean square error of at most four times torch's, plus the rounding of an average element.
 
     Roundings average out, except those of equal elements: the mean counts more. So this finds faults that are smaller
-    than the largest rounding error, such as some terms that a long sum leaves out. Twice is too strict: where few
+    than the largest rounding error, such as a few omitted terms of a long sum. Twice is too strict: where few
     elements have most of the error, its root mean square differs more. Results of fewer than 1000 elements pass: they
     are too few for an average. So do those in float64, whose formula rounds like them.
 
@@ -186,12 +186,20 @@ class Errors:
     larger result the errors count in proportion. All of them together are compared by their root mean square: the worst
     may be a rare one, as where a softmax is nearly always one-hot, and then it is luck who makes it.
 
+    Results that are no larger than torch's error are nothing but roundings of terms that cancel. How large these are
+    depends on the order of the sums: there torch is credited with four times its error, and at least with ``noise``.
+
+    Args:
+        noise: the error that a sum of these terms may have where they cancel.
+        luck: how many times its error torch is credited with elsewhere.
+
     Attributes:
         ours: our error in each trial.
-        torchs: torch's.
+        torchs: the error that torch is credited with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:
+        self.noise, self.luck = noise, luck
         self.ours: list[float] = []
         self.torchs: list[float] = []
 
@@ -204,15 +212,15 @@ class Errors:
         cancelled = error > scale * (2**-5 if ours.dtype == torch.float64 else 2**24)
         factor = 1.0 if cancelled or not scale else min(1.0, self.scale / scale)
         self.ours.append(error_of(ours, exact) * factor)
-        self.torchs.append(error * factor)
+        self.torchs.append(max(4 * error * factor, self.noise) if error >= scale else self.luck * error * factor)
 
     def worst_of_torchs(self) -> float:
-        """What torch's error is here."""
+        """The largest error that torch is credited with."""
         return max(self.torchs)
 
     def share(self) -> float:
-        """Our worst error as a share of what the rule allows beside torch's worst."""
-        return max(self.ours) / (2 * max(self.torchs) + self.rounding)
+        """Our error in the first trial as a share of what torch's worst error allows."""
+        return self.ours[0] / (2 * max(self.torchs) + self.rounding)
 
     def hold_on_the_whole(self, name: str) -> None:
         """The rule for all trials together.

@@ -1,4 +1,4 @@
-"""What ``gradcheck_ops`` found, as an object with a readable table."""
+"""The results of ``gradcheck_ops``, as an object with a readable table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -66,12 +66,12 @@ class Report:
         return "\n".join([HEADER, *rows, self.summary()])
 
     def summary(self) -> str:
-        """What failed, and the report in one line."""
+        """The failures, and the report in one line."""
         failures = [f"{result.case}, {result.check}: {result.message}" for result in self.failures]
         return "\n".join([*failures, self.line()])
 
 
-_NAME = 30  # columns; no case has a longer name
+_NAME = 36  # columns; no case has a longer name
 HEADER = "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 
 

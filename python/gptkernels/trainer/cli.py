@@ -37,9 +37,9 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: done. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full or
-    failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N; 130 for Ctrl-C, 141 where
-    nobody reads the output. For 1 to 4 the output says why.
+    0: success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
+    or failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N: 130 for Ctrl-C, 141 if
+    the output is a closed pipe. For 1 to 4 the output says why.
     """
     prepare_streams()
     try:
@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
         status = run(**args)
-        if run is not _train:  # what a run of training says is expendable
+        if run is not _train:  # output of training may be lost without an error
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def _status(error: Exception) -> int:
 
 
 def _sentence(command: str, error: Exception) -> str | None:
-    """What the user is told of an error; None where it is a fault of this program."""
+    """Return the message for the user; None if the error is a fault of this program."""
     if _is_out_of_memory(error):
         if command != "train":
             return "out of memory"
@@ -96,7 +96,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments; exits with a sentence about those that are wrong."""
+    """Parse the arguments; exits with a message about wrong ones."""
     parser, commands = _parser()
     command = next((argument for argument in arguments if argument in commands), None)
     if command is not None:
@@ -108,7 +108,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands."""
+    """Make the parser, and return it with the parsers of the commands."""
     parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -116,14 +116,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
         ("prepare", _prepare_arguments, _prepare, "turn text into token files"),
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
-        ("convert", _convert_arguments, _convert, "write a model in another form, bit for bit"),
-        ("check", _check_arguments, _check, "every op beside torch on this machine"),
+        ("convert", _convert_arguments, _convert, "write a model in another format, bit for bit"),
+        ("check", _check_arguments, _check, "compare every op with torch's on this machine"),
         ("info", _no_arguments, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # there are too many to say twice
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # too many options to list in the usage too
     return parser, commands.choices
 
 
@@ -142,13 +142,13 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         const=None,
         default=argparse.SUPPRESS,
         metavar="FOLDER",
-        help="continue the run in FOLDER from its checkpoint, bit for bit, with the options it had, but for "
-        "those given anew (without FOLDER: the run in --output, else the latest in runs/)",
+        help="continue the run in FOLDER from its checkpoint, bit for bit, with its options except those given here "
+        "(without FOLDER: the run in --output, else the latest in runs/)",
     )
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
-    """A flag for a field of TrainConfig; left out when not given, so that a resumed run keeps its own."""
+    """Add a flag for a field of TrainConfig; it has no default, so that a resumed run keeps its own value."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
@@ -184,7 +184,7 @@ def _train(**options: Any) -> int:
 
 
 def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="+", metavar="FILE", help="text files, and folders of them")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="text files, and folders of text files")
     parser.add_argument(
         "--output",
         "-o",
@@ -199,13 +199,13 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes; char, the characters of the text; gpt2; bpe, byte pairs learnt from the text; or a tokenizer "
         "file (default: bytes)",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="of bpe: at most so many tokens (default: 4096)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="for bpe: at most N tokens (default: 4096)")
     parser.add_argument(
         "--val-fraction",
         type=float,
         default=0.05,
         metavar="X",
-        help="share of the text for validation (default: 0.05)",
+        help="fraction of the text for validation (default: 0.05)",
     )
 
 
@@ -227,37 +227,33 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a run's folder or checkpoint, or a model in any form that 'gptkernels convert' reads",
+        help="a run's folder or checkpoint, or a model in any format that 'gptkernels convert' reads",
     )
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=256, metavar="N", help="at most so many tokens (default: 256)"
-    )
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most N tokens (default: 256)")
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.8,
         metavar="X",
-        help="logits are divided by it; 0: always the likeliest token (default: 0.8)",
+        help="divisor of the logits; 0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
         type=int,
         default=40,
         metavar="N",
-        help="draw from the N likeliest; 0: from all (default: 40)",
+        help="draw from the N likeliest tokens; 0: from all (default: 40)",
     )
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="X",
-        help="of these, draw from the fewest that have this share of the probability (default: from all)",
+        help="of these, draw from the smallest set of likeliest tokens with this total probability (default: from all)",
     )
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="of the draws (default: 1337)")
-    parser.add_argument(
-        "--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the one beside the checkpoint)"
-    )
+    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the draws (default: 1337)")
+    parser.add_argument("--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the checkpoint's)")
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
 
 
@@ -305,11 +301,11 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--padded-vocab-size", type=int, metavar="N", help="rows of a .bin (default: a multiple of 128)"
     )
-    parser.add_argument("--activation", metavar="NAME", help="gelu_tanh or gelu: take the model for one with this GELU")
+    parser.add_argument("--activation", metavar="NAME", help="gelu_tanh or gelu: the GELU of the model")
     parser.add_argument(
         "--bias", action="store_true", help="give a model without biases biases of 0, which computes the same"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace B where there is one")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing B")
 
 
 def _convert(source: str, target: str, **options: Any) -> int:
@@ -324,8 +320,8 @@ def _convert(source: str, target: str, **options: Any) -> int:
 
 def _check_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
-    parser.add_argument("--op", action="append", metavar="NAME", help="this op alone; may be given several times")
-    parser.add_argument("--json", action="store_true", help="print the results as JSON in place of the table")
+    parser.add_argument("--op", action="append", metavar="NAME", help="check only this op; may be given several times")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
 
 
 def _check(device: str, op: list[str] | None, json: bool) -> int:
@@ -333,7 +329,7 @@ def _check(device: str, op: list[str] | None, json: bool) -> int:
         report = gradcheck_ops(op, device=device)
         print(dumps(report.as_dict(), indent=2))
         return 0 if report.passed else FAILURE
-    shown = [HEADER]  # before the first line: a wrong argument has a sentence alone
+    shown = [HEADER]  # printed with the first row, so that an error about the arguments has no header
 
     def show(results: list[Result]) -> None:
         print("\n".join([*shown, row(results)]), flush=True)

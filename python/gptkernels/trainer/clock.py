@@ -1,4 +1,4 @@
-"""The time of every step, as the device saw it."""
+"""Time measurement on the device, for every step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Mark:
-    """A moment: on the CPU, when it is made; on CUDA, when the device has done all that was launched before it."""
+    """A point in time: now on the CPU; on CUDA, when the device has completed everything launched before."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -20,12 +20,12 @@ class Mark:
             self._seconds = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until the moment has come."""
+        """Wait until this point in time is reached."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Seconds between two moments that have come."""
+        """Return the seconds between two points in time that are reached."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._seconds - earlier._seconds

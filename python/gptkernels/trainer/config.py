@@ -1,4 +1,4 @@
-"""The trainer's options: each is declared once, with its default, its flag and what it does."""
+"""The trainer's options: each is declared once, with its default, its flag and its help text."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """What `--model NAME` stands for: the size, and defaults that suit it."""
+    """The size that `--model NAME` selects, and defaults for it."""
 
     layers: int
     heads: int
     channels: int
-    positions: int | None  # None: as many as the sequences are long
+    positions: int | None  # None: the sequence length
     batch_size: int
     sequence_length: int
     learning_rate: float
     steps: int | None  # None: one epoch
 
 
-# The learning rates of the GPT-2 sizes are those that the GPT-3 paper gives for models of these sizes.
+# The learning rates of the GPT-2 sizes are those in the GPT-3 paper for models of these sizes.
 PRESETS = {
     "tiny": Preset(4, 4, 128, None, 16, 64, 3e-3, 700),
     "gpt2": Preset(12, 12, 768, 1024, 4, 1024, 6e-4, None),
@@ -36,7 +36,7 @@ SAMPLINGS = ("epochs", "random-offset")
 ACTIVATIONS = ("gelu_tanh", "gelu")
 RECOMPUTE = ("none", "gelu", "blocks")
 DEFAULT_FINAL_LR_FRACTION = 0.1
-FP8_ALIGNMENT = 16  # of gptkernels.rules.fp8, which imports torch
+FP8_ALIGNMENT = 16  # as in gptkernels.rules.fp8, which is not imported here because it imports torch
 MAX_SEED = 2**62 - 1
 MAX_SAMPLE_LENGTH = 2**20
 MAX_WATCHDOG = 60.0 * 24 * 365
@@ -51,9 +51,9 @@ GROUPS = {
     "checkpoints": "checkpoints",
     "speed": "precision, speed and memory",
 }
-"""The titles of the flags' groups, in the order in which help has them."""
+"""The titles of the groups of flags, in the order of the help."""
 
-# Pairs of options that exclude each other. In a resumed run, the one that is given replaces the other.
+# Pairs of options that exclude each other. In a resumed run, a given one replaces the other.
 _EXCLUSIVE = (
     ("steps", "epochs"),
     ("data", "train_files"),
@@ -63,36 +63,35 @@ _EXCLUSIVE = (
 
 
 def _option(default: Any, help: str, group: str, **metadata: Any) -> Any:
-    """A field that is also a command-line flag; `metadata` is read by `gptkernels.trainer.cli`.
+    """Declare a field that is also a command-line flag; `gptkernels.trainer.cli` reads `metadata`.
 
     Keys: `group`, one of `GROUPS`; `short`, the flag of the original program; `choices`; `metavar`; `at_least`,
-    `at_most`, `above` or `below`, the bounds of the value; `fixed`, whether a resumed run has to keep it.
+    `at_most`, `above` or `below`, the bounds of the value; `fixed`, whether it cannot change in a resumed run.
     """
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
 @dataclass
 class TrainConfig:
-    """Options of `gptkernels train`, one field a flag (`batch_size` is `--batch-size`).
+    """Options of `gptkernels train`, one field for each flag (`batch_size` is `--batch-size`).
 
-    What is left out and has no default of its own becomes that of the preset `model`. Of `steps` and `epochs`
-    one is set.
+    Options that are not given and have no default get that of the preset `model`. One of `steps` and `epochs` is set.
 
     Raises:
-        ValueError: a value out of its range; the message names the flag, the value and what it takes.
+        ValueError: a value is out of its range; the message names the flag, the value and the range.
     """
 
     data: str | None = _option(
         None,
-        "data prefix: PREFIX_train.bin and PREFIX_val.bin; or as --train-files (default: the sources of Python's "
-        "standard library, as bytes)",
+        "data prefix: PREFIX_train.bin and PREFIX_val.bin; or a pattern as in --train-files (default: the sources of "
+        "Python's standard library, as bytes)",
         "data",
         short="-i",
         metavar="PREFIX",
     )
     train_files: str | None = _option(
         None,
-        "token files to train on, read as one, such as 'fineweb_train_*.bin'; instead of --data",
+        "token files to train on, used as one, such as 'fineweb_train_*.bin'; instead of --data",
         "data",
         metavar="PATTERN",
     )
@@ -101,13 +100,13 @@ class TrainConfig:
     )
     tokenizer: str | None = _option(
         None,
-        "tokenizer of the data: bytes, gpt2 or a file (default: the one beside the data, or else "
-        "tokens are GPT-2's and samples are printed as numbers)",
+        "tokenizer of the data: bytes, gpt2 or a file (default: the one of the data prefix; without one, "
+        "tokens are assumed to be GPT-2's, and samples are printed as numbers)",
         "data",
     )
     sampling: str = _option(
         "epochs",
-        "every window of the data once an epoch, shuffled, or windows that begin at random tokens",
+        "every window of the data once in an epoch, shuffled, or windows that begin at random tokens",
         "data",
         choices=SAMPLINGS,
         fixed=True,
@@ -127,11 +126,9 @@ class TrainConfig:
         short="-o",
         metavar="FILE",
     )
-    tensorboard: bool = _option(False, "write TensorBoard's files too", "data")
+    tensorboard: bool = _option(False, "also write TensorBoard's files", "data")
 
-    model: str = _option(
-        "tiny", "size of the model, and defaults that suit it", "model", choices=(*PRESETS,), fixed=True
-    )
+    model: str = _option("tiny", "size of the model, and defaults for it", "model", choices=(*PRESETS,), fixed=True)
     layers: int = _option(None, "layers L (default: the model's)", "model", at_least=1, fixed=True)
     heads: int = _option(None, "attention heads NH (default: the model's)", "model", at_least=1, fixed=True)
     channels: int = _option(
@@ -139,14 +136,14 @@ class TrainConfig:
     )
     bias: bool = _option(True, "biases in linear layers and norms (default: with them)", "model", fixed=True)
     activation: str = _option(
-        "gelu_tanh", "the GELU of the feed-forward layers, by tanh or exact", "model", choices=ACTIVATIONS, fixed=True
+        "gelu_tanh", "the GELU of the feed-forward layers, tanh or exact", "model", choices=ACTIVATIONS, fixed=True
     )
     dropout: float = _option(
         0.0, "probability with which activations are dropped in training", "model", at_least=0, below=1
     )
     init_from: str | None = _option(
         None,
-        "begin with the weights of this run, checkpoint or model, of the same size, in any form that 'gptkernels "
+        "start with the weights of this run, checkpoint or model, of the same size, in any format that 'gptkernels "
         "convert' reads",
         "model",
         metavar="FILE",
@@ -169,7 +166,7 @@ class TrainConfig:
     )
     total_batch_tokens: int | None = _option(
         None,
-        "tokens of a step, of all processes together, instead of --grad-accumulation: a multiple of B T processes",
+        "tokens of a step in all processes together, instead of --grad-accumulation: a multiple of B T processes",
         "batch",
         at_least=1,
     )
@@ -177,8 +174,8 @@ class TrainConfig:
     epochs: float | None = _option(None, "passes over the training data, instead of --steps", "batch", above=0)
     watchdog: float = _option(
         30.0,
-        "end the run with exit status 4 when nothing (a forward or backward pass, a batch of validation, a token of a "
-        "sample, a checkpoint) is finished for so many minutes; 0: never",
+        "end the run with exit status 4 if nothing (a forward or backward pass, a batch of validation, a token of a "
+        "sample, a checkpoint) is finished for this many minutes; 0: never",
         "batch",
         metavar="MINUTES",
         at_least=0,
@@ -228,46 +225,46 @@ class TrainConfig:
     grad_clip: float = _option(1.0, "clip the gradient to this norm; 0: never", "optimizer", at_least=0)
     skip_update_lossz: float = _option(
         0.0,
-        "make no update when the loss is so many standard deviations above the last 128 losses; 0: always update",
+        "skip the update if the loss is this many standard deviations above the last 128 losses; 0: always update",
         "optimizer",
         at_least=0,
     )
     skip_update_gradz: float = _option(
-        0.0, "the same by the norm of the gradient; 0: always update", "optimizer", at_least=0
+        0.0, "the same for the norm of the gradient; 0: always update", "optimizer", at_least=0
     )
 
     val_every: int = _option(
-        50, "validate every so many steps and at the end; 0: never", "evaluation", short="-v", at_least=0
+        50, "validate every N steps and at the end; 0: never", "evaluation", short="-v", at_least=0
     )
-    val_max_batches: int = _option(20, "validate on at most so many batches", "evaluation", short="-m", at_least=0)
+    val_max_batches: int = _option(20, "validate on at most N batches", "evaluation", short="-m", at_least=0)
     eval_file: str | None = _option(
         None,
-        "multiple-choice questions as llm.c stores them, such as its hellaswag_val.bin, answered whenever the model is "
-        "validated but at step 0",
+        "multiple-choice questions in llm.c's format, such as its hellaswag_val.bin, answered at every validation "
+        "except at step 0",
         "evaluation",
         metavar="FILE",
     )
     eval_only: bool = _option(
-        False, "validate the model of --init-from or --resume, answer --eval-file, write nothing", "evaluation"
+        False, "validate the model of --init-from or --resume and answer --eval-file; write nothing", "evaluation"
     )
     sample_every: int = _option(
-        200, "print a sample every so many steps; 0: only at the end", "evaluation", short="-s", at_least=0
+        200, "print a sample every N steps; 0: only at the end", "evaluation", short="-s", at_least=0
     )
     sample_length: int = _option(
         256, "tokens of a sample; 0: no sample", "evaluation", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
     )
 
     checkpoint_every: int = _option(
-        200, "write the checkpoint every so many steps and at the end; 0: only at the end", "checkpoints", at_least=0
+        200, "write the checkpoint every N steps and at the end; 0: only at the end", "checkpoints", at_least=0
     )
-    keep_last: int = _option(1, "keep the last N checkpoints, under names with their steps", "checkpoints", at_least=1)
-    keep_every: int = _option(
-        0, "keep the checkpoints of every N-th step for good; 0: of none", "checkpoints", at_least=0
+    keep_last: int = _option(
+        1, "keep the last N checkpoints, with their steps in their names", "checkpoints", at_least=1
     )
+    keep_every: int = _option(0, "keep the checkpoints of every N-th step for good; 0: none", "checkpoints", at_least=0)
 
     dtype: str = _option(
         "float32",
-        "of the model; autocast is float32 with bfloat16 matmuls",
+        "dtype of the model; autocast is float32 with bfloat16 matmuls",
         "speed",
         choices=DTYPES,
         fixed=True,
@@ -275,11 +272,11 @@ class TrainConfig:
     master_weights: bool = _option(
         True,
         "float32 copies of bfloat16 parameters in the optimizer; without them parameters and moments are bfloat16, "
-        "rounded up or down at random (default: with them)",
+        "rounded up or down at random (default: with copies)",
         "speed",
         fixed=True,
     )
-    device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda where there is one", "speed")
+    device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda if available", "speed")
     tf32: bool = _option(False, "let CUDA round float32 matmuls to TF32", "speed")
     fp8: bool = _option(
         False, "train with float8 products in the layers' matrices; evaluation has the precision of --dtype", "speed"
@@ -287,12 +284,12 @@ class TrainConfig:
     fp8_head: bool = _option(False, "train with float8 products in the gradients of the head", "speed")
     fp8_logits: bool = _option(False, "with --fp8-head: compute the logits of training by a float8 product", "speed")
     graph: bool = _option(
-        True, "replay the step as a CUDA graph, which has the same bits (default: on CUDA, where it can be)", "speed"
+        True, "replay the step as a CUDA graph, which gives the same bits (default: on CUDA, if possible)", "speed"
     )
     compile: bool = _option(False, "compile the model with torch.compile", "speed")
     recompute: str = _option(
         "none",
-        "what is computed again in the backward pass, to save memory: the GELUs, or all of each layer",
+        "what the backward pass computes again to save memory: the GELUs, or all of each layer",
         "speed",
         choices=RECOMPUTE,
     )
@@ -319,7 +316,7 @@ class TrainConfig:
         if self.fp8_logits and not self.fp8_head:
             raise ValueError("--fp8-logits needs --fp8-head")
         if self.fp8 and self.recompute == "gelu":
-            raise ValueError("--recompute gelu is without --fp8, which keeps 8 bits of what the GELU returns")
+            raise ValueError("--recompute gelu excludes --fp8, which keeps only 8 bits of the GELU's output")
         if self.keep_every and (not self.checkpoint_every or self.keep_every % self.checkpoint_every):
             raise ValueError(
                 f"--keep-every is {self.keep_every}, must be a multiple of --checkpoint-every, {self.checkpoint_every}"
@@ -350,14 +347,14 @@ class TrainConfig:
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a batch, B T."""
+        """The number of tokens of a batch, B T."""
         return self.batch_size * self.sequence_length
 
     def accumulation(self, processes: int) -> int:
-        """Batches whose gradients are averaged for a step of so many processes.
+        """Return the number of batches whose gradients are averaged for a step.
 
         Raises:
-            ValueError: `total_batch_tokens` is not a multiple of what the processes read at a time.
+            ValueError: `total_batch_tokens` is not a multiple of the tokens that the processes read at a time.
         """
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
@@ -371,10 +368,10 @@ class TrainConfig:
         return self.total_batch_tokens // at_a_time
 
     def updated(self, given: dict[str, Any]) -> TrainConfig:
-        """The options of a run that is resumed with the options `given`.
+        """Return the options of a run that is resumed with the options `given`.
 
         Raises:
-            ValueError: one of `given` cannot change in the middle of a run.
+            ValueError: one of `given` cannot change in a resumed run.
         """
         saved = asdict(self)
         for option in fields(self):
@@ -391,7 +388,7 @@ class TrainConfig:
 
 
 def flag(name: str) -> str:
-    """The long flag of an option: `batch_size` -> `--batch-size`."""
+    """Return the long flag of an option: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 

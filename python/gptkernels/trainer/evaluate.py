@@ -1,4 +1,4 @@
-"""Evaluating a model without training it: `gptkernels train --eval-only`."""
+"""Evaluation of a model without training: `gptkernels train --eval-only`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from gptkernels.trainer.saved import naming, saved_options
 
 
 class Evaluation(NamedTuple):
-    """What `evaluate` finds; None where there is nothing to find it on.
+    """The results of `evaluate`; None if there was no data for it.
 
-    `val_loss` is in nats per token, `score` that of `eval_file`.
+    `val_loss` is in nats per token; `score` is that of `eval_file`.
     """
 
     val_loss: float | None
@@ -28,10 +28,10 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(config: TrainConfig) -> Evaluation:
-    """Evaluate the model of `init_from` on the validation data and the questions that the options name; print that.
+    """Evaluate the model of `init_from` on the validation data and the questions of the options; print the results.
 
     Raises:
-        ValueError: there is no `init_from`, nothing to evaluate on, or as `train`.
+        ValueError: there is no `init_from`, there is nothing to evaluate on, or as for `train`.
         OSError: a file cannot be read.
     """
     if config.init_from is None:
@@ -40,14 +40,14 @@ def evaluate(config: TrainConfig) -> Evaluation:
 
 
 def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
-    """`evaluate` for the model of a run's checkpoint, on what the run was evaluated on. The run may be going on.
+    """Evaluate the model of a run's checkpoint on the data of the run, which may still be training.
 
     Args:
-        run: its folder; None is the latest in runs/.
+        run: the folder of the run; None is the latest in runs/.
         given: options of TrainConfig to change, such as `val_max_batches`.
 
     Raises:
-        ValueError: there is no such run, an option in `given` cannot change, or as `evaluate`.
+        ValueError: there is no such run, an option in `given` cannot change, or as for `evaluate`.
     """
     checkpoint = find_run(run) / CHECKPOINT
     saved = load_training_state(checkpoint)

@@ -1,4 +1,4 @@
-"""How good a model is: its loss on held-out data, and its answers to multiple-choice questions."""
+"""Evaluation of a model: its loss on held-out data, and its answers to multiple-choice questions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gptkernels.trainer.processes import Processes
 
 
 class Score(NamedTuple):
-    """How many questions of how many were answered rightly."""
+    """The number of correct answers and the number of questions."""
 
     correct: int
     questions: int
 
     @property
     def accuracy(self) -> float:
-        """Of 1."""
+        """The fraction of correct answers, 0 to 1."""
         return self.correct / self.questions
 
     def __str__(self) -> str:
@@ -35,13 +35,13 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """The mean loss (nats per token) of the first batches of `data`, in all processes.
+    """Compute the mean loss (nats per token) of the first batches of `data`, in all processes.
 
     Args:
-        loss: of a batch of tokens and targets, (B, T) each on the processes' device.
-        data: is reset before and left where it then stands.
-        max_batches: at most so many batches are read, and no more than the data has.
-        processes: those that share the data.
+        loss: computes the loss of a batch of tokens and targets, (B, T) each on the processes' device.
+        data: the batches; it is reset first.
+        max_batches: at most this many batches are read, and no more than the data has.
+        processes: the processes that share the data.
     """
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
@@ -52,7 +52,7 @@ def mean_loss(
 
 
 def check_questions(questions: Sequence[Question], positions: int, path: str | None) -> None:
-    """ValueError for the first of the questions of the file `path` that is longer than the model's positions."""
+    """Raise a ValueError for the first question of the file `path` that is longer than the model's positions."""
     for i, question in enumerate(questions):
         if question.length > positions:
             raise ValueError(f"{path}: question {i} has {question.length} tokens, the model {positions} positions")
@@ -66,15 +66,15 @@ def answer(
     processes: Processes,
     tick: Callable[[], object] = lambda: None,
 ) -> Score:
-    """How many questions the model answers rightly: its answer is the ending with the lowest mean loss per token.
+    """Count the questions that the model answers correctly: its answer is the ending with the lowest mean loss.
 
-    That is llm.c's accuracy, normalised by length. The processes share the questions.
+    This is llm.c's accuracy, normalised by length. The processes share the questions.
 
     Args:
-        model: in its evaluation mode; a question is no longer than its `block_size`.
-        questions: at least one.
-        tokens_per_batch: about how many tokens the model is given at a time.
-        processes: those that share the questions.
+        model: the model in evaluation mode; a question is no longer than its `block_size`.
+        questions: at least one question.
+        tokens_per_batch: the approximate number of tokens that the model computes at a time.
+        processes: the processes that share the questions.
         tick: called after every batch.
     """
     own = questions[processes.rank :: processes.world_size]
@@ -88,7 +88,7 @@ def answer(
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
-    """Neighbouring questions, as many as fit: a row for each ending, as long as the longest of them."""
+    """Yield batches of neighbouring questions; a batch has a row for each ending, as long as the longest one."""
     batch: list[Question] = []
     rows = length = 0
     for question in questions:
@@ -102,11 +102,11 @@ def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[l
 
 
 def _ending_losses(model: GPT2, questions: list[Question], device: torch.device) -> Tensor:
-    """The loss of every token of every ending, in order."""
+    """Compute the loss of every token of every ending, in order."""
     length = max(question.length for question in questions)
     rows = [(question.context, ending) for question in questions for ending in question.endings]
     tokens = np.zeros((len(rows), length), np.int64)
-    predicting = []  # where, in the flattened rows, a token of an ending is predicted
+    predicting = []  # the indices, in the flattened rows, at which a token of an ending is predicted
     for i, (context, ending) in enumerate(rows):
         tokens[i, : len(context)] = context
         tokens[i, len(context) : len(context) + len(ending)] = ending
@@ -120,7 +120,7 @@ def _ending_losses(model: GPT2, questions: list[Question], device: torch.device)
 
 
 def _count_correct(questions: Sequence[Question], losses: NDArray[np.float64]) -> int:
-    """Of questions whose endings' losses follow each other."""
+    """Count the correct answers; `losses` has those of all endings of all questions, in order."""
     lengths = np.array([len(ending) for question in questions for ending in question.endings])
     starts = np.concatenate([[0], lengths.cumsum()[:-1]])
     means = np.add.reduceat(losses, starts) / lengths

@@ -1,4 +1,4 @@
-"""A fingerprint of the training data, by which a resumed run knows that it goes on with the same."""
+"""A fingerprint of the training data, to detect that a resumed run would continue with other data."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gptkernels.files.regular import open_regular
 
 BLOCK_BYTES = 1 << 18
 MAX_BLOCKS = 1 << 10
-"""Files of up to this many blocks, 256 MiB, are read whole."""
+"""Files of up to this many blocks, 256 MiB, are read completely."""
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """The files' size and the CRC-32 of their bytes; of more than 256 MiB, that of as much in evenly spaced blocks.
+    """Return the size and the CRC-32 of files; beyond 256 MiB, the CRC-32 of as many bytes in evenly spaced blocks.
 
-    Of several files each has an equal share of the blocks, at least one. Their names do not count.
+    Several files get equal shares of the blocks, at least one each. The names of the files have no effect.
 
     Raises:
         OSError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""Flags of nanoGPT and llm.c, and what they are called here."""
+"""Explanations for flags of nanoGPT and llm.c: which flag does the same here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 NANOGPT, LLMC = "nanoGPT", "llm.c"
 
 # The flags of train.py of nanoGPT, and of train_gpt2.py and train_gpt2.cu of llm.c, with the flag that does the same
-# here. None: there is no such flag. Flags that have the same name here are not listed.
+# here. None: there is no such flag. Flags with the same name here are not listed.
 _TRAIN: dict[str, dict[str, str | None]] = {
     NANOGPT: {
         "--out-dir": "--output",
@@ -80,7 +80,7 @@ _TRAIN: dict[str, dict[str, str | None]] = {
         "-pp": None,
     },
 }
-# sample.py of nanoGPT.
+# The flags of sample.py of nanoGPT.
 _GENERATE: dict[str, dict[str, str | None]] = {
     NANOGPT: {
         "--out-dir": "CHECKPOINT",
@@ -91,7 +91,7 @@ _GENERATE: dict[str, dict[str, str | None]] = {
         "--compile": None,
     }
 }
-# Values that mean something of their own in these programs, by the flags that have them.
+# Values with a special meaning in these programs, by the flags that take them.
 _SIZES = {"d12": "gpt2", "d24": "gpt2-medium", "d36": "gpt2-large", "d48": "gpt2-xl"}
 _FROM_THE_HUB = "--init-from FOLDER with --model {}, for a folder of that model"
 _VALUES: dict[tuple[str, ...], tuple[str, dict[str, str]]] = {
@@ -109,11 +109,11 @@ _NEAR = 0.75
 
 
 def explain_flag(command: str, arguments: Sequence[str], known: Collection[str]) -> str | None:
-    """A sentence about the first of `arguments` that is a flag of another program, or misspelt; None without one.
+    """Explain the first of `arguments` that is a flag of another program or misspelt; None if there is none.
 
     Args:
         command: "train", "generate", ...
-        arguments: what follows the command.
+        arguments: the arguments after the command.
         known: the flags of the command.
     """
     before = ""

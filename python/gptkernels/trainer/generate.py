@@ -1,4 +1,4 @@
-"""Text from a trained model: `gptkernels generate`."""
+"""Generation of text by a trained model: `gptkernels generate`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from gptkernels.trainer.retention import is_numbered
 from gptkernels.trainer.runs import TOKENIZER_PREFIX
 
 MIN_TEMPERATURE = 1e-6
-"""Logits of any model, divided by less, may leave float32."""
+"""Dividing a model's logits by a smaller number may overflow float32."""
 MAX_SEED = 2**63 - 1
 _VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
-"""Of tokenizers without a file, known before GPT-2's vocabulary is downloaded."""
+"""Vocabulary sizes of tokenizers without a file, for a check before GPT-2's vocabulary is downloaded."""
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn: at most `max_new_tokens`, of the `top_k` likeliest (None: of all).
+    """How tokens are drawn: at most `max_new_tokens`, from the `top_k` likeliest (None: from all).
 
-    Of these, of as few as together have the share `top_p` of the probability (None: of all).
+    Of these, from the smallest set of likeliest tokens whose total probability reaches `top_p` (None: from all).
 
     Logits are divided by `temperature`; at 0 the likeliest token is taken.
     """
@@ -49,15 +49,16 @@ class Writer:
     """A model and its tokenizer, ready to continue texts.
 
     Args:
-        checkpoint: the folder of a run, a training checkpoint, or a model in any form that `gptkernels.convert` reads.
-        tokenizer: a name or file for `load_tokenizer`; None is the one beside the checkpoint, or else the one
-            that the size of the vocabulary tells: bytes for 256, GPT-2's for 50257.
-        device: "auto" is CUDA where there is one.
-        seed: of the draws.
+        checkpoint: the folder of a run, a training checkpoint, or a model in any format that `gptkernels.convert`
+            reads.
+        tokenizer: a name or file for `load_tokenizer`; None is the tokenizer saved with the checkpoint, or else one
+            chosen by the size of the vocabulary: bytes for 256, GPT-2's for 50257.
+        device: "auto" is CUDA if available.
+        seed: the seed of the draws.
 
     Raises:
-        ValueError: a file is damaged, there is no tokenizer, or it is of another vocabulary, a weight is NaN or
-            infinite, or the seed is beyond int64.
+        ValueError: a file is damaged, there is no tokenizer, or its vocabulary has another size than the model's, a
+            weight is NaN or infinite, or the seed is not an int64.
         OSError: a file cannot be read.
     """
 
@@ -75,12 +76,12 @@ class Writer:
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def write(self, prompt: str = "", sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[str]:
-        """Yield the continuation of `prompt`, piece by piece, to the end-of-text token or `max_new_tokens`.
+        """Yield the continuation of `prompt` in pieces, up to the end-of-text token or `max_new_tokens`.
 
-        An empty prompt is the beginning of a document.
+        An empty prompt starts a new document.
 
         Raises:
-            ValueError: an option is out of its range, or the tokenizer has no tokens for the prompt.
+            ValueError: an option is out of its range, or the tokenizer cannot encode the prompt.
         """
         _check(sampling)
         tokens = self.tokenizer.encode(prompt) or [self.tokenizer.start]
@@ -95,7 +96,7 @@ class Writer:
         return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
 
     def print(self, prompt: str, sampling: Sampling) -> None:
-        """Print the prompt and its continuation as it comes."""
+        """Print the prompt, and its continuation while it is generated."""
         continuation = self.write(prompt, sampling)
         sys.stdout.write(printable(prompt))
         for text in continuation:
@@ -106,10 +107,10 @@ class Writer:
     def converse(self, sampling: Sampling) -> None:
         """Continue every line that is typed, until end of file; Ctrl-C ends a continuation.
 
-        A line that the tokenizer has no tokens for is answered with a sentence. Bytes that are no UTF-8 are
-        kept as "surrogateescape" does.
+        A line that the tokenizer cannot encode is answered with an error message. Bytes that are not UTF-8 are kept by
+        "surrogateescape".
         """
-        with suppress(AttributeError):  # an object in place of stdin
+        with suppress(AttributeError):  # stdin may be replaced by another object
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         _check(sampling)
         while (prompt := _ask()) is not None:
@@ -156,7 +157,7 @@ def _ask() -> str | None:
 
 
 def _tokenizer_of_run(checkpoint: Path) -> Path | None:
-    """The tokenizer of the run that has kept a checkpoint under a name with its step."""
+    """Return the tokenizer of the run that wrote a checkpoint with its step in the name."""
     return find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX)) if is_numbered(checkpoint) else None
 
 
@@ -167,7 +168,7 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
     if source is None:
         source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
     if source is None:
-        raise ValueError(f"{checkpoint}: no tokenizer beside it for its vocabulary of {vocab_size}: name one")
+        raise ValueError(f"{checkpoint}: no tokenizer in its folder for its vocabulary of {vocab_size}: name one")
     _check_vocab_size(checkpoint, vocab_size, _VOCAB_SIZES.get(str(source), vocab_size))
     tokenizer = load_tokenizer(source)
     _check_vocab_size(checkpoint, vocab_size, tokenizer.vocab_size)

@@ -1,4 +1,4 @@
-"""A lock on a run's folder, so that no two processes write in it."""
+"""A lock on a run's folder, so that no two processes write to it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_FILE = ".gptkernels"
-"""The locked file. It stays in the folder, and says that what lies there is a run of this program's."""
+"""The locked file. It stays in the folder and marks it as a run of this program."""
 
-# What flock fails with on a file system without locks, such as some network file systems of clusters.
+# Errors of flock on a file system without locks, such as some network file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Within, no other process has this folder locked; a process that ends, however it does, releases its lock.
+    """Hold a lock on a folder; it is released however the process ends.
 
     On a file system without locks nothing is locked.
 
     Raises:
-        ValueError: another process has locked it; the message has its number.
+        ValueError: another process has locked it; the message has its process id.
         OSError: the lock's file cannot be written.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

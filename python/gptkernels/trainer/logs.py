@@ -1,4 +1,4 @@
-"""What a run leaves to read: llm.c's log, a CSV, and TensorBoard's files when asked."""
+"""The logs of a run: llm.c's log, a CSV, and optionally TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import IO, NamedTuple
 from gptkernels.files.regular import check_regular
 
 FIRST_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
-"""Those of earlier versions, whose files are continued as they are."""
+"""The columns of earlier versions, whose files are continued with them."""
 CSV_COLUMNS = (*FIRST_COLUMNS, "loss_z", "gradient_z", "mfu", "memory", "accuracy")
 _MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
-    """What is known of a step: the loss (nats per token) before its update, and how the update was made.
+    """The numbers of a step: the loss (nats per token) before its update, and of the update.
 
-    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN while they are not known; `mfu` is of 1, None where
-    the device's peak is not known; `memory` is in bytes.
+    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN while unknown. `mfu` is a fraction, None if the
+    device's peak is unknown; `memory` is in bytes.
     """
 
     step: int
@@ -39,15 +39,15 @@ class TrainingStep(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a file has to look like to be continued."""
+    """The format that a file must have to be continued."""
 
-    headers: tuple[bytes, ...]  # the first line is one of these, a new file's the first of them; none: no header
+    headers: tuple[bytes, ...]  # allowed first lines; new files get the first of them; empty: no header
     line: re.Pattern[bytes]  # its first group is the step
-    unfinished: re.Pattern[bytes]  # the last line, when the process was killed within it
-    others: bool  # lines of another kind are let stand
+    unfinished: re.Pattern[bytes]  # the last line, if the process was killed while writing it
+    others: bool  # whether lines of other kinds are kept
 
     def is_known(self, line: bytes) -> bool:
-        """Whether a line is one that the file may hold."""
+        """Whether the file may contain a line."""
         return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
 
 
@@ -66,24 +66,24 @@ _CSV = _Form(
 
 
 class TrainingLog:
-    """Writes the losses of a run, each line as it comes.
+    """Writes the losses of a run, line by line.
 
-    The log has llm.c's lines, `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation and
-    `s:STEP eval:ACCURACY` for questions; the CSV has a row for each, of `CSV_COLUMNS`, with the split "train", "val" or
-    "eval". Losses are in nats per token.
+    The log has llm.c's lines, `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation and `s:STEP
+    eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each, with the split "train", "val" or "eval".
+    Losses are in nats per token.
 
-    Files that exist are appended to, after the lines of `first_step` and later steps at their end have been dropped:
-    those that a run wrote after its last checkpoint.
+    Existing files are appended to. First, lines at their end of `first_step` and later steps are dropped: a run wrote
+    them after its last checkpoint.
 
     Args:
         log_file: the log.
         csv_file: the CSV.
-        first_step: the step that the run goes on with; 0 drops what an earlier run left.
+        first_step: the step with which the run continues; 0 drops everything an earlier run wrote.
         tensorboard: a folder for TensorBoard's files, or None.
-        keep_log: drop nothing from the log: it is not, or not only, of this run.
+        keep_log: drop nothing from the log, because it also contains lines of other runs.
 
     Raises:
-        ValueError: a file exists and is no such log, or TensorBoard is asked for and not installed.
+        ValueError: a file exists and is not such a log, or TensorBoard is requested and not installed.
         OSError: a file cannot be written.
     """
 
@@ -105,7 +105,7 @@ class TrainingLog:
         """Add a training step."""
         self._log.write(f"s:{record.step} trl:{record.loss:.4f}\n")
         row = {"split": "train", **record._asdict()}
-        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN: nothing
+        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN is empty
         if self._board:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
@@ -118,7 +118,7 @@ class TrainingLog:
             self._board.add_scalar("val/loss", loss, step)
 
     def evaluation(self, step: int, accuracy: float) -> None:
-        """Add the share of questions, of 1, that are answered rightly after `step` updates."""
+        """Add the fraction of questions answered correctly after `step` updates."""
         self._log.write(f"s:{step} eval:{accuracy:.4f}\n")
         self._rows.writerow({"step": step, "split": "eval", "accuracy": accuracy})
         if self._board:
@@ -128,15 +128,15 @@ class TrainingLog:
         """Close the files."""
         for file in (self._log, self._csv, self._board):
             if file:
-                with suppress(OSError):  # of a line that could not be written, as writing it has said
+                with suppress(OSError):  # a line could not be written, which was reported then
                     file.close()
 
 
 def check_log(path: Path) -> None:
-    """Whether a `TrainingLog` would write to this log, which need not exist.
+    """Check that a `TrainingLog` can write to this log, which need not exist.
 
     Raises:
-        ValueError: it would not.
+        ValueError: the file is something else.
     """
     _check_form(path, _LOG)
 
@@ -150,7 +150,7 @@ def _check_form(path: Path, form: _Form) -> None:
         raise ValueError(f"{path}: a symbolic link to nothing") from None
     with open(path, "rb") as file:
         if form.headers:
-            first = file.readline(_MAX_LINE)  # it may be cut short, or empty
+            first = file.readline(_MAX_LINE)  # it may be incomplete or empty
             if not any(header.startswith(first) for header in form.headers):
                 raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
         number = 1 + bool(form.headers)
@@ -161,7 +161,7 @@ def _check_form(path: Path, form: _Form) -> None:
 
 
 def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
-    """Open `path` for appending; what it holds of `first_step` and later steps, at its end, is dropped first."""
+    """Open `path` for appending, after dropping the lines at its end of `first_step` and later steps."""
     _check_form(path, form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -177,13 +177,13 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 
 def _columns(csv_file: Path) -> list[str]:
-    """What the first line of a CSV says."""
-    with open(csv_file, "rb") as file:  # its other lines may be anything
+    """Return the columns in the first line of a CSV."""
+    with open(csv_file, "rb") as file:  # the other lines may be anything
         return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """Without an unfinished last line, and without the lines from `first_step` on that follow all earlier steps."""
+    """Drop an unfinished last line, and lines of `first_step` and later that follow the last earlier step."""
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

@@ -1,4 +1,4 @@
-"""The model that is trained, and its parameters as the optimizer takes them."""
+"""The model that is trained, and its loss in the precision of the options."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import PRESETS, TrainConfig
 
 LAYER_BYTES = 30_000
-"""What the Python objects of a layer take, however few channels it has."""
+"""The memory of the Python objects of a layer, however few channels it has."""
 BYTES_PER_PARAMETER = 16
-"""A parameter, its gradient and AdamW's two moments, in float32."""
+"""The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
-    """Where a model lies that a user names, in any form that `gptkernels.convert` reads: a file, or a folder of theirs.
+    """Find the model that a user names, in any format that `gptkernels.convert` reads: a file, or a folder of it.
 
     Raises:
-        ValueError: it is in no such form.
-        OSError: there is nothing, or it cannot be read.
+        ValueError: it is in none of the formats.
+        OSError: it does not exist or cannot be read.
     """
     return find(path)[1]
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """The model of a resumed run, of `--init-from`, or a new one; on the CPU, in the dtype of the options.
+    """Build the model of a resumed run, of `--init-from`, or a new one; on the CPU, in the dtype of the options.
 
     Raises:
-        ValueError: the file of `--init-from` is damaged, its model has another size than the options say, or
-            the model is too small for the sequences or the vocabulary.
+        ValueError: the file of `--init-from` is damaged, its model has another size than the options, or the model is
+            too small for the sequences or the vocabulary.
     """
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
@@ -69,7 +69,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
 
 
 def _check_memory(sizes: dict[str, Any]) -> None:
-    """Refuse what this machine cannot hold, before a part of it is made."""
+    """Refuse a model that does not fit into this machine's memory, before allocating a part of it."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
     needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
@@ -82,7 +82,7 @@ def _check_memory(sizes: dict[str, Any]) -> None:
 
 
 def _memory_of_machine() -> int:
-    """Bytes of memory, of the CPU or of all GPUs, whichever are more."""
+    """Return the bytes of memory of the CPU or of all GPUs, whichever is larger."""
     cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     return max(cpu, sum(gpus))
@@ -105,10 +105,10 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """The loss of a batch in the precision of the options, compiled if they say so.
+    """The loss of a batch in the precision of the options, compiled if they request it.
 
     Args:
-        model: on its device.
+        model: the model on its device.
         config: the options.
     """
 
@@ -117,10 +117,10 @@ class BatchLoss:
         self._autocasts = config.dtype == "autocast"
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """(B, T) each -> nats per token, 0-dim float32."""
+        """Tokens and targets, (B, T) each -> nats per token, 0-dim float32."""
         with self.precision(tokens.device):
             return self._call(tokens, targets, return_logits=False)[1]
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """What the model is called in."""
+        """Return the autocast context in which the model is called."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)

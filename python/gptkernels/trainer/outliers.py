@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient is out of the ordinary, told by a z-score as llm.c's outlier_detector.h does."""
+"""Detection of outliers among the losses and gradients of steps, by a z-score as in llm.c's outlier_detector.h."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ WINDOW = 128
 
 
 class OutlierDetector:
-    """The z-scores of a step's loss and gradient norm among the last 128: their own, and those before.
+    """Computes the z-scores of a step's loss and gradient norm among the last 128 values, including itself.
 
-    A score is how many standard deviations a value is above the mean. It is NaN until 128 values have gone before. All
-    of it happens on one device, without waiting for it, and in place, so that a CUDA graph can hold it.
+    A z-score is the number of standard deviations above the mean. It is NaN until there are 128 earlier values. The
+    computation is on one device, without synchronising, and in place, so that a CUDA graph can capture it.
 
     Args:
-        device: where the values are.
+        device: the device of the values.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._window = torch.full((WINDOW, 2), math.nan, dtype=torch.float64, device=device)
 
     def scores(self, loss_and_norm: Tensor) -> Tensor:
-        """Take in a step's loss and gradient norm, (2,); their z-scores, (2,) float64."""
+        """Add a step's loss and gradient norm, (2,), to the window, and return their z-scores, (2,) float64."""
         values = loss_and_norm.double()
         unknown = self._window[0] * 0  # NaN until the window is full
         self._window.copy_(torch.cat([self._window[1:], values.unsqueeze(0)]))
@@ -33,14 +33,14 @@ class OutlierDetector:
         return torch.where(deviation == 0, 0.0, (values - mean) / deviation) + unknown
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The window."""
+        """Return the window."""
         return {"window": self._window}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue where `state` was taken.
+        """Continue with the window of `state`.
 
         Raises:
-            ValueError: it is no state of a detector.
+            ValueError: it is not the state of a detector.
         """
         window = state.get("window") if isinstance(state, dict) else None
         if not isinstance(window, Tensor) or window.shape != self._window.shape or window.dtype != torch.float64:
@@ -49,12 +49,12 @@ class OutlierDetector:
 
 
 class Skipping:
-    """Whether an update is skipped, decided on the device.
+    """Decides on the device whether an update is skipped.
 
     Args:
-        max_loss_score: skip above this z-score of the loss; 0 is never.
-        max_gradient_score: skip above this z-score of the gradient's norm; 0 is never.
-        device: where the scores are.
+        max_loss_score: skip above this z-score of the loss; 0 never skips.
+        max_gradient_score: skip above this z-score of the gradient's norm; 0 never skips.
+        device: the device of the scores.
     """
 
     def __init__(self, max_loss_score: float, max_gradient_score: float, device: torch.device) -> None:
@@ -62,10 +62,10 @@ class Skipping:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
 
     def found(self, scores: Tensor) -> Tensor:
-        """1 where one of the two scores is above its limit, else 0: float32, 0-dim, as AdamW's `found_inf`."""
+        """Return 1 if one of the two scores is above its limit, otherwise 0: float32, 0-dim, as AdamW's `found_inf`."""
         return (scores > self._limits).any().float()
 
 
 def describe(loss_score: float, gradient_score: float) -> str:
-    """Two z-scores in words."""
+    """Describe two z-scores in words."""
     return f"z-score of the loss {loss_score:+.2f}, of the gradient's norm {gradient_score:+.2f}"

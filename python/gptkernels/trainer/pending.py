@@ -1,4 +1,4 @@
-"""A step that has been launched, and whose numbers have not been read yet."""
+"""A step that is launched but whose numbers are not read yet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from gptkernels.trainer.clock import Mark
 
 
 class PendingStep:
-    """The loss, gradient norm and request to stop of a step, on their way from the device; `end` is when they come."""
+    """The numbers of a step, which are being copied from the device; `end` is the time when they arrive.
+
+    They are the loss, the gradient norm, scores if updates may be skipped, and the request to stop.
+    """
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
         self.step = step
@@ -17,6 +20,6 @@ class PendingStep:
         self.end = Mark(numbers.device)
 
     def read(self) -> list[float]:
-        """The numbers, once they are there."""
+        """Wait for the numbers and return them."""
         self.end.wait()
         return self._numbers.tolist()

@@ -1,4 +1,4 @@
-"""The picture of a run: training and validation loss over the steps."""
+"""The plot of a run: training and validation loss over the steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gptkernels.files.writing import replace_file
 
 
 def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Steps and losses of a run's CSV, for "train" and for "val"; rows of another kind are skipped."""
+    """Read steps and losses from a run's CSV, for "train" and "val"; other rows are skipped."""
     curves: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "val": ([], [])}
     with open(csv_file, newline="", encoding="utf-8", errors="replace") as file:
         for row in csv.DictReader(file):
@@ -24,7 +24,7 @@ def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def plot_losses(csv_file: Path, png_file: Path, unit: str = "nats per token") -> None:
-    """Draw the losses of a run's CSV as a PNG.
+    """Plot the losses of a run's CSV as a PNG.
 
     Raises:
         ImportError: matplotlib is not installed.

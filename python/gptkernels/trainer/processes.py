@@ -1,6 +1,6 @@
-"""The processes that `torchrun` starts: who this one is, and averages over all of them.
+"""The processes that `torchrun` starts: the rank of this process, and averages over all of them.
 
-Without torchrun there is one process and everything here does nothing.
+Without torchrun there is one process, and the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """This process among those of the run.
+    """This process among the processes of the run.
 
     Args:
         device: "auto", or a torch device; "cuda" and "auto" become this process's own GPU.
 
     Attributes:
-        rank: 0..world_size-1.
-        world_size: how many processes there are.
-        device: where this one computes.
+        rank: the rank, 0..world_size-1.
+        world_size: the number of processes.
+        device: the device of this process.
 
     Raises:
         ValueError: there is no such device.
@@ -44,11 +44,11 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process is the one that writes and prints."""
+        """Whether this is the process that writes and prints."""
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its mean over the processes: one all-reduce for each dtype."""
+        """Replace every gradient by its mean over the processes, with one all-reduce for each dtype."""
         if self.world_size == 1:
             return
         buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -63,14 +63,14 @@ class Processes:
             )
 
     def average(self, values: Tensor) -> Tensor:
-        """The mean of `values` over the processes, in place."""
+        """Replace `values` by their mean over the processes."""
         if self.world_size > 1:
             distributed.all_reduce(values)
             values /= self.world_size
         return values
 
     def from_main(self, value: Value) -> Value:
-        """What the main process has as `value`, in every process."""
+        """Return the main process's `value` in every process."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -78,11 +78,11 @@ class Processes:
         return values[0]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group."""
         if self.world_size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
 
 def process_rank() -> int:
-    """The number of this process in its run."""
+    """Return the rank of this process."""
     return int(os.environ.get("RANK", 0))

@@ -1,6 +1,6 @@
-"""What a command shows while it runs: a bar on a terminal, plain lines elsewhere, nothing in other processes.
+"""The progress display of a command: a bar on a terminal, lines elsewhere, nothing in other processes.
 
-Output never ends a run: `SafeOutput` drops what cannot be written (a closed pipe, a full disk).
+Output cannot end a run: `SafeOutput` drops text that cannot be written (a closed pipe, a full disk).
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import IO, Protocol, cast
+from typing import IO, cast
 
 from gptkernels.trainer.logs import TrainingStep
 from gptkernels.trainer.output import SafeOutput
@@ -17,12 +17,12 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 def printable(text: str) -> str:
-    """The text with U+FFFD for control characters, which a terminal might obey."""
+    """Replace control characters, which a terminal might interpret, by U+FFFD."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
-class Progress(Protocol):
-    """Shows text and steps."""
+class Progress:
+    """A display that shows nothing; the base class of the others."""
 
     def say(self, text: str) -> None:
         """Print a text."""
@@ -31,24 +31,11 @@ class Progress(Protocol):
         """Show that a step is done."""
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the display."""
 
 
-class Silence:
-    """Shows nothing."""
-
-    def say(self, text: str) -> None:
-        """Print nothing."""
-
-    def step(self, record: TrainingStep) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Lines:
-    """Plain lines: the first and last steps, and between them one every two seconds at most."""
+class Lines(Progress):
+    """A display of lines: the first and last step, and in between at most one line every two seconds."""
 
     def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
@@ -60,7 +47,7 @@ class Lines:
         print(text, file=self._output, flush=True)
 
     def step(self, record: TrainingStep) -> None:
-        """Print a line, unless the last one was a moment ago."""
+        """Print a line, unless the last one was less than two seconds ago."""
         now, done = time.monotonic(), record.step + 1
         if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
             return
@@ -73,22 +60,19 @@ class Lines:
             flush=True,
         )
 
-    def close(self) -> None:
-        """Do nothing."""
 
-
-class Bar:
-    """A progress bar of `rich`, with loss, tokens/s, ms/step and the time left; texts scroll above it."""
+class Bar(Progress):
+    """A progress bar of `rich` with loss, tokens/s, ms/step and the remaining time; texts scroll above it."""
 
     def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._progress = Progress(
-            TextColumn("step {task.completed}/{task.total}", markup=False),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            TimeRemainingColumn(),
+        self._progress = progress.Progress(
+            progress.TextColumn("step {task.completed}/{task.total}", markup=False),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[numbers]}", markup=False),
+            progress.TimeRemainingColumn(),
             console=Console(file=cast("IO[str]", output), emoji=False),
             expand=True,
         )
@@ -100,31 +84,31 @@ class Bar:
         self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, record: TrainingStep) -> None:
-        """Move the bar."""
+        """Advance the bar."""
         rate = f"{record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
         numbers = f"loss {record.loss:.3f}  {rate}{_use(record, '  ')}"
         self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
 def _score(z: float) -> str:
-    """A z-score as llm.c shows it; nothing while there is none."""
+    """Format a z-score as llm.c does; empty if it is NaN."""
     return "" if math.isnan(z) else f" ({z:+.2f}z)"
 
 
 def _use(record: TrainingStep, separator: str) -> str:
-    """The share of the device's arithmetic and the memory, as far as they are known."""
+    """Format the utilisation of the device and the memory, as far as they are known."""
     mfu = "" if record.mfu is None else f"{separator}{100 * record.mfu:.1f}% MFU"
     return mfu + (f"{separator}{record.memory / 2**30:.2f} GiB" if record.memory else "")
 
 
 class ByteProgress:
-    """Shows how far a text is read, on stderr: on a terminal a line that is written over, elsewhere lines.
+    """Shows on stderr how much text is read: one line that is overwritten on a terminal, several lines elsewhere.
 
-    The first line comes after `SECONDS_BETWEEN_LINES`, so that a short text shows nothing.
+    The first line comes after `SECONDS_BETWEEN_LINES`, so nothing is shown for a short text.
     """
 
     def __init__(self) -> None:
@@ -134,7 +118,7 @@ class ByteProgress:
         self._shown = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are read, at the end and every few seconds."""
+        """Show that `done` of `total` bytes are read, every few seconds and at the end."""
         now = time.monotonic()
         wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
         if now - self._last < wait and not (done >= total and self._shown):
@@ -143,7 +127,7 @@ class ByteProgress:
         self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
 
     def close(self) -> None:
-        """Begin a new line, if one is shown."""
+        """End the line, if one is shown."""
         if self._shown and self._overwrite:
             self._write("", end="\r")
 
@@ -154,8 +138,8 @@ class ByteProgress:
 
 
 def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
-    """The Progress for this process and what its output goes to."""
+    """Choose the display for this process and its standard output."""
     if not is_main:
-        return Silence()
+        return Progress()
     output = SafeOutput(sys.stdout)
     return Bar(total_steps, first_step, output) if output.isatty() else Lines(total_steps, output)

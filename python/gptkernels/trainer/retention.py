@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps besides the newest one: the last few, and those of every so many steps."""
+"""The checkpoints that a run keeps besides the newest one: the last few, and those of every N-th step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 from gptkernels.files.writing import replace_file
 
 NUMBERED = "checkpoint-[0-9]*.safetensors"
-"""The names of kept checkpoints, as a pattern of the shell's."""
+"""A shell pattern for the names of kept checkpoints."""
 _NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 
 
 def numbered(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is kept."""
+    """Return the path of a step's kept checkpoint."""
     return folder / f"checkpoint-{step:08d}.safetensors"
 
 
@@ -25,21 +25,21 @@ def is_numbered(path: Path) -> bool:
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """The steps whose checkpoints lie in a folder under their own names, in order."""
+    """Return the steps of the kept checkpoints in a folder, in order."""
     return sorted(int(match[1]) for path in folder.glob(NUMBERED) if (match := _NAME.fullmatch(path.name)))
 
 
 def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Keep the newest checkpoint under a name with its step, if it is to be kept, and remove those that are not.
+    """Keep the newest checkpoint under a name with its step, if required, and remove those that are not kept.
 
-    The name is a second one for the same file (a hard link), which takes no space; where the file system has none, it
-    is a copy. It appears once the file is whole.
+    The name is a hard link to the same file, which takes no space; on a file system without hard links, a copy. It
+    appears when the file is complete.
 
     Args:
         newest: the checkpoint of `step`.
-        step: updates made.
-        keep_last: keep so many checkpoints, the newest among them; with 1 nothing is ever removed.
-        keep_every: keep those of steps that are multiples of this for good; 0: of none.
+        step: the number of updates.
+        keep_last: the number of checkpoints to keep, including the newest; with 1 nothing is ever removed.
+        keep_every: keep the checkpoints of steps that are multiples of this for good; 0: none.
 
     Raises:
         OSError: a file cannot be written or removed.
@@ -48,7 +48,8 @@ def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
     if keep_last > 1 or _is_multiple(step, keep_every):
         _link(newest, numbered(folder, step))
     if keep_last > 1:
-        earlier = [other for other in kept_steps(folder) if other <= step]  # later ones: of a run that went back
+        # Checkpoints of later steps remain if the run was resumed from an earlier one.
+        earlier = [other for other in kept_steps(folder) if other <= step]
         for other in earlier[:-keep_last]:
             if not _is_multiple(other, keep_every):
                 numbered(folder, other).unlink(missing_ok=True)

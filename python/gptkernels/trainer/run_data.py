@@ -1,4 +1,4 @@
-"""What a run reads: its training and validation tokens, and what they stand for."""
+"""The data of a run: its training and validation tokens, and the tokenizer."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ GPT2_VOCAB_SIZE = 50257
 
 
 class HeldOutData:
-    """What a model is evaluated on, as the options name it.
+    """The data on which a model is evaluated.
 
     Args:
         config: the options.
-        processes: those that share the data.
-        vocab_size: tokens are 0..vocab_size-1; None: as the tokenizer says.
+        processes: the processes that share the data.
+        vocab_size: tokens are 0..vocab_size-1; None: the size of the tokenizer.
 
     Attributes:
-        tokenizer: None where the data has none: its tokens are then taken for GPT-2's.
+        tokenizer: None if the data has none; its tokens are then assumed to be GPT-2's.
         vocab_size: tokens are 0..vocab_size-1.
         val: the validation data of this process, or None.
-        why_no_val: in words.
-        questions: those of `eval_file`.
+        why_no_val: the reason why `val` is None; otherwise empty.
+        questions: the questions of `eval_file`.
 
     Raises:
-        ValueError: a file is damaged, or the tokenizer cannot be had.
+        ValueError: a file is damaged, or the tokenizer is not available.
         OSError: a file cannot be read.
     """
 
@@ -61,11 +61,11 @@ class HeldOutData:
 
     @property
     def first_token(self) -> int:
-        """The token that a text begins with: end-of-text, which stands before every document, where there is one."""
+        """The first token of a text: end-of-text, which precedes every document, if there is one."""
         return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:
-        """The tokens for people to read: as text, or as numbers where there is no tokenizer."""
+        """Return the tokens as text, or as numbers if there is no tokenizer."""
         return printable(self.tokenizer.decode(tokens)) if self.tokenizer else " ".join(map(str, tokens))
 
     def _loader(self, paths: list[Path], is_training: bool) -> DataLoader:
@@ -83,7 +83,7 @@ class HeldOutData:
         )
 
     def _reason_not_to_validate(self, paths: list[Path]) -> str:
-        """Why there is nothing to validate on, or ""; ValueError when the data is damaged."""
+        """Return the reason why there is nothing to validate on, or ""; ValueError if the data is damaged."""
         if not self._config.val_max_batches or not (self._config.val_every or self._config.eval_only):
             return "not asked for"
         if not paths:
@@ -98,13 +98,13 @@ class HeldOutData:
 
 
 class RunData(HeldOutData):
-    """The data of a run: what it is evaluated on, and what it is trained on.
+    """The data of a run: the data for evaluation, and the training data.
 
     Attributes:
         train: the training data of this process.
 
     Raises:
-        ValueError: as `HeldOutData`; or the training data is too small.
+        ValueError: as for `HeldOutData`, or the training data is too small.
         OSError: a file cannot be read.
     """
 
@@ -114,13 +114,13 @@ class RunData(HeldOutData):
 
 
 class _Files(NamedTuple):
-    prefix: str | None  # what the tokenizer's name begins with
+    prefix: str | None  # the beginning of the tokenizer's name
     train: list[Path]
-    val: list[Path]  # which need not exist
+    val: list[Path]  # these need not exist
 
 
 def _find_files(config: TrainConfig, processes: Processes) -> _Files:
-    """The files that the options name; ValueError for a name or pattern that no file has."""
+    """Find the files of the options; ValueError for a name or pattern without files."""
     val = [] if config.val_files is None else find_files(config.val_files)
     if pattern := _pattern(config):
         return _Files(pattern.rpartition("_train")[0] or None, find_files(pattern), val)
@@ -131,7 +131,7 @@ def _find_files(config: TrainConfig, processes: Processes) -> _Files:
 
 
 def _pattern(config: TrainConfig) -> str | None:
-    """The pattern of the files to train on, or None where `config` has a prefix."""
+    """Return the pattern of the training files, or None if `config` has a prefix."""
     if config.train_files is not None or config.data is None:
         return config.train_files
     is_files = (is_pattern(config.data) or config.data.endswith(".bin")) and not os.path.exists(
@@ -141,7 +141,7 @@ def _pattern(config: TrainConfig) -> str | None:
 
 
 def _find_tokenizer(name: str | None, prefix: str | None) -> Tokenizer | None:
-    """The tokenizer named, or that beside the data, or None where there is none."""
+    """Load the named tokenizer, or that of the data; None if there is none."""
     if name is not None:
         return load_tokenizer(name)
     path = None if prefix is None else find_tokenizer_file(prefix)

@@ -1,4 +1,4 @@
-"""Where runs lie: a folder each, with the checkpoint, the logs and the plot."""
+"""The folders of runs, with the checkpoint, the logs and the plot."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ RUNS = Path("runs")
 TOKENIZER_PREFIX = "checkpoint"
 LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
 FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
-"""What a run writes into its folder, besides the checkpoints that are kept under names with their steps."""
+"""The files of a run in its folder, except checkpoints kept under names with their steps."""
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """Make the folder of a new run: the one named, or the first that is free of runs/MODEL, runs/MODEL-2, ...
+    """Make the folder of a new run: the named one, or the first free one of runs/MODEL, runs/MODEL-2, ...
 
     Raises:
-        ValueError: the one named holds a checkpoint, or a file of this name that no run has written.
+        ValueError: the named one contains a checkpoint, or a file with the name of a run's file but not of a run.
     """
     if folder is not None:
         path = Path(folder)
@@ -48,7 +48,7 @@ def new_run(folder: str | None, model: str) -> Path:
 
 
 def _check_own(folder: Path) -> None:
-    """A folder that was never locked holds no run: what has the name of a run's file there is somebody else's."""
+    """Refuse a folder that was never locked, and so holds no run, but has files with the names of a run's files."""
     if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
         return
     for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
@@ -58,10 +58,10 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def open_run(folder: Path, is_main: bool) -> Iterator[None]:
-    """Within, the main process has the run's folder for itself; what killed runs left unfinished is removed.
+    """Lock the run's folder in the main process, and remove files that killed runs left unfinished.
 
     Raises:
-        ValueError: another process writes there, or one of the files of a run is a link, a device or a folder.
+        ValueError: another process writes there, or one of the run's files is a link, a device or a folder.
     """
     if not is_main:
         yield
@@ -74,7 +74,7 @@ def open_run(folder: Path, is_main: bool) -> Iterator[None]:
 
 
 def log_of_run(log_file: str | None, folder: Path) -> str | None:
-    """The log that a checkpoint names, where it lies in the run's own folder; else None, which is the default one."""
+    """Return a checkpoint's log if it is in the run's own folder; otherwise None, which is the default log."""
     if log_file is None:
         return None
     real, parent = (os.path.realpath(path) for path in (log_file, folder))
@@ -82,17 +82,17 @@ def log_of_run(log_file: str | None, folder: Path) -> str | None:
 
 
 def is_other_file(log_file: str, folder: Path) -> bool:
-    """Whether a log of this name would be the checkpoint, or another of the files of the run in `folder`."""
+    """Whether a log of this name would overwrite the checkpoint or another file of the run in `folder`."""
     others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
     others += [numbered(folder, step) for step in kept_steps(folder)]
     return os.path.realpath(log_file) in map(os.path.realpath, others)
 
 
 def find_run(folder: str | None) -> Path:
-    """The folder of a run to resume: the one named, or the one in runs/ whose checkpoint is the newest.
+    """Find the folder of a run to resume: the named one, or the one in runs/ with the newest checkpoint.
 
     Raises:
-        ValueError: it holds no checkpoint, or there is none.
+        ValueError: it contains no checkpoint, or there is no run.
     """
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
@@ -105,9 +105,9 @@ def find_run(folder: str | None) -> Path:
 
 
 def standard_library() -> str:
-    """The data prefix of the standard library's sources, which are written there if they are not yet."""
+    """Return the data prefix of the standard library's sources, which are written first if they do not exist."""
     try:
-        tokenizer_for_prefix(STANDARD_LIBRARY)  # the last file that is written
+        tokenizer_for_prefix(STANDARD_LIBRARY)  # this file is written last
     except ValueError:
         prepare_standard_library(STANDARD_LIBRARY)
     return str(STANDARD_LIBRARY)

@@ -1,6 +1,6 @@
-"""What a checkpoint must hold before a run is built from it: every size is compared with the file's own tensors.
+"""Checks of a checkpoint before a run is built from it: every size is compared with the file's own tensors.
 
-The checksums of the file have been verified by then; this is for files that were made or changed by somebody else.
+The file's checksums are verified before. These checks are for files that another program made or changed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """The options that a run was begun with, once the model, the counters and the generators are known to be sound.
+    """Check a checkpoint's model, counters and generators, and return the options of its run.
 
     Raises:
-        ValueError: an entry of the checkpoint at `path` is missing, of another type, out of its range, or does not
-            fit the others; the message names it.
+        ValueError: an entry of the checkpoint at `path` is missing, of another type, out of its range, or inconsistent
+            with the others; the message names it.
     """
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
@@ -57,7 +57,7 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Within, a ValueError has the name of the checkpoint at `path`, out of which what is wrong may come."""
+    """Add the name of the checkpoint at `path`, the possible cause, to a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -84,7 +84,7 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Whether a value out of JSON has one of these types (True is no integer), and is finite and below 2^62."""
+    """Whether a value from JSON has one of these types (True is not an integer), and is finite and below 2^62."""
     if type(value) not in wanted:
         return False
     if type(value) is float:
@@ -155,10 +155,10 @@ def _check_generators(rng: Mapping[str, Any], path: Path) -> None:
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
-    """Compare a saved state with the optimizer that it is for, `step` updates after its beginning.
+    """Compare a saved state with the optimizer for which it is, after `step` updates.
 
     Raises:
-        ValueError: an entry is missing or too many, or has another shape, dtype or count.
+        ValueError: an entry is missing, superfluous, or has another shape, dtype or count.
     """
     wanted = optimizer.state_dict()["param_groups"]
     groups, states = saved.get("param_groups"), saved.get("state")
@@ -196,7 +196,7 @@ def _check_parameter_state(state: Any, parameter: Tensor, has_masters: bool, whe
 
 
 def _named_tensors(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in nested dicts, lists and tuples, with the way to each."""
+    """Yield the floating-point tensors in nested dicts, lists and tuples, with the path to each."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield where, value

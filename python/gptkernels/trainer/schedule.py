@@ -1,4 +1,4 @@
-"""The learning rate of every step."""
+"""The learning rate as a function of the step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from typing import NamedTuple
 
 WSD_DECAY = 5
-"""Of so many steps, the last one belongs to the decay of "wsd" when nothing else is said."""
+"""The schedule "wsd" decays by default in the last fifth of the steps."""
 
 
 class Schedule(NamedTuple):
-    """Linear warm-up to `peak`, then a decay to `final`; the same as llm.c's schedules, but "constant" warms up too.
+    """Linear warm-up to `peak`, then a decay to `final`. As in llm.c, except that "constant" warms up too.
 
     Steps count from 0: the first one has `peak / warmup_steps`, step `warmup_steps` has `peak`.
 
@@ -28,7 +28,7 @@ class Schedule(NamedTuple):
     decay_steps: int | None = None
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step; of one after the end of the decay, `final`."""
+        """Return the learning rate of a step; after the end of the decay it is `final`."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":
@@ -38,7 +38,7 @@ class Schedule(NamedTuple):
         return self.final + (self.peak - self.final) * _FACTORS[self.kind](min(1.0, max(0.0, progress)))
 
     def _decay(self) -> tuple[int, int]:
-        """The step that the decay begins at, and the one that it has ended at."""
+        """Return the first step of the decay and the step at which it has ended."""
         if self.kind != "wsd":
             return self.warmup_steps, self.total_steps if self.decay_steps is None else self.decay_steps
         length = -(-self.total_steps // WSD_DECAY) if self.decay_steps is None else self.decay_steps

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop after the step, not within it."""
+"""Handling of Ctrl-C and SIGTERM: the run stops after the step."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stop
 
 
 class StopRequest:
-    """`signal` is the number of the signal that asked to stop, or 0."""
+    """A request to stop; `signal` is the number of the signal, or 0."""
 
     signal = 0
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Within, the first SIGINT or SIGTERM is noted in the StopRequest; a second one acts as it would have.
+    """Record the first SIGINT or SIGTERM in the StopRequest; a second one has its usual effect.
 
-    The first one is acknowledged at once, on standard error.
+    The first one is acknowledged at once on standard error.
 
-    Outside the main thread, where Python handles no signals, nothing is noted.
+    Outside the main thread Python cannot handle signals, so none are recorded.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

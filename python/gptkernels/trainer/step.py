@@ -1,4 +1,4 @@
-"""A step of training: the gradients of its batches, the exchange with other processes, the update."""
+"""A training step: the gradients of its batches, the exchange with other processes, the update."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gptkernels.trainer.processes import Processes
 
 
 class Step:
-    """Makes updates without waiting for the device; on CUDA, what can be is replayed as a CUDA graph.
+    """Makes updates without waiting for the device; on CUDA they are replayed as a CUDA graph if possible.
 
     Args:
-        loss: of a batch of tokens and targets, (B, T) each on the processes' device.
-        optimizer: computes the norm of the gradients.
-        processes: those that average their gradients.
-        max_scores: skip the update when the z-score of the loss, or that of the gradient's norm, is above these; 0 is
-            never.
+        loss: computes the loss of a batch of tokens and targets, (B, T) each on the processes' device.
+        optimizer: the optimizer, which computes the norm of the gradients.
+        processes: the processes that average their gradients.
+        max_scores: skip the update if the z-score of the loss, or that of the gradient's norm, is above these; 0 never
+            skips.
         capture: False runs every step eagerly.
 
     Attributes:
-        outliers: where updates may be skipped, on the device, and taken along by every step; else on the host, for the
-            caller.
+        outliers: the z-scores. If updates may be skipped, it is on the device, and each step updates it; otherwise it
+            is on the host, and the caller updates it.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Step:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are replayed as a CUDA graph by now."""
+        """Whether steps are replayed as a CUDA graph now."""
         return self._step.captures > 0 and self._step.eager_because is None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Update the parameters with the mean gradient of the batches, or skip that.
+        """Update the parameters with the mean gradient of the batches, or skip the update.
 
         Returns:
-            This process's loss and the norm of the averaged gradients, (2,) on the device. Where updates may be skipped
-            their z-scores follow, and 1 if this one was skipped, 0 if not: (5,).
+            This process's loss and the norm of the averaged gradients, (2,) on the device. If updates may be skipped,
+            (5,): then their z-scores, and 1 if this update was skipped, otherwise 0.
         """
         self._batches = len(batches)
         if self._skipping:
@@ -75,7 +75,7 @@ class Step:
         return torch.stack(numbers)
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss; where it may decide about the update, added up over the batches of the step."""
+        """Compute the loss; if updates may be skipped, add it up over the batches of the step."""
         loss = self._loss(tokens, targets)
         if self._skipping:
             self._total += loss.detach()

@@ -1,4 +1,4 @@
-"""Training GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
+"""Training of GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ from gptkernels.trainer.watchdog import Watchdog
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
 MEMORY_EVERY = 16
-"""Steps. Asking torch for the memory takes the host 0.1 ms."""
+"""In steps. A query of torch's memory statistics takes the host 0.1 ms."""
 
 
 class TrainResult(NamedTuple):
-    """How a run ended. Losses are in nats per token, None where there is none.
+    """The result of a run. Losses are in nats per token, None if not computed.
 
-    `train_loss` is that of the last step, before its update; `val_loss` that of the model as saved, as is `accuracy`,
-    the share of `eval_file`'s questions that it answers rightly.
-    `signal` is the number of the signal that stopped the run, 0 when it went to its end.
+    `train_loss` is that of the last step, before its update. `val_loss` and `accuracy`, the fraction of `eval_file`'s
+    questions that are answered correctly, are those of the saved model.
+    `signal` is the number of the signal that stopped the run, 0 if the run is complete.
     """
 
     step: int
@@ -83,12 +83,12 @@ class TrainResult(NamedTuple):
 def train(config: TrainConfig) -> TrainResult:
     """Train a new model.
 
-    Where nothing is finished for `config.watchdog` minutes, the process ends with status 4.
+    If nothing is finished for `config.watchdog` minutes, the process ends with status 4.
 
     Raises:
-        ValueError: an option, or the data, cannot be used; the message is a sentence for the user.
+        ValueError: an option or the data is invalid; the message is a sentence for the user.
         OSError: a file cannot be read or written. The last checkpoint is kept.
-        FloatingPointError: the loss or a weight is no longer finite. The last checkpoint is kept.
+        FloatingPointError: the loss or a weight is not finite. The last checkpoint is kept.
     """
     trainer = Trainer(config)
     with open_run(trainer.output, trainer.processes.is_main):
@@ -99,11 +99,11 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
     """Continue a run from its checkpoint, bit for bit as if it had not stopped.
 
     Args:
-        run: its folder; None is the latest in runs/.
+        run: the folder of the run; None is the latest in runs/.
         given: options of TrainConfig to change, such as `steps`.
 
     Raises:
-        ValueError: there is no such run, an option in `given` cannot change, or as `train`.
+        ValueError: there is no such run, an option in `given` cannot change, or as for `train`.
     """
     folder = find_run(run)
     checkpoint = folder / CHECKPOINT
@@ -120,15 +120,15 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
 
 
 class Trainer:
-    """A run: the model, its data, the optimizer, and where they stand.
+    """A run: the model, its data, the optimizer, and their progress.
 
-    Everything is checked when it is made; `run()` trains. It can be run once.
+    The constructor checks everything; `run()` trains, and can be called once.
 
     Args:
         config: the options.
-        output: the folder of the run that is resumed; None makes that of a new one.
-        saved: the state that is resumed, which `saved_options` has checked.
-        keep_log: the log holds the lines of other runs.
+        output: the folder of a resumed run; None makes the folder of a new one.
+        saved: the state to resume, checked by `saved_options`.
+        keep_log: the log contains lines of other runs.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Trainer:
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
         self._watchdog = Watchdog(config.watchdog, self._report_stall)
-        self.step = 0  # updates made
+        self.step = 0  # the number of updates
         self._finished_step: int | None = None
         self._saved_step: int | None = None
         self._runs_ahead = processes.device.type != "cpu"
@@ -201,19 +201,19 @@ class Trainer:
                 "with the training data it had"
             )
         self.data.train.load_state_dict(saved.trainer["data"])
-        groups = self.optimizer.state_dict()["param_groups"]  # as the options say
+        groups = self.optimizer.state_dict()["param_groups"]  # from the options
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
-        if step:  # a run without steps to make saves the learning rate of its last step again
+        if step:  # without further steps, the last step's learning rate is saved again
             self._set_learning_rate(step - 1)
         if "outliers" in saved.trainer:
             self._step.outliers.load_state_dict(saved.trainer["outliers"])
         self.step = self._saved_step = step
         restore_rng_state(saved.rng)
 
-    # Training.
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
-        """Train to the end, or until Ctrl-C or SIGTERM; in both cases write the checkpoint and the plot."""
+        """Train to the end, or until Ctrl-C or SIGTERM; then write the checkpoint and the plot."""
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
         self._log: TrainingLog | None = None
         try:
@@ -221,7 +221,7 @@ class Trainer:
             self._memory = 0
             if self.processes.is_main:
                 self._open_files()
-                if self._saved_step is not None:  # the run may have been killed between the two
+                if self._saved_step is not None:  # the run may have been killed before this
                     self._retain()
             with self._watchdog, stop_on_signals() as self._request:
                 self._introduce()
@@ -243,7 +243,7 @@ class Trainer:
                     self._answer()
             if self.step and _is_due(self.step, config.sample_every):
                 self._sample()
-            # On a GPU the numbers of a step are read once the next one is launched: the GPU does not wait for the host.
+            # On a GPU the numbers of a step are read after the next one is launched, so that the GPU is never idle.
             previous, self._pending = self._pending, self._launch_step()
             self._finish(previous)
             if not self._runs_ahead:
@@ -253,7 +253,7 @@ class Trainer:
         self._finish_pending()
 
     def _launch_step(self) -> PendingStep:
-        """Make the next update, without waiting for the device."""
+        """Launch the next update, without waiting for the device."""
         rate = self._set_learning_rate(self.step)
         with self._watchdog.watch("reading the training data"):
             batches = [self.data.train.next_batch() for _ in range(self.accumulation)]
@@ -326,7 +326,7 @@ class Trainer:
         )
 
     def _utilization(self, tokens_per_second: float) -> float | None:
-        """The share of the device's arithmetic that the model's takes; None where the device's is not known."""
+        """Return the model's share of the device's peak arithmetic; None if the peak is unknown."""
         if self._peak_flops is None:
             return None
         flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
@@ -346,7 +346,7 @@ class Trainer:
         return f"The checkpoint of step {self._saved_step} is kept"
 
     def _report_stall(self, what: str) -> None:
-        """Say where the run hangs, with the stacks of all threads, and close the logs."""
+        """Report where the run hangs, with the stacks of all threads, and close the logs."""
         config, processes = self.config, self.processes
         finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
         who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
@@ -367,10 +367,10 @@ class Trainer:
     def _tokens_per_step(self) -> int:
         return self.processes.world_size * self.accumulation * self.config.batch_tokens
 
-    # Between steps.
+    # ---- between steps -----------------------------------------------------------------------------------------------
 
     def _validate(self) -> float | None:
-        """The loss on the validation data, in nats per token, logged and shown; None without such data."""
+        """Compute, log and show the loss on the validation data, in nats per token; None without such data."""
         if self.data.val is None:
             return None
         self._finish_pending()
@@ -387,7 +387,7 @@ class Trainer:
         return loss
 
     def _answer(self) -> float | None:
-        """The share of the questions that are answered rightly, logged and shown; None without questions."""
+        """Compute, log and show the fraction of correctly answered questions; None without questions."""
         if not self.data.questions:
             return None
         self._finish_pending()
@@ -404,7 +404,7 @@ class Trainer:
 
     @torch.no_grad()
     def _sample(self) -> str | None:
-        """Text that the model writes from nothing, the same for the same seed and step, shown."""
+        """Generate and show text without a prompt; the same seed and step give the same text."""
         if not self.config.sample_length or not self.processes.is_main:
             return None
         self._finish_pending()
@@ -429,7 +429,7 @@ class Trainer:
         return text
 
     def _save(self) -> None:
-        """Write the checkpoint, whole or not at all, if all that it would hold is finite."""
+        """Write the checkpoint, completely or not at all, if all its tensors are finite."""
         self._finish_pending()
         with self._watchdog.watch("saving the checkpoint"):
             state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
@@ -456,7 +456,7 @@ class Trainer:
     def _retain(self) -> None:
         retain(self.output / CHECKPOINT, self.step, self.config.keep_last, self.config.keep_every)
 
-    # Beginning and end.
+    # ---- start and end -----------------------------------------------------------------------------------------------
 
     def _open_files(self) -> None:
         self._log = TrainingLog(
@@ -502,7 +502,7 @@ class Trainer:
         self._progress.say(
             f"stopped at step {self.step} of {self.total_steps}; to go on: gptkernels train --resume {self.output}"
         )
-        number = self._request.signal or signal.SIGTERM  # another process may have had the signal
+        number = self._request.signal or signal.SIGTERM  # the signal may have gone to another process
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)
 
     def _plot(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory that a run uses."""
+"""Measurement of the memory that a run uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that torch's allocator has handed out on a GPU, or that this process has had on the CPU."""
+    """Return the peak memory in bytes: allocated by torch on a GPU, or resident in this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

@@ -1,4 +1,4 @@
-"""Ends a run that hangs, such as one whose GPU never answers, instead of letting it wait for ever."""
+"""A watchdog that ends a run that hangs, for example because its GPU does not answer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STALLED = 4
-"""The exit status of a run that has been ended."""
+"""The exit status of a run that the watchdog has ended."""
 INTERVALS = 60
-"""How often the thread looks within the time allowed."""
+"""The number of checks within the allowed time."""
 REPORT_SECONDS = 10.0
 
 
 class Watchdog:
-    """Ends the process when no unit of work is finished for some minutes, however the main thread is blocked.
+    """Ends the process if no unit of work is finished for some minutes, however the main thread is blocked.
 
-    The thread counts intervals of its own, not seconds: the time for which a process is stopped (Ctrl-Z, a debugger)
-    counts as one interval. Only what is done within `watch` is watched; printing, for example, may wait for a reader.
+    Its thread counts intervals, not seconds: the time for which the process is stopped (Ctrl-Z, a debugger) counts as
+    one interval. Only work inside `watch` is watched: printing, for example, may wait for a reader.
 
     Args:
-        minutes: a unit of work may take so long; 0 watches nothing.
-        report: tells the user; called in another thread with the words given to `watch`. The process ends when it
-            returns, and after `REPORT_SECONDS` at the latest.
+        minutes: the longest time for a unit of work; 0 disables the watchdog.
+        report: called in another thread with the argument of `watch`, to inform the user. The process ends when it
+            returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:
@@ -43,7 +43,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the body, which is one unit of work or, with `tick`, several; `what` names it in the report."""
+        """Watch the body, which is one unit of work or, with `tick`, several; `what` is its name in the report."""
         self._what = what
         try:
             yield

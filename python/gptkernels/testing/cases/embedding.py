@@ -1,0 +1,83 @@
+"""Token embeddings, with GPT-2's positions and alone."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from gptkernels import functional as G
+from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator
+
+ops = torch.ops.gptkernels
+
+
+@operator(
+    edges=grid({"batch": ROWS, "length": [3], "vocabulary": [13], "width": WIDTHS}),
+    sizes={
+        "batch": [2, 3, 4],
+        "length": [2, 21, 64],
+        "vocabulary": [3, 60, 300],
+        "width": [2, 33, 96],
+        "more positions": 2,
+    },
+    functions={
+        "encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)]),
+    },
+)
+def encoder(draw):
+    dtype = draw.dtype()
+    batch, length = draw.size("batch", 40, real=64), draw.size("length", 40, real=1100)
+    vocabulary, more = draw.size("vocabulary", 300, 1, real=60_000), draw.size("more positions", 9)
+    width = draw.width("width", (max(batch * length, vocabulary),))
+    args = {
+        "tokens": draw.indices("tokens", (batch, length), vocabulary),
+        "wte": draw.tensor("wte", (vocabulary, width), dtype, huge=1e300),
+        "wpe": draw.tensor("wpe", (length + more, width), dtype, huge=1e300),
+    }
+
+    def formula(tokens, wte, wpe):
+        return F.embedding(tokens, wte) + wpe[: tokens.shape[-1]]
+
+    def invocations():
+        tokens, wte, _ = args.values()
+        dout = normal(draw, "dout", batch, length, width)
+        return [
+            invoke(ops.encoder, *args.values()),
+            invoke(ops.encoder_backward, dout, tokens, vocabulary, length + more),
+            invoke(ops.encoder_backward_, dout, tokens, wte.clone(), length + more),
+        ]
+
+    return Call(
+        "encoder(tokens, wte, wpe)",
+        ops.encoder,
+        formula,
+        formula,
+        args,
+        tied=("wte", "wpe"),
+        invocations=invocations,
+    )
+
+
+@operator(
+    edges=grid({"x.rows": ROWS, "vocabulary": [13], "width": WIDTHS}),
+    sizes={"x.rows": [3, 50, 300], "vocabulary": [4, 70, 200], "width": [2, 33, 96]},
+    functions={"embedding_backward": (lambda g: ops.embedding_backward(g, TOKENS.to(g.device), 4), [(2, 3, 3)])},
+)
+def embedding(draw):
+    dtype = draw.dtype()
+    rows = draw.rows()
+    vocabulary = draw.size("vocabulary", 1000, 1, real=60_000)
+    width = draw.width("width", (max(math.prod(rows), vocabulary),))
+    tokens = draw.indices("tokens", rows, vocabulary)
+    weight = draw.tensor("weight", (vocabulary, width), dtype, huge=1e300)
+    return Call(
+        "embedding(tokens, weight)",
+        G.embedding if draw.chance("functional", 0.5) else ops.embedding,
+        F.embedding,
+        F.embedding,
+        {"tokens": tokens, "weight": weight},
+        invocations=lambda: [
+            invoke(ops.embedding, tokens, weight),
+            invoke(ops.embedding_backward, normal(draw, "dout", *rows, width), tokens, vocabulary),
+        ],
+    )
