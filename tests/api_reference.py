@@ -47,8 +47,8 @@ where it does not write into an argument.
 """
 
 
-def public(module):
-    """The names that a module gives to others."""
+def list_public(module):
+    """Return the public names of a module."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("__")]
     own = (
@@ -60,7 +60,7 @@ def public(module):
 
 
 def first_line(value):
-    """Of its docstring, without Sphinx's roles."""
+    """Return the first line of an object's docstring, without Sphinx's roles."""
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
@@ -68,8 +68,8 @@ def first_line(value):
 
 
 def signature(name, value):
-    """The parameters with their defaults; of a class that has torch's constructor, that it has."""
-    if inspect.isclass(value) and (base := torchs(value)) is not None and inherits_constructor(value, base):
+    """Return the parameters with their defaults; for a class with torch's constructor, a remark."""
+    if inspect.isclass(value) and (base := find_torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"
     if inspect.isclass(value) and issubclass(value, enum.Enum):
         return f"{name}.{{{', '.join(value.__members__)}}}"
@@ -81,17 +81,17 @@ def signature(name, value):
             parameters.append("*")
         seen.add(p.kind)
         star = {p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "")
-        parameters.append(f"{star}{p.name}" + ("" if p.default is p.empty else f"={shown(p.default)}"))
+        parameters.append(f"{star}{p.name}" + ("" if p.default is p.empty else f"={format_default(p.default)}"))
     return f"{name}({', '.join(parameters)})"
 
 
-def shown(default):
+def format_default(default):
     plain = default is None or isinstance(default, bool | int | float | str | tuple)
     return repr(default) if plain and type(default).__module__ == "builtins" else "..."
 
 
-def torchs(kind):
-    """The class of torch that it replaces, if any."""
+def find_torchs(kind):
+    """Return the class of torch that it replaces, if any."""
     base = kind.__mro__[1]
     return base if base.__module__.startswith("torch.") and base is not torch.nn.Module else None
 
@@ -102,7 +102,7 @@ def inherits_constructor(kind, base):
 
 
 def methods(kind):
-    """Its public methods and properties that are written in this package, but for what every module has."""
+    """Return public methods and properties of this package, without those that every module has."""
     ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("gptkernels")]
     for name, value in {name: value for base in ours for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
@@ -113,7 +113,7 @@ def methods(kind):
 
 
 def entries(module):
-    for name in public(module):
+    for name in list_public(module):
         value = getattr(module, name)
         if inspect.ismodule(value) or not (callable(value) or inspect.isclass(value)):
             continue
@@ -122,19 +122,19 @@ def entries(module):
         yield f"- `{signature(name, value)}`: {first_line(value)}"
         if inspect.isclass(value):
             for method, function, has_arguments in methods(value):
-                if name_of_dataclass(value, method):
+                if is_field(value, method):
                     continue
                 called = signature(method, function) if has_arguments else method
                 yield f"  - `.{called}`: {first_line(function)}"
 
 
-def name_of_dataclass(kind, method):
-    """A field, which has no docstring of its own."""
+def is_field(kind, method):
+    """Return whether it is a field of a dataclass, which has no docstring."""
     return dataclasses.is_dataclass(kind) and method in {f.name for f in dataclasses.fields(kind)}
 
 
 def operators():
-    """The schemas, the operators before those of their derivatives."""
+    """Return the schemas, the operators before those of their derivatives."""
     text = (Path(__file__).parent.parent / "ops" / "library.cpp").read_text()
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
     schemas = sorted("".join(re.findall(r'"([^"]*)"', literals)) for literals in declared)
@@ -143,7 +143,7 @@ def operators():
 
 
 def reference():
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
     for name, says in MODULES.items():
         module = importlib.import_module(name)

@@ -21,8 +21,8 @@ OPERATORS = [
 ]
 
 
-def available():
-    """The instruction sets that this processor has."""
+def list_available():
+    """Return the instruction sets of this processor."""
     code = "import gptkernels; print(gptkernels.info()['cpu capability'])"
     environment = {k: v for k, v in os.environ.items() if k != "GPTKERNELS_CPU_CAPABILITY"}
     best = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -30,7 +30,7 @@ def available():
 
 
 def run(torchs, ours, arguments):
-    """The exit status, and pytest's last line."""
+    """Return the exit status, and pytest's last line."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": torchs, "GPTKERNELS_CPU_CAPABILITY": ours}
     command = [sys.executable, "-m", "pytest", *arguments]
     lines = []
@@ -44,9 +44,9 @@ def run(torchs, ours, arguments):
 def main(arguments):
     same = "--same" in arguments
     arguments = [a for a in arguments if a != "--same"] or OPERATORS
-    # pytest's count of what passed, which its configuration here leaves out.
+    # This option restores pytest's counts, which its configuration here omits.
     arguments = ["-o", "addopts=", "-o", "console_output_style=count", *arguments]
-    found = available()
+    found = list_available()
     for missing in CAPABILITIES[len(found) :]:
         print(f"left out, because this processor lacks it: {missing}")
     results = [(t, o, *run(t, o, arguments)) for t in found for o in found if t == o or not same]

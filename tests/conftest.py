@@ -1,4 +1,4 @@
-"""One option for every test file, ``--device cpu`` (the default) or ``--device cuda``, and what several files use."""
+"""The option ``--device cpu`` (the default) or ``--device cuda``, and fixtures of several files."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The large tests: none on the CPU, one after the other on CUDA, whose memory two at once may exceed."""
+    """Skip large tests on the CPU; run them one by one on CUDA, whose memory two would exceed."""
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
     for item in items:
@@ -28,7 +28,7 @@ def device(request):
 
 @pytest.fixture
 def sm_90a(device):
-    """For tests of kernels that nothing else has."""
+    """Skip tests of kernels that only sm_90a has on other devices."""
     if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("for sm_90a")
 
@@ -40,7 +40,7 @@ def _seeded():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For models so small that a second thread would only be waited for."""
+    """Use one thread, for models so small that a second one slows them down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,8 +49,8 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Whose products: our kernels' wherever they can, or cuBLAS's."""
+    """Compute products by our kernels if they support the call, or by cuBLAS."""
     if device.type == "cpu" and request.param == "cublas":
-        pytest.skip("cuBLAS is CUDA's")
+        pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)
     return request.param

@@ -1,4 +1,4 @@
-"""What the tests of conversion share: models, and files of them in every form."""
+"""Models, and files of them in every form, for the tests of conversion."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ TARGETS = {"huggingface": "model", "nanogpt": "ckpt.pt", "llm.c": "model.bin", "
 
 
 def make_model(seed=0, dtype=torch.float32, **changes):
-    """Every parameter, biases and norms too, has values of its own."""
+    """Make a model whose parameters all have values of their own."""
     torch.manual_seed(seed)
     model = GPT2(dataclasses.replace(CONFIG, padded_vocab_size=None, **changes))
     with torch.no_grad():
@@ -24,8 +24,8 @@ def make_model(seed=0, dtype=torch.float32, **changes):
     return model.to(dtype)
 
 
-def weights(model):
-    """What a file holds of a model: without the padding."""
+def unpad(model):
+    """Return the state that a file has: without the padding."""
     state = model.state_dict()
     return state | {name: state[name][: model.config.vocab_size] for name in (WTE, HEAD)}
 
@@ -39,10 +39,10 @@ def assert_same_bits(found, expected):
 
 
 def write_as(form, folder, model):
-    """A model in a form, each written by something else than `convert` where there is something."""
+    """Write a model in a form, if possible not by `convert`."""
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
-    state, config = weights(model), dataclasses.asdict(model.config)
+    state, config = unpad(model), dataclasses.asdict(model.config)
     if form == "nanogpt":
         names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size", "dropout")
         compiled = {f"_orig_mod.{name}": tensor for name, tensor in state.items()}
@@ -58,11 +58,11 @@ def write_as(form, folder, model):
     return path
 
 
-def pickled(state, folder):
+def pickle_state(state, folder):
     torch.save(state, folder / "pytorch_model.bin")
 
 
-def nanogpt(bias=True):
+def make_nanogpt(bias=True):
     config = published.Config(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=bias)
     torch.manual_seed(2)
     model = published.GPT(config)
@@ -73,7 +73,7 @@ def nanogpt(bias=True):
 
 
 def nanogpt_groups(model):
-    """What its configure_optimizers gives to AdamW."""
+    """Return the groups that its configure_optimizers gives to AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -81,7 +81,7 @@ def nanogpt_groups(model):
     ]
 
 
-def their_checkpoint(trained, **changes):
+def make_checkpoint(trained, **changes):
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

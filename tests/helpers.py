@@ -1,10 +1,15 @@
-"""What every op's test shares: shapes that break kernels, views, and the rule for how exact a kernel must be."""
+"""Helpers of the tests: shapes that break kernels, views, and the rule for how exact a kernel must be."""
 
+import collections
 import contextlib
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptkernels.testing.cases import OPERATORS, ORDINARY, Case
+from gptkernels.testing.cases.table import ROWS, WIDTHS
+from gptkernels.testing.draw import VIEWS, as_view  # noqa: F401
 from gptkernels.testing.exactness import (  # noqa: F401
     Errors,
     assert_as_exact_as_torch,
@@ -14,43 +19,20 @@ from gptkernels.testing.exactness import (  # noqa: F401
 )
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-WIDTHS = [1, 2, 3, 7, 17, 33, 127, 768, 1600, 4097, 50257]
-ROWS = [0, 1, 5]
-VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-# All that an op's registration, which opcheck checks, can tell apart: sums are float64 beside float64, else float32.
-registered_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 all_widths = pytest.mark.parametrize("width", WIDTHS)
 all_rows = pytest.mark.parametrize("rows", ROWS)
 all_views = pytest.mark.parametrize("view", VIEWS)
 
 
 def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
-    """Normal values that the dtype represents, made on the CPU so that every device sees the same."""
+    """Return normal values that the dtype represents, drawn on the CPU so that every device has the same."""
     return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
 
 
-def as_view(t, kind):
-    """A tensor of the same values (for "expanded": of its first row's values) in another layout."""
-    if kind == "transposed":
-        return t.transpose(0, -1).contiguous().transpose(0, -1)
-    if kind == "sliced":
-        wide = torch.empty(*t.shape[:-1], 2 * t.shape[-1] + 1, dtype=t.dtype, device=t.device)
-        view = wide[..., 1::2]
-        view.copy_(t)
-        return view
-    if kind == "misaligned":
-        flat = torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)
-        view = flat[1:].view(t.shape)
-        view.copy_(t)
-        return view
-    assert kind == "expanded"
-    return t[:1].expand_as(t)
-
-
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Two runs give the same bits; for the CPU also with another number of threads, unless torch's BLAS has a part."""
+    """Assert that runs give the same bits; on the CPU also with other numbers of threads, if the op allows it."""
     first = _flat(function())
     threads = torch.get_num_threads()
     try:
@@ -68,12 +50,12 @@ def _flat(outputs):
 
 
 def double(t):
-    """The float64 copy of a tensor, for references; None stays None."""
+    """Return the float64 copy of a tensor for references, or None."""
     return None if t is None else t.detach().double()
 
 
 def gradients(function, inputs, dout):
-    """Gradients of ``function(*inputs)`` for the inputs that are tensors (None for None)."""
+    """Return the gradients of ``function(*inputs)`` for inputs that are tensors, None for None."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)
     found = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
@@ -81,26 +63,26 @@ def gradients(function, inputs, dout):
 
 
 def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
-    """``assert_as_exact_as_torch`` for what three functions of the same arguments return, and for all gradients.
+    """Apply ``assert_as_exact_as_torch`` to the results of three functions of the same arguments and to all gradients.
 
-    Torch's largest error on a few numbers is a matter of luck. Where the rule is broken, the functions are called again
-    with the same numbers in other orders. The result at hand must then keep the rule beside torch's worst error, and
-    our errors in all these trials must keep it in the root mean square.
+    torch's largest error on a few numbers is a matter of luck. If the rule is broken, the functions are called again
+    with the same numbers in other orders. The first result must then keep the rule against torch's worst error, and the
+    root mean square of our errors in all trials must keep it, too.
 
     Args:
         ours: our op.
         torchs: torch's.
         exact: the formula, called with float64.
-        args: tensors, or None for what is absent.
+        args: tensors, or None for absent ones.
         dout: the gradient of the result.
-        names: of the gradients, one for each of ``args``.
+        names: the gradients' names, one for each of ``args``.
 
     Returns:
         Our gradients.
     """
 
     def compared(args, dout):
-        """By name the result and the gradients: ours, torch's and the formula's."""
+        """Return by name the results and the gradients: ours, torch's and the formula's."""
         doubles = [double(t) for t in args]
         results = ours(*args), torchs(*args), exact(*doubles)
         found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
@@ -128,17 +110,23 @@ def keeps_the_rule(ours, torchs, exact, name):
 
 
 def in_other_order(t):
-    """The same numbers, shuffled; None stays None."""
+    """Return the same numbers, shuffled; None stays None."""
     return None if t is None else t.flatten()[torch.randperm(t.numel()).to(t.device)].view(t.shape)
 
 
 def hold_in_trials(trials, name):
-    """The rule for the first of several (ours, torch's, exact) beside torch's worst, and for all on the whole."""
+    """Hold the first trial to the rule, given torch's worst error, and the root mean square of all."""
     errors = Errors()
     for trial in trials:
         errors.add(*trial)
     assert_as_exact_as_torch(*trials[0], name, torch_error=errors.worst_of_torchs())
     errors.hold_on_the_whole(name)
+
+
+def call_of(name, dtype, device, **choices):
+    """Return a call of the table of operators, with these choices in place of an ordinary call's."""
+    operator = OPERATORS[name]
+    return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
 def raises(*fragments):
@@ -147,23 +135,36 @@ def raises(*fragments):
     return pytest.raises(RuntimeError, match=pattern)
 
 
+def refused(op, args, *fragments, **options):
+    """Expect the error of an op that is called with these arguments: its message names the op and has the fragments."""
+    name = op._qualified_op_name.partition("::")[2]
+    with raises(rf"\b{name}\b", *fragments):
+        op(*args, **options)
+
+
+def assert_raises(error, match, call, /, *args, **options):
+    """Expect that a call raises the error, with a message that matches."""
+    with pytest.raises(error, match=match):
+        call(*args, **options)
+
+
 def tolerance(dtype):
-    """For tests that look for wrong indices, not for roundings: four times ``torch.testing.assert_close``'s own."""
+    """Return four times ``torch.testing.assert_close``'s tolerances, to find wrong indices rather than roundings."""
     rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
     return {"rtol": 4 * rtol, "atol": 4 * atol}
 
 
 def assert_close_in_scale(a, b, dtype):
-    """Like ``assert_close`` with ``tolerance(dtype)``, the errors measured by the largest element of ``b``.
+    """Compare with ``tolerance(dtype)``, where errors are relative to the largest element of ``b``.
 
-    For chains of products, whose small elements are what is left of large ones.
+    Chains of products have small elements that are differences of large ones.
     """
     scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
     torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
 
 
 def check(ours, torchs, *inputs):
-    """The same values, dtype, shape and gradients; ours and torchs take the tensors and return one."""
+    """Assert that two functions of tensors return equal values, dtypes, shapes and gradients."""
     out, expected = ours(*inputs), torchs(*inputs)
     torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
     inputs = [t.detach() if t.is_floating_point() else None for t in inputs], inputs
@@ -187,7 +188,7 @@ def check(ours, torchs, *inputs):
 
 
 def philox(key, counter):
-    """Philox4x32-7 in whole numbers."""
+    """Compute Philox4x32-7 in integers."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -197,11 +198,11 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Seed and offset of a dropout."""
+    """Return seed and offset of a dropout."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
-CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom, exceeded once in 10^4
+CHI_SQUARE_15 = 44.3  # with 15 degrees of freedom, exceeded once in 10^4
 
 
 def chi_square(counts):
@@ -210,13 +211,13 @@ def chi_square(counts):
 
 
 def by_operators(monkeypatch):
-    """No block of ``GPT2`` is a node of autograd's graph any more."""
+    """Run every block of ``GPT2`` by single operators instead of one node of autograd's graph."""
     monkeypatch.setattr("gptkernels.models.fused_block.run", lambda *args: None)
 
 
 @contextlib.contextmanager
 def tf32(allowed):
-    """With torch's setting that lets CUDA's float32 products be rounded to TF32."""
+    """Set torch's option that allows CUDA's float32 products to be rounded to TF32."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = allowed
@@ -228,7 +229,7 @@ def tf32(allowed):
 
 @contextlib.contextmanager
 def kept_sizes():
-    """The bytes of each tensor that autograd keeps meanwhile, by its address."""
+    """Record the bytes of each tensor that autograd saves inside the context, by its address."""
     sizes = {}
 
     def note(tensor):
@@ -239,8 +240,25 @@ def kept_sizes():
         yield sizes
 
 
+class CountCalls(TorchDispatchMode):
+    """Counts the operators that run, by name: ``aten::add.Tensor``, ``gptkernels::linear``."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+    def kernels(self):
+        """Return the number of calls of each operator of this package, by its name without the namespace."""
+        names = (name for name in self.count if name.startswith("gptkernels::"))
+        return collections.Counter({name.removeprefix("gptkernels::"): self.count[name] for name in names})
+
+
 def node_names(loss):
-    """Of the nodes of the loss's graph."""
+    """Return the names of the nodes of the loss's graph."""
     found, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -251,7 +269,7 @@ def node_names(loss):
 
 
 def warmed_up_and_captured(step):
-    """A CUDA graph of a call, and what the call returned: tensors that every replay writes again."""
+    """Return a CUDA graph of a call, and the call's results: tensors that every replay overwrites."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 @dataclasses.dataclass
 class Config:
-    """nanoGPT's names."""
+    """A configuration with nanoGPT's names."""
 
     block_size: int = 1024
     vocab_size: int = 50304
@@ -22,7 +22,7 @@ class Config:
 
 
 def initialise(model, config):
-    """N(0, 0.02), and narrower for what is added to the residual stream."""
+    """Draw from N(0, 0.02), with a smaller deviation for projections into the residual stream."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -34,7 +34,7 @@ def initialise(model, config):
 
 
 class LayerNorm(nn.Module):
-    """A norm whose bias may be absent, from before torch's could."""
+    """A norm with an optional bias, which torch's norm once lacked."""
 
     def __init__(self, ndim, bias):
         super().__init__()
@@ -46,7 +46,7 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """With torch's fused attention, or by a mask in a buffer."""
+    """An attention by torch's fused function, or with a mask in a buffer."""
 
     flash = True
 
@@ -80,7 +80,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """With the exact GELU."""
+    """An MLP with the exact GELU."""
 
     def __init__(self, config):
         super().__init__()
@@ -94,7 +94,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Norms before attention and MLP."""
+    """A block with norms before attention and MLP."""
 
     attention = CausalSelfAttention
 
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """nanoGPT's: logits of all positions where there are targets, else of the last one."""
+    """nanoGPT's model; it returns logits of all positions if there are targets, else of the last one."""
 
     block = Block
 
@@ -156,19 +156,19 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """As before torch 2.0."""
+    """An attention with a mask in a buffer, as before torch 2.0."""
 
     flash = False
 
 
 class SlowBlock(Block):
-    """With that."""
+    """A block with SlowAttention."""
 
     attention = SlowAttention
 
 
 class SlowGPT(GPT):
-    """With that."""
+    """A model of blocks with SlowAttention."""
 
     block = SlowBlock
 
@@ -179,14 +179,14 @@ FLASH = 0
 
 
 class NewGELU(nn.Module):
-    """By tanh."""
+    """The tanh GELU."""
 
     def forward(self, input):
         return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
 
 
 class LlmcAttention(nn.Module):
-    """Without dropout; the flag FLASH chooses the way."""
+    """An attention without dropout; the flag FLASH selects torch's fused function."""
 
     def __init__(self, config):
         super().__init__()
@@ -214,7 +214,7 @@ class LlmcAttention(nn.Module):
 
 
 class LlmcMLP(nn.Module):
-    """With NewGELU."""
+    """An MLP with NewGELU."""
 
     def __init__(self, config):
         super().__init__()
@@ -228,7 +228,7 @@ class LlmcMLP(nn.Module):
 
 
 class LlmcBlock(nn.Module):
-    """With torch's norm."""
+    """A block with torch's norm."""
 
     def __init__(self, config):
         super().__init__()
@@ -243,7 +243,7 @@ class LlmcBlock(nn.Module):
 
 
 class LlmcGPT(nn.Module):
-    """Its logits may be left out of what is returned."""
+    """A model that can return its loss without logits."""
 
     def __init__(self, config):
         super().__init__()

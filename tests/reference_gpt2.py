@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 
 class Config(Protocol):
-    """What the reference reads of a configuration; `gptkernels.models.GPT2Config` has all of it."""
+    """The fields of a configuration that the reference reads; `gptkernels.models.GPT2Config` has all of them."""
 
     block_size: int
     vocab_size: int
@@ -33,7 +33,7 @@ class CausalSelfAttention(nn.Module):
         self.num_heads = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.probabilities = nn.Identity()  # where dropout would be
+        self.probabilities = nn.Identity()  # a hook here can apply dropout
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
@@ -89,7 +89,7 @@ class ReferenceGPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """GPT-2's: N(0, 0.02), the two residual projections of a layer N(0, 0.02 / sqrt(2L)), biases 0."""
+        """Draw N(0, 0.02), for a layer's two residual projections N(0, 0.02 / sqrt(2L)); set biases to 0."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
@@ -98,7 +98,7 @@ class ReferenceGPT2(nn.Module):
                 parameter.normal_(0.0, residual_std if name.endswith("c_proj.weight") else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, V) of `tokens` (B, T), and their mean cross-entropy with `targets` (B, T)."""
+        """Return the logits (B, T, V) of `tokens` (B, T), and their mean cross-entropy with `targets` (B, T)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.transformer["wte"](tokens) + self.transformer["wpe"](positions)
         for block in self.transformer["h"]:

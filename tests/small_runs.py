@@ -1,4 +1,4 @@
-"""Small runs of the trainer, and what the tests ask of them."""
+"""Small runs of the trainer, and how tests compare them."""
 
 import csv
 
@@ -25,6 +25,12 @@ SMALL = {
 }
 
 
+def make_options(folder, device, **changes):
+    """Write text to a folder, and return the options of a small run there."""
+    files = {"data": write_text(folder / "text"), "output": str(folder / "run")}
+    return SMALL | files | {"device": str(device)} | changes
+
+
 def write_text(prefix):
     """Write a data prefix: text in bytes, with its tokenizer."""
     write_tokens(f"{prefix}_train.bin", [list(TEXT)])
@@ -34,9 +40,14 @@ def write_text(prefix):
 
 
 def read_losses(run):
-    """What a run's CSV says, but for the times: (step, split, loss, learning rate, gradient norm)."""
+    """Read a run's CSV but for times: (step, split, loss, learning rate, gradient norm)."""
+    return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in read_log(run)]
+
+
+def read_log(run, split=None):
+    """Read the rows of a run's CSV, or of a split, as dictionaries."""
     with open(run / "log.csv", newline="") as file:
-        return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in csv.DictReader(file)]
+        return [row for row in csv.DictReader(file) if split in (None, row["split"])]
 
 
 def assert_same_run(one, other):
@@ -52,7 +63,7 @@ def assert_same_run(one, other):
 
 
 def at_step(monkeypatch, step, act):
-    """Have the trainer call `act` before it makes update number `step`."""
+    """Make the trainer call `act` before update number `step`."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):

@@ -21,16 +21,16 @@ int main() {
   std::vector<float> x(rows * width), out(rows * width), mean(rows), rstd(rows);
   for (int64_t i = 0; i < rows * width; ++i) x[i] = std::sin(0.1f * static_cast<float>(i)) + 2.0f;
   for (const Stream stream : {serial_stream(), Stream{two_threads}}) {
-    const Status status = layernorm_forward<float>({.out = out.data(),
-                                                    .mean = mean.data(),
-                                                    .rstd = rstd.data(),
-                                                    .x = x.data(),
-                                                    .weight = nullptr,
-                                                    .bias = nullptr,
-                                                    .rows = rows,
-                                                    .width = width,
-                                                    .eps = 1e-5},
-                                                   stream);
+    const Status status = layernorm_forward<float, float>({.out = out.data(),
+                                                           .mean = mean.data(),
+                                                           .rstd = rstd.data(),
+                                                           .x = x.data(),
+                                                           .weight = nullptr,
+                                                           .bias = nullptr,
+                                                           .rows = rows,
+                                                           .width = width,
+                                                           .eps = 1e-5},
+                                                          {}, stream);
     if (!status.ok()) return std::puts(status.error.c_str()), 1;
     for (int64_t row = 0; row < rows; ++row) {
       double sum = 0, squares = 0;

@@ -1,4 +1,4 @@
-"""What the tests of ``gptkernels.swap`` share: the families of models, and how two of them are compared."""
+"""Families of models for the tests of ``gptkernels.swap``, and comparisons of two models."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 
 
 def hf_config(dropout=0.0, **changes):
-    """A small GPT-2."""
+    """Return the configuration of a small GPT-2."""
     base = dict(
         n_layer=2, n_head=2, n_embd=32, vocab_size=V, n_positions=64, num_labels=3, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
@@ -39,7 +39,7 @@ def hf_config(dropout=0.0, **changes):
 
 
 def randomised(model):
-    """The model with parameters large enough that every one of them matters, the same whatever its class draws."""
+    """Set parameters to values so large that each one matters, the same for every class."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -51,7 +51,7 @@ def randomised(model):
 
 
 def huggingface(kind):
-    """A factory of one of their classes."""
+    """Return a factory of one of transformers' classes."""
 
     def make(dropout):
         return randomised(getattr(transformers, kind)(hf_config(dropout)))
@@ -60,12 +60,12 @@ def huggingface(kind):
 
 
 def tokens(device, draw=0, batch=2):
-    """(B, T), none of them padding; others for another ``draw``."""
+    """Return tokens (B, T) without padding, which depend on ``draw``."""
     return TOKENS[:batch].roll(5 * draw).to(device)
 
 
 def call_language_model(model, device, draw=0):
-    """Logits and loss."""
+    """Return logits and loss."""
     x = tokens(device, draw)
     labels = x.clone()
     labels[0, :3] = -100
@@ -74,13 +74,13 @@ def call_language_model(model, device, draw=0):
 
 
 def call_model(model, device, draw=0):
-    """Hidden states and a loss of them."""
+    """Return hidden states and a loss of them."""
     hidden = model(input_ids=tokens(device, draw)).last_hidden_state
     return [hidden], hidden.float().square().mean() if hidden.dtype != torch.float64 else hidden.square().mean()
 
 
 def call_classifier(model, device, draw=0):
-    """The classes of sequences that end in padding."""
+    """Classify sequences that end in padding."""
     x = tokens(device, draw)
     x[0, -4:] = 0
     out = model(input_ids=x, attention_mask=(x != 0).long(), labels=torch.tensor([2, 0], device=device))
@@ -88,7 +88,7 @@ def call_classifier(model, device, draw=0):
 
 
 def call_double_heads(model, device, draw=0):
-    """Two choices of each of two sequences."""
+    """Score two choices of each of two sequences."""
     x = tokens(device, draw, 4).view(2, 2, T)
     out = model(
         input_ids=x, mc_token_ids=torch.tensor([[3, 5], [9, T - 1]], device=device), labels=x,
@@ -98,7 +98,7 @@ def call_double_heads(model, device, draw=0):
 
 
 def call_gpt(model, device, draw=0):
-    """nanoGPT's and llm.c's."""
+    """Call nanoGPT's and llm.c's models."""
     x = tokens(device, draw)
     targets = x.roll(-1, 1)
     targets[:, -1] = -1
@@ -107,7 +107,7 @@ def call_gpt(model, device, draw=0):
 
 
 def gpt(kind, bias=True):
-    """A factory of a model of ``published``."""
+    """Return a factory of a model of ``published``."""
     return lambda dropout: randomised(kind(published.Config(64, V, 2, 2, 32, dropout, bias)))
 
 
@@ -127,19 +127,19 @@ all_families = pytest.mark.parametrize(
 
 
 def made(family, device, dropout=0.0):
-    """The model, and its call."""
+    """Return the model and its call."""
     make, call = FAMILIES[family]
     return make(dropout).to(device), call
 
 
 def three(family, device, dropout=0.0):
-    """Swapped, unswapped and float64 copies of a model, and their call."""
+    """Return swapped, unswapped and float64 copies of a model, and their call."""
     model, call = made(family, device, dropout)
     return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
 
 
 def results(model, call, device, autocast=False, draw=0):
-    """The outputs, the loss, and every gradient by its name."""
+    """Return the outputs, the loss, and every gradient by its name."""
     context = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         outputs, loss = call(model, device, draw)

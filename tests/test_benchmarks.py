@@ -6,35 +6,38 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import main
+from benchmarks.curves.__main__ import main as curves
 from benchmarks.harness import compare, exact, measure, pages, report
 from benchmarks.harness.case import Case
 from benchmarks.harness.run import load, save
 from benchmarks.harness.timing import Time
+from benchmarks.train_step.__main__ import main as train_step
+from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
 
 pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="the benchmark of the CPU kernels")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 
 
-def settings(**changes):
+def make_settings(**changes):
     return measure.Settings(**{"device": CPU, "dtypes": [torch.float32], "peers": ["torch"], "repeats": 2, **changes})
 
 
-def tiny(op):
-    return settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY])
+def make_tiny(op):
+    return make_settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY])
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Two ops' run, as --json keeps it."""
+    """Measure two ops, and return the file that --json writes."""
     path = tmp_path_factory.mktemp("bench") / "run.json"
     assert main(["gelu", "layernorm", "--device", "cpu", "--shape", "4x8", "--repeats", "3", "--json", str(path)]) == 0
     return path
 
 
 @pytest.mark.parametrize("op", measure.OPS)
-def test_every_op_is_measured_and_right(op):
-    rows = list(measure.measure(op, tiny(op)))
+def test_every_op_is_measured_without_faults(op):
+    rows = list(measure.measure(op, make_tiny(op)))
     assert rows
     for row in rows:
         assert not row.faults
@@ -44,13 +47,13 @@ def test_every_op_is_measured_and_right(op):
 
 
 @pytest.mark.parametrize("op", ["adamw", "layernorm", "fused_classifier"])
-def test_16_bits(op):
-    for row in measure.measure(op, settings(sizes=tiny(op).sizes, dtypes=[torch.bfloat16])):
+def test_bfloat16(op):
+    for row in measure.measure(op, make_settings(sizes=make_tiny(op).sizes, dtypes=[torch.bfloat16])):
         assert row.dtype == "bfloat16"
         assert not row.faults
 
 
-def test_json_says_where_and_what(kept):
+def test_json_has_machine_settings_and_rows(kept):
     run = json.loads(kept.read_text())
     assert {"date", "commit", "cpu", "platform", "versions", "gpu"} <= set(run["machine"])
     assert run["machine"]["versions"]["torch"] == torch.__version__
@@ -74,7 +77,7 @@ KEPT = sorted((ROOT / "benchmarks" / "results").glob("h200*.json"))
 
 
 def test_the_pages_have_the_kept_runs_figures():
-    """README.md and docs/ show what `python -m benchmarks --from benchmarks/results/h200*.json --pages` puts there."""
+    """README.md and docs/ are what `python -m benchmarks --from benchmarks/results/h200*.json --pages` writes."""
     found = pages.filled(ROOT, load(*KEPT))
     for path, text in found.items():
         assert path.read_text() == text, path
@@ -84,7 +87,7 @@ def test_the_pages_have_the_kept_runs_figures():
         assert path in found or figures.strip().startswith("Not measured yet."), path
 
 
-def test_a_page_without_a_place_stays_as_it_is(kept, tmp_path):
+def test_a_page_without_a_place_is_unchanged(kept, tmp_path):
     (tmp_path / "README.md").write_text("no place\n")
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "gelu.md").write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
@@ -97,9 +100,9 @@ def test_a_page_without_a_place_stays_as_it_is(kept, tmp_path):
     assert "| gelu fwd | 4x8" in text
 
 
-def test_a_planted_regression_is_named(kept, tmp_path, capsys):
+def test_a_regression_is_reported(kept, tmp_path, capsys):
     run = load(kept)
-    for row in run["rows"]:  # quiet, so that only what is planted is seen
+    for row in run["rows"]:  # without noise, only the planted regression is reported
         row.times = {name: Time(t.median, t.median, t.median) for name, t in row.times.items()}
     quiet, slow = tmp_path / "quiet.json", tmp_path / "slow.json"
     save(quiet, run)
@@ -113,8 +116,8 @@ def test_a_planted_regression_is_named(kept, tmp_path, capsys):
     assert main(["--from", str(quiet), "--compare", str(slow)]) == 0
 
 
-def test_another_machine_is_no_regression(kept):
-    """All times, the copy's too, 30 % longer: ours keeps its share of a copy."""
+def test_a_slower_machine_is_no_regression(kept):
+    """All times are 30 % longer, the copy's too, so the ratio of ours to the copy stays."""
     rows = load(kept)["rows"]
     slower_machine = load(kept)["rows"]
     for row in slower_machine:
@@ -130,7 +133,7 @@ def test_noise_is_no_regression(kept):
     assert compare.slower(rows, noisy) == []
 
 
-def case(ours, **changes):
+def make_case(ours, **changes):
     x = torch.randn(64, 8)
     return Case(
         "square",
@@ -144,17 +147,17 @@ def case(ours, **changes):
     )
 
 
-def half_written(x):
+def write_half(x):
     out = x * x
     out[40] = 0
     return out
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda x: x * x * 1.001, half_written, lambda x: x * x * float("nan"), lambda x: (x * x)[:, :4]]
+    "wrong", [lambda x: x * x * 1.001, write_half, lambda x: x * x * float("nan"), lambda x: (x * x)[:, :4]]
 )
-def test_a_wrong_kernel_is_called_wrong_and_not_timed(wrong, capsys):
-    row = measure.measure_case("square", case(wrong), torch.float32, settings())
+def test_a_wrong_kernel_is_reported_and_not_timed(wrong, capsys):
+    row = measure.measure_case("square", make_case(wrong), torch.float32, make_settings())
     assert row.faults["ours"].startswith("WRONG")
     assert set(row.times) == {"torch", "copy"}
     report.show([row])
@@ -163,8 +166,10 @@ def test_a_wrong_kernel_is_called_wrong_and_not_timed(wrong, capsys):
     assert "square 64x8 float32, ours: WRONG: output 0" in shown
 
 
-def test_a_peer_that_fails_ends_nothing():
-    row = measure.measure_case("square", case(lambda x: x * x), torch.float32, settings(peers=["torch", "compile"]))
+def test_a_failing_peer_does_not_end_the_run():
+    row = measure.measure_case(
+        "square", make_case(lambda x: x * x), torch.float32, make_settings(peers=["torch", "compile"])
+    )
     assert row.faults["compile"].startswith("failed: AttributeError")
     assert set(row.times) == {"ours", "torch", "copy"}
 
@@ -174,7 +179,7 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch):
     assert main(["gelu", "--device", "cpu", "--shape", "4x8", "--repeats", "2"]) == 1
 
 
-def test_inputs_written_in_place_are_put_back():
+def test_inputs_written_in_place_are_restored():
     x = torch.ones(4)
     start = x.clone()
     in_place = Case(
@@ -187,7 +192,7 @@ def test_inputs_written_in_place_are_put_back():
         peers={"torch": lambda: x.add_(1)},
         reset=lambda: x.copy_(start),
     )
-    assert not measure.measure_case("add", in_place, torch.float32, settings()).faults
+    assert not measure.measure_case("add", in_place, torch.float32, make_settings()).faults
 
 
 def test_host_mode_times_calls(capsys):
@@ -195,7 +200,7 @@ def test_host_mode_times_calls(capsys):
     assert "4x8" in capsys.readouterr().out
 
 
-def test_what_is_not_here_is_said(capsys):
+def test_a_missing_peer_is_reported(capsys):
     main(["global_norm", "--device", "cpu", "--peers", "liger", "--repeats", "2"])
     assert "liger left out: it has no CPU kernels" in capsys.readouterr().err
 
@@ -203,7 +208,7 @@ def test_what_is_not_here_is_said(capsys):
 @pytest.mark.parametrize(
     "arguments", [["nothing"], ["--peers", "nobody"], ["--dtype", "int8"], ["--shape", "4xmany"]], ids=lambda a: a[-1]
 )
-def test_what_the_command_line_does_not_take(arguments, capsys):
+def test_bad_arguments_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--device", "cpu"])
     assert arguments[-1] in capsys.readouterr().err
@@ -216,8 +221,6 @@ SMALL_STEP = ["--device", "cpu", *(f"--{name}={size}" for name, size in SMALL_SI
 
 
 def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
-    from benchmarks.train_step.__main__ import main as train_step
-
     kept = tmp_path / "step.json"
     variants = ["--variants", "ours,ours-graph,torch-eager", "--precisions", "tf32,autocast,bf16"]
     assert train_step([*SMALL_STEP, *variants, "--warm-up", "2", "--steps", "4", "--json", str(kept)]) == 0
@@ -234,7 +237,7 @@ def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
 
 
 def test_the_page_has_the_kept_steps_figures():
-    """They are what `python -m benchmarks.train_step --from benchmarks/results/step*.json --pages` puts there."""
+    """It is what `python -m benchmarks.train_step --from benchmarks/results/step*.json --pages` writes."""
     from benchmarks.train_step.__main__ import PAGE, tables
 
     kept = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("step*.json"))]
@@ -244,13 +247,11 @@ def test_the_page_has_the_kept_steps_figures():
 
 def test_steps_on_the_cpu(tmp_path, capsys, device):
     if device.type != "cpu":
-        pytest.skip("the CPU's")
-    from benchmarks.train_step.__main__ import main as train_step
-
+        pytest.skip("CPU only")
     kept = tmp_path / "step.json"
     assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
     found = json.loads(kept.read_text())["cpu"]
-    for summary in found["rows"]:  # by one thread, by all
+    for summary in found["rows"]:  # one thread, all threads
         quartile, median, least, loss = summary["ours"]
         assert 0 < least <= quartile <= median
         assert loss == pytest.approx(summary["torch-eager"][-1], rel=1e-3)
@@ -259,9 +260,7 @@ def test_steps_on_the_cpu(tmp_path, capsys, device):
     assert "| mlp_backward | 4 |" in capsys.readouterr().out
 
 
-def test_the_hosts_part_of_a_step(capsys):
-    from benchmarks.train_step.__main__ import main as train_step
-
+def test_host_times_of_a_step(capsys):
     assert train_step([*SMALL_STEP, "--host"]) == 0
     out = capsys.readouterr().out
     for name in ("backward", "in all", "residual_layernorm", "a whole layer"):
@@ -269,8 +268,6 @@ def test_the_hosts_part_of_a_step(capsys):
 
 
 def test_a_timeline_counts_every_launch_once():
-    from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
-
     shapes = ((2, 4, 8), (2, 4, 3), (8, 3))
     found = [
         Launch("linear_backward", 1, shapes, "Memset (Device)", 1e-6),
@@ -292,8 +289,6 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def test_float8_products_have_half_the_floor():
-    from benchmarks.train_step.timeline import Launch, Rates, pieces
-
     rows, inner, hidden = 64, 16, 48
     linear = ((2, 32, inner), (hidden, inner))
     linear_backward = ((2, 32, hidden), (inner, rows), (inner, hidden))
@@ -361,9 +356,7 @@ def token_files(tmp_path_factory):
     return ["--vocabulary=64", f"--train={folder / 'train.bin'}", f"--val={folder / 'val.bin'}"]
 
 
-def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys):
-    from benchmarks.curves.__main__ import main as curves
-
+def test_curves_are_the_same_in_separate_processes(token_files, tmp_path, capsys):
     both, joined = tmp_path / "both.json", tmp_path / "joined.json"
     command = [*SMALL_CURVES, *token_files]
     assert curves([*command, "--json", str(both)]) == 0
@@ -376,7 +369,7 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
     assert curves(["--from", *map(str, parts), "--json", str(joined), "--plot", str(tmp_path / "curves.png")]) == 0
     out = capsys.readouterr().out
     assert "| bfloat16 | 0 | 60 |" in out
-    assert out.count("%") == 4 * 3  # of each other variant: at most, at the end, in validation
+    assert out.count("%") == 4 * 3  # each other variant has its largest, last and validation difference
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
@@ -392,7 +385,7 @@ def test_curves_of_two_processes_are_those_of_one(token_files, tmp_path, capsys)
         assert one["losses"] != other["losses"]
 
 
-def test_the_control_has_its_batches_in_reverse_order():
+def test_the_control_reverses_its_batches():
     from benchmarks.curves.train import CONTROL, VARIANTS, _in_order
 
     batch = torch.arange(6).view(3, 2), torch.arange(6, 12).view(3, 2)
@@ -402,9 +395,7 @@ def test_the_control_has_its_batches_in_reverse_order():
         assert (targets - tokens == 6).all()
 
 
-def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch):
-    from benchmarks.curves.__main__ import main as curves
-
+def test_an_interrupted_curve_is_kept(token_files, tmp_path, monkeypatch):
     def full(*arguments):
         raise KeyboardInterrupt
 
@@ -418,19 +409,17 @@ def test_a_curve_is_kept_while_it_is_trained(token_files, tmp_path, monkeypatch)
     assert curves(["--from", str(kept)]) == 0
 
 
-def trained_shortly(folder, name, *options):
-    from benchmarks.curves.__main__ import main as curves
-
+def train_briefly(folder, name, *options):
     path = folder / f"{name}.json"
     assert curves([*SMALL_CURVES, "--steps=52", "--val-batches=0", *options, "--json", str(path)]) == 0
     return path
 
 
-def test_curves_are_compared_with_the_first_of_their_seed(token_files, tmp_path, capsys):
+def test_curves_are_compared_within_their_seed(token_files, tmp_path, capsys):
     from benchmarks.curves.__main__ import joined
     from benchmarks.curves.show import differences, tables
 
-    seeds = [trained_shortly(tmp_path, seed, *token_files, "--variants=bf16,fp8", f"--seed={seed}") for seed in "10"]
+    seeds = [train_briefly(tmp_path, seed, *token_files, "--variants=bf16,fp8", f"--seed={seed}") for seed in "10"]
     found = joined(seeds, pytest.fail)
     assert [(c["settings"]["seed"], c["variant"]) for c in found] == list(itertools.product((0, 1), ("bf16", "fp8")))
     ends = [differences(found[i + 1], found[i])[-1] for i in (0, 2)]
@@ -451,9 +440,7 @@ def test_curves_are_compared_with_the_first_of_their_seed(token_files, tmp_path,
 
 
 def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, capsys):
-    from benchmarks.curves.__main__ import main as curves
-
-    files = [trained_shortly(tmp_path, w, *token_files, "--variants=bf16", f"--warm-up={w}") for w in (1, 2)]
+    files = [train_briefly(tmp_path, w, *token_files, "--variants=bf16", f"--warm-up={w}") for w in (1, 2)]
     with pytest.raises(SystemExit):
         curves(["--from", *map(str, files)])
     assert "different settings" in capsys.readouterr().err
@@ -461,7 +448,7 @@ def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, caps
 
 @pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "fp8_curves.json"] if p.exists()])
 def test_the_page_has_the_kept_curves(path):
-    """They are what `python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages` puts there."""
+    """It is what `python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages` writes."""
     from benchmarks.curves.__main__ import PAGE, PLACE, joined, section
 
     page = PAGE.read_text()
@@ -473,17 +460,17 @@ def test_the_page_has_the_kept_curves(path):
 SMALL_SWAP = ["--size", "tiny", "--length", "8", "--losses", "3", "--seconds", "0"]
 
 
-def swap_benchmark(*arguments):
+def run_swap_benchmark(*arguments):
     from benchmarks.swap.__main__ import main as swap
 
     return swap([*SMALL_SWAP, *map(str, arguments)])
 
 
-def test_rows_of_swapped_models_in_several_runs_are_one_table(tmp_path, capsys):
+def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys):
     pytest.importorskip("transformers")
     one, other, all_rows = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "all.json"
-    assert swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one, "--at-once", 2) == 0
-    assert swap_benchmark("--rows", "nanogpt/eager/2/0", "--swapped", "yes", "--json", other) == 0
+    assert run_swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one, "--at-once", 2) == 0
+    assert run_swap_benchmark("--rows", "nanogpt/eager/2/0", "--swapped", "yes", "--json", other) == 0
     rows = [row for path in (one, other) for row in json.loads(path.read_text())["rows"]]
     assert [(row["model"], row["swapped"]) for row in rows] == [
         ("huggingface", "no"),
@@ -496,14 +483,14 @@ def test_rows_of_swapped_models_in_several_runs_are_one_table(tmp_path, capsys):
         assert len(row["losses"]) == 3
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-2)
     capsys.readouterr()
-    assert swap_benchmark("--from", one, other, "--json", all_rows) == 0
+    assert run_swap_benchmark("--from", one, other, "--json", all_rows) == 0
     shown = capsys.readouterr().out
     assert json.loads(all_rows.read_text())["rows"] == rows
     assert f"| Hugging Face, eager, B=2, dropout 0 | {rows[0]['ms']:.1f} | {rows[1]['ms']:.1f} |" in shown
     assert f"| nanoGPT, eager, B=2, dropout 0 |  | {rows[2]['ms']:.1f} |  |" in shown
 
 
-def test_a_cut_run_of_swapped_models_keeps_what_it_has(tmp_path, monkeypatch):
+def test_an_interrupted_run_of_swapped_models_keeps_its_rows(tmp_path, monkeypatch):
     from benchmarks.swap import __main__ as command
 
     def cut(variants, options):
@@ -512,29 +499,29 @@ def test_a_cut_run_of_swapped_models_keeps_what_it_has(tmp_path, monkeypatch):
 
     monkeypatch.setattr(command, "measure_in_processes", cut)
     with pytest.raises(KeyboardInterrupt):
-        swap_benchmark("--rows", "nanogpt/*", "--json", tmp_path / "run.json")
+        run_swap_benchmark("--rows", "nanogpt/*", "--json", tmp_path / "run.json")
     assert [row["ms"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == [1.0]
 
 
-def test_a_variant_of_a_swapped_model_that_fails_ends_nothing(tmp_path, capsys):
+def test_a_failing_variant_does_not_end_the_run(tmp_path, capsys):
     kept, rows = tmp_path / "run.json", "nanogpt/eager/-1/0,nanogpt/eager/1/0"
-    assert swap_benchmark("--rows", rows, "--swapped", "yes", "--json", kept) == 1
+    assert run_swap_benchmark("--rows", rows, "--swapped", "yes", "--json", kept) == 1
     failed, measured = json.loads(kept.read_text())["rows"]
     assert "negative dimension" in failed["fault"]
     assert measured["ms"] > 0
-    assert "negative dimension" in capsys.readouterr().out  # in the table
+    assert "negative dimension" in capsys.readouterr().out  # the table shows it
 
 
 @pytest.mark.parametrize("rows", ["huggingface/eager/32", "nobody/eager/1/0", "nanogpt/fast/1/0", "llmc/*"])
-def test_a_row_of_swapped_models_that_is_none(rows, capsys):
+def test_malformed_rows_are_refused(rows, capsys):
     with pytest.raises(SystemExit):
-        swap_benchmark("--rows", rows)
+        run_swap_benchmark("--rows", rows)
     assert rows in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "swap.json"] if p.exists()])
-def test_the_pages_have_the_kept_runs_figures_of_swapped_models(path):
-    """They are what `python -m benchmarks.swap --from benchmarks/results/swap.json --pages` puts there."""
+def test_the_pages_have_the_kept_swap_figures(path):
+    """They are what `python -m benchmarks.swap --from benchmarks/results/swap.json --pages` writes."""
     from benchmarks.swap import table
 
     for page, text in table.filled(ROOT, table.load([path])).items():

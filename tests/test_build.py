@@ -1,4 +1,4 @@
-"""What the libraries may depend on, what the build says when something is missing, and csrc without torch."""
+"""The libraries' dependencies, the build's errors for missing parts, and csrc without torch."""
 
 import collections
 import os
@@ -20,16 +20,16 @@ LIBRARIES = [p for p in (_library.CPU_LIBRARY, _library.CUDA_LIBRARY) if p.exist
 needs_sources = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="only in a checkout")
 
 
-def undefined_symbols(library):
+def list_undefined(library):
     listing = subprocess.run(["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True)
     return [line.split()[-1] for line in listing.stdout.splitlines()]
 
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
-def test_only_the_stable_abi(library):
-    """No C++ symbol of c10, at or torch, whose ABI changes with every release, and none of Python's."""
-    symbols = undefined_symbols(library)
+def test_libraries_use_only_the_stable_abi(library):
+    """They use no C++ symbol of c10, at or torch, whose ABI changes with every release, and none of Python's."""
+    symbols = list_undefined(library)
     assert any(s.startswith("aoti_torch_") for s in symbols)
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
     assert [s for s in symbols if re.match(r"_?Py[A-Z]", s)] == []
@@ -54,8 +54,8 @@ def run_python(code, **environment):
     ("library", "reason"),
     [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
 )
-def test_missing_cuda_library_is_said(library, reason):
-    """Import and the CPU work; the first CUDA call and info say why CUDA does not."""
+def test_missing_cuda_library_is_reported(library, reason):
+    """Import and the CPU work; info and the first CUDA call give the reason."""
     code = f"""
         import pathlib, torch
         torch.version.cuda = torch.version.cuda or "13.0"
@@ -87,7 +87,7 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 
 @pytest.mark.parametrize("wish", CAPABILITIES)
 def test_cpu_capability_can_be_chosen(wish):
-    """Up to the processor's. What it lacks is an error, never another copy of the kernels."""
+    """A capability that the processor lacks is an error, and is never replaced by another."""
     done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
     if done.returncode == 0:
         assert done.stdout.strip() == wish
@@ -96,13 +96,13 @@ def test_cpu_capability_can_be_chosen(wish):
         assert f"ImportError: gptkernels: GPTKERNELS_CPU_CAPABILITY asks for {wish}, but this processor" in done.stderr
 
 
-def test_unknown_cpu_capability():
+def test_unknown_cpu_capability_is_refused():
     done = run_python("import gptkernels", GPTKERNELS_CPU_CAPABILITY="sse9")
     assert "ImportError: gptkernels: GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got sse9" in done.stderr
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """The order of additions and the roundings of a product are fixed in the source, not by the instruction set."""
+    """The source fixes the order of additions and the roundings of a product."""
     code = """
         import hashlib, torch, gptkernels
         torch.manual_seed(0)
@@ -133,29 +133,33 @@ WITHOUT_TORCH = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "
 @pytest.mark.parametrize("source", CPU_SOURCES, ids=lambda p: p.name)
 def test_every_cpu_kernel_compiles_without_torch(source):
     done = subprocess.run(
-        [compiler(), *WITHOUT_TORCH, source], capture_output=True, text=True, env=without_include_paths(), check=False
+        [find_compiler(), *WITHOUT_TORCH, source],
+        capture_output=True,
+        text=True,
+        env=remove_include_paths(),
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
-def compiler():
+def find_compiler():
     return shutil.which(os.environ.get("CXX", "c++"))
 
 
-def without_include_paths():
-    """The environment, without what adds folders to a compiler's search."""
+def remove_include_paths():
+    """Return the environment without variables that add folders to a compiler's search."""
     return {k: v for k, v in os.environ.items() if k not in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH")}
 
 
 @needs_sources
 def test_csrc_has_no_torch(tmp_path):
-    """No source below csrc includes torch, and a program of its own calls a kernel."""
+    """No source in csrc includes torch, and a program without torch calls a kernel."""
     sources = sorted((ROOT / "csrc").rglob("*.*"))
     assert [p.name for p in sources if re.search(r"#include.*(torch|ATen|c10)", p.read_text())] == []
     program = tmp_path / "standalone"
     subprocess.run(
         [
-            compiler(),
+            find_compiler(),
             "-std=c++20",
             "-O1",
             "-pthread",
@@ -169,7 +173,7 @@ def test_csrc_has_no_torch(tmp_path):
     assert subprocess.run([program], capture_output=True, text=True, check=False).stdout == "ok\n"
 
 
-def types_defined(source):
+def find_types(source):
     """Yields the classes and enumerations that the text defines in named namespaces, as (namespace, name)."""
     code = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", source, flags=re.S)
     scopes = []  # one per open brace: the namespace's name, "" if it is anonymous, None if it is no namespace
@@ -185,21 +189,21 @@ def types_defined(source):
 
 
 @needs_sources
-def test_one_definition_of_each_type():
+def test_types_have_one_definition():
     """Two types of one name in one namespace are undefined behaviour, which neither compiler nor linker reports."""
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
-            for namespace, name in types_defined(source.read_text()):
+            for namespace, name in find_types(source.read_text()):
                 for device in ("cpu", "cuda"):
                     found[namespace.replace("GPTKERNELS_DEVICE", device), name].add(source.name)
-    assert {"Matmul", "GemmBackend", "AlgorithmChoice"} <= {name for _, name in found}
+    assert {"Matmul", "GemmBackend", "LtAlgorithm"} <= {name for _, name in found}
     assert {key: files for key, files in found.items() if len(files) > 1} == {}
 
 
 @needs_sources
 def test_instruction_sets_agree(tmp_path):
-    """Attention's kernels for processors other than this one, where this one can run them."""
+    """Attention's kernels for other instruction sets agree, if this processor has them."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     program = tmp_path / "instruction_sets"
     source = ROOT / "tests/instruction_sets.cpp"
@@ -209,7 +213,7 @@ def test_instruction_sets_agree(tmp_path):
 
 
 def configure(tmp_path, *options):
-    """CMake's configuration in an environment without nvcc."""
+    """Run CMake's configuration in an environment without nvcc."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")}
     environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
@@ -221,7 +225,7 @@ def configure(tmp_path, *options):
 @needs_sources
 @pytest.mark.skipif(os.path.exists("/usr/bin/nvcc"), reason="nvcc cannot be hidden here")
 def test_build_without_nvcc(tmp_path):
-    """Demanded and impossible: an error; otherwise a line in the log."""
+    """CUDA without nvcc is an error if it is required, otherwise a line in the log."""
     demanded = configure(tmp_path, "-DGPTKERNELS_CUDA=1")
     assert demanded.returncode != 0
     assert "demands the CUDA library, but nvcc was not found" in re.sub(r"\s+", " ", demanded.stderr)

@@ -1,9 +1,11 @@
-"""The pages that tell what there is, against what there is."""
+"""The pages agree with the sources."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+from benchmarks import ledger
 
 from api_reference import operators, reference
 
@@ -12,8 +14,8 @@ DOCS = ROOT / "docs"
 PAGES = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*.md")]
 
 
-def test_the_reference_is_of_this_version():
-    """Every public name, and nothing else."""
+def test_the_reference_is_current():
+    """It has every public name, and no other."""
     assert (DOCS / "api.md").read_text() == reference(), "python tests/api_reference.py > docs/api.md"
 
 
@@ -25,7 +27,7 @@ def test_the_reference_has_every_operator():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     for link in re.findall(r"\]\(([\w/.-]+)(?:#[\w-]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
 
@@ -39,8 +41,8 @@ def test_the_index_names_every_page():
 # ---- troubleshooting -------------------------------------------------------------------------------------------------
 
 
-def said():
-    """All that the sources say, with ``...`` for what is put in."""
+def read_messages():
+    """Return all text of the sources, with ``...`` for inserted values."""
     kinds = {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
     files = [path for folder in ("python", "csrc", "ops", "cmake") for path in (ROOT / folder).rglob("*")]
     text = "\n".join(path.read_text() for path in files if path.suffix in kinds)
@@ -49,26 +51,51 @@ def said():
     return " ".join(text.split())
 
 
-def test_messages_are_as_they_are_written():
+def test_messages_are_in_the_sources():
     page = (DOCS / "troubleshooting.md").read_text()
     messages = [line for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines()]
     assert len(messages) > 30
-    sources = said()
+    sources = read_messages()
     for message in messages:
         parts = [part.strip(" :'()/") for part in message.split("...")]
         parts = [part for part in parts if len(part) > 4 and part != "gptkernels"]
         assert parts, message
-        for part in parts:  # a sentence, or one that another sentence is put into
+        for part in parts:  # a sentence may have another one inserted
             whole = part in sources or all(piece.strip() in sources for piece in re.split(r"(?<=: )|(?<=, but )", part))
             assert whole, f"{part!r} of {message!r}"
 
 
-# ---- what composes ---------------------------------------------------------------------------------------------------
+# ---- docs/compose.md -------------------------------------------------------------------------------------------------
 
 
-def test_the_tests_that_are_named_exist():
+def test_named_tests_exist():
     page = (DOCS / "compose.md").read_text()
     named = re.findall(r"`(test_\w+)(?:\.py)?::(test_\w+)`", page)
     assert len(named) > 40
     for file, test in named:
         assert f"\ndef {test}(" in next((ROOT / "tests").rglob(f"{file}.py")).read_text(), f"{file}::{test}"
+
+
+# ---- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_is_current():
+    assert ledger.PAGE.read_text() == ledger.page(), "python -m benchmarks.ledger"
+
+
+def test_the_ledger_compares_runs_with_and_without_a_variant(tmp_path, monkeypatch):
+    run = json.loads((ledger.RESULTS / "h200.json").read_text())
+    rows = [row for row in run["rows"] if row["name"] == "layernorm bwd"]
+    without = [{**row, "times": {"ours": [1.1 * t for t in row["times"]["ours"]]}} for row in rows]
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "norm_ring_of_rows.json").write_text(json.dumps({**run, "rows": without}))
+    (tmp_path / "without" / "norm_ring_of_rows_2.json").write_text("of another variant")
+    kept = ledger.measured([ledger.RESULTS / "h200.json"])
+    monkeypatch.setattr(ledger, "RESULTS", tmp_path)
+    files = [path for path in ledger.CUDA.glob("norm/*.cu") if path.name == "layernorm.cu"]
+    measured, missing = "layernorm bwd 65536x768 bfloat16", "softmax fwd 65536x768 bfloat16"
+    ring = ledger.Variant("norm", "ring, of rows", files, "loads", [measured, missing])
+    with_ring, without_ring = (f"{kept[measured] * factor * 1e6:.1f} us" for factor in (1, 1.1))
+    first, second = ledger.cells(ring, kept)
+    assert first[3:] == [measured, with_ring, without_ring, f"10.0 % ({ledger.lines_of(files) / 10:.0f} lines)"]
+    assert second[5:] == ["not measured", ""]

@@ -1,4 +1,4 @@
-"""The programs in ``examples``, run as their pages say."""
+"""The programs in ``examples`` run as their pages say."""
 
 import os
 import re
@@ -18,25 +18,25 @@ from gptkernels.models import GPT2, GPT2Config
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 LIBRARIES = Path(gptkernels.__file__).parent / "lib"
-PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # pip's cmake and ninja
+PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # with pip's cmake
 needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, reason="needs cmake")
 
 
-def environment(**more):
-    """With the package that is tested."""
+def make_environment(**more):
+    """Return the environment with the package under test."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
 
 def run(*command, **options):
-    """What the program prints."""
-    options = {"env": environment(), "capture_output": True, "timeout": 400, **options}
+    """Run a program and return its output."""
+    options = {"env": make_environment(), "capture_output": True, "timeout": 400, **options}
     found = subprocess.run(list(map(str, command)), **options)
     assert found.returncode == 0, found.stderr[-4000:]
     return found.stdout
 
 
-def python(script, *arguments, **options):
+def run_python(script, *arguments, **options):
     return run(sys.executable, EXAMPLES / script, *arguments, text=True, **options)
 
 
@@ -49,29 +49,31 @@ def build(source, folder, *options):
     run(cmake, "--build", folder)
 
 
-def losses_in(text):
+def read_losses(text):
     return [float(found) for found in re.findall(r"loss'?:? '?([\d.]+)", text)]
 
 
 def test_nanogpt(device):
-    """It learns, and as it does unswapped; dropout's numbers are others."""
+    """The program learns as it does unswapped, up to other dropout masks."""
     arguments = "--steps", 21, "--device", device
-    ours, theirs = (python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
+    ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
     assert "gpt block" in ours
     assert "gpt block" not in theirs
-    ours, theirs = losses_in(ours), losses_in(theirs)
+    ours, theirs = read_losses(ours), read_losses(theirs)
     assert len(ours) == 3
     assert ours[-1] < ours[0] - 1
     assert ours == pytest.approx(theirs, rel=2e-2)
 
 
 def test_huggingface(device, tmp_path):
-    """It learns, and what it saves is loaded by their library."""
+    """The program learns, and transformers loads the saved model."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     cpu = ["--cpu"] if device.type == "cpu" else []
-    text = python("huggingface/train.py", "--steps", 20, "--output", tmp_path, *cpu, env=environment(WORLD_SIZE="1"))
-    losses = losses_in(text)
+    text = run_python(
+        "huggingface/train.py", "--steps", 20, "--output", tmp_path, *cpu, env=make_environment(WORLD_SIZE="1")
+    )
+    losses = read_losses(text)
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -80,16 +82,16 @@ def test_huggingface(device, tmp_path):
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    """The program continues a text as Python does, without it."""
+    """The program continues a text as Python does, without Python."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=64))
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(5 if p.dim() == 2 else 1)  # else it repeats one byte
+            p.mul_(5 if p.dim() == 2 else 1)  # with small weights it repeats one byte
     save_model(tmp_path / "model.safetensors", model.state_dict(), model.config)
-    with ThreadPoolExecutor() as pool:  # two compilations at once
+    with ThreadPoolExecutor() as pool:  # the two compilations run at the same time
         built = pool.submit(build, "cpp", tmp_path / "build")
-        python("cpp/export.py", tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device)
+        run_python("cpp/export.py", tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device)
         built.result()
     program, libraries = tmp_path / "build" / "generate", [LIBRARIES / "libgptkernels.so"]
     linked = run("ldd", program, text=True)
@@ -110,7 +112,7 @@ def test_cpp(device, tmp_path):
 
 @needs_cmake
 def test_adding_an_op(device, tmp_path):
-    """It is built beside the package, and passes its own tests."""
+    """The op is built outside of the package, and passes its own tests."""
     cuda = device.type == "cuda"
     build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}")
     libraries = [str(tmp_path / "libsquared_relu.so")] + [str(tmp_path / "libsquared_relu_cuda.so")] * cuda

@@ -1,4 +1,4 @@
-"""The README's examples, run as they stand."""
+"""The README's examples run as they are written."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if READM
 
 
 @pytest.mark.parametrize("example", range(len(EXAMPLES)))
-def test_example(example):
+def test_examples_run(example):
     exec(compile(EXAMPLES[example], f"README.md, example {example + 1}", "exec"), {"__name__": "example"})
 
 

@@ -1,9 +1,9 @@
-"""Damaged files: every mutant loads, or is refused with a ValueError or an OSError that has a sentence.
+"""Damaged files: every mutant loads, or raises a ValueError or an OSError with a message.
 
 `python -m fuzz.files --calls N --seed S` (in tests/) mutates models (`.bin` of versions 3 and 5, `.safetensors`),
 training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and the loader's states. A
 finding is another exception, a crash, a load that takes more than `SECONDS` or `EXTRA_BYTES` of address space, or, for
-files that carry checksums, other content than was saved. A finding's call can be repeated alone: `--only CALL`.
+files with checksums, other content than was saved. `--only CALL` repeats the call of a finding.
 """
 
 from __future__ import annotations
@@ -29,13 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gptkernels.checkpoint import (
-    load_model,
-    load_training_state,
-    save_model,
-    save_training_state,
-    to_huggingface,
-)
+from gptkernels.checkpoint import load_model, load_training_state, save_model, save_training_state, to_huggingface
 from gptkernels.convert import convert, load
 from gptkernels.data import DataLoader, TokenFile, load_tokenizer, write_tokens
 from gptkernels.data.tokenizer import CharTokenizer, train_bpe, write_llmc_tokenizer
@@ -50,7 +44,7 @@ VALUES = [None, True, False, 0, -1, 1.5, 1e308, 2**31, 2**63, 2**64, 10**30, "",
 
 
 class Kind(NamedTuple):
-    """A kind of file: its name, a sound file's bytes, and what reads it."""
+    """A kind of file: its name, a sound file's bytes, and its reader."""
 
     name: str
     data: bytes
@@ -59,7 +53,7 @@ class Kind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One mutant: its kind and its bytes."""
+    """A mutant: its kind and its bytes."""
 
     kind: Kind
     data: bytes
@@ -69,7 +63,7 @@ class Call(NamedTuple):
 
 
 def make_kinds(folder: Path) -> list[Kind]:
-    """A sound file of every kind."""
+    """Make a sound file of every kind."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(block_size=4, vocab_size=10, n_layer=2, n_head=2, n_embd=8))
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -161,7 +155,7 @@ def _use_tokenizer(path: Path) -> Any:
 
 
 class _Folder:
-    """Reads a Hugging Face folder of which one file is another."""
+    """Reads a Hugging Face folder in which one file is replaced."""
 
     def __init__(self, sound: Path, name: str) -> None:
         self._sound, self._name = sound, name
@@ -177,7 +171,7 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the loader of a configuration, as far as its arguments are integers, and loads its state."""
+    """Makes the loader of a configuration, if its arguments are integers, and loads its state."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
@@ -202,7 +196,7 @@ class _Loader:
 
 
 def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
-    """The mutant of a seed and a number: the same one every time."""
+    """Make the mutant of a seed and a number, always the same."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds)
     mutations: list[Callable[[random.Random, bytes], bytes]] = [_flip, _overwrite, _cut, _insert, _remove, _integer]
@@ -219,7 +213,7 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """A position: half of the time within the first bytes, where the headers are."""
+    """Choose a position, half of the time within the first bytes, where the headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -251,7 +245,7 @@ def _remove(rng: random.Random, data: bytes) -> bytes:
 
 
 def _integer(rng: random.Random, data: bytes) -> bytes:
-    """An int32 of the header becomes another."""
+    """Replace an int32 of the header."""
     at = 4 * rng.randrange(10)
     return data[:at] + struct.pack("<i", rng.choice(INTEGERS)) + data[at + 4 :]
 
@@ -279,7 +273,7 @@ def _json_value(rng: random.Random, data: bytes) -> bytes:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a tree of lists and dicts."""
+    """Yield every (container, key) of a tree of lists and dicts."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key
@@ -295,36 +289,36 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
     return len(header).to_bytes(8, "little") + header + data[8 + length :]
 
 
-# ---- what a mutant does ----------------------------------------------------------------------------------------------
+# ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    """Load a mutant: ("same" | "other" | "refused" | "finding", what was found)."""
+    """Load a mutant; return ("same" | "other" | "refused" | "finding", a description)."""
     path = folder / call.kind.name
-    _write_anew(path, call.data)
+    _replace_file(path, call.data)
     try:
         content = call.kind.load(path)
     except (ValueError, OSError) as error:
-        return ("refused", "") if str(error).strip() else ("finding", f"{type(error).__name__} without a sentence")
+        return ("refused", "") if str(error).strip() else ("finding", f"{type(error).__name__} without a message")
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # a panic in a Rust library is no Exception
+    except BaseException as error:  # a panic in a Rust library is a BaseException
         where = traceback.extract_tb(error.__traceback__)[-1]
         return "finding", f"{type(error).__name__} in {Path(where.filename).name} {where.name}: {str(error)[:200]}"
-    _write_anew(path, call.kind.data)
+    _replace_file(path, call.kind.data)
     if digest(content) == digest(call.kind.load(path)):
         return "same", ""
-    return ("finding", "other content in spite of checksums") if call.kind.checksummed else ("other", "")
+    return ("finding", "other content despite checksums") if call.kind.checksummed else ("other", "")
 
 
-def _write_anew(path: Path, data: bytes) -> None:
-    """Write another file of this name. What was loaded of the one before may be a view of it, and stays whole."""
+def _replace_file(path: Path, data: bytes) -> None:
+    """Write a new file of this name, because loaded data may be a view of the old one."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def digest(content: Any) -> bytes:
-    """A hash of nested containers, tensors and plain values."""
+    """Hash nested containers, tensors and plain values."""
     found = hashlib.sha256()
     _feed(found, content)
     return found.digest()
@@ -351,14 +345,14 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """In a child: judge the calls, each announced by its number before and answered after."""
+    """Judge calls in a child process; announce each number before its call, and send the outcome after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
         kinds = make_kinds(folder)
         mutants = folder / "mutants"
         mutants.mkdir()
-        for kind in kinds:  # what libraries allocate on first use
+        for kind in kinds:  # libraries allocate memory at their first use
             judge(Call(kind, kind.data), mutants)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + EXTRA_BYTES
@@ -372,7 +366,7 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
 
 
 def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
-    """Judge the calls in child processes: how many of each outcome, and the findings."""
+    """Judge the calls in child processes; return the counts of outcomes, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     start = calls.start
@@ -382,7 +376,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge calls in one child, until it ends, hangs or crashes; return the next call."""
+    """Judge calls in one child until it ends, hangs or crashes; return the next call."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)
@@ -418,7 +412,7 @@ def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign and print its counts; 1 where there are findings."""
+    """Run a campaign and print its counts; return 1 if there are findings."""
     parser = argparse.ArgumentParser("fuzz.files", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, metavar="N", help="how many mutants (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="which mutants (default: 0)")

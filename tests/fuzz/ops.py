@@ -2,21 +2,21 @@
 
     cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A call is known by its seed and index; a failing one is printed as a command that repeats it, with the choices that were
-made simpler while it went on failing:
+A seed and an index determine a call. A failing call is printed as a command that repeats it, with the choices that
+could be made simpler without losing the failure:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``, in the
-root mean square too, and products by ``assert_product``, which does not depend on torch. Some also check that the same
-call gives the same bits again, and some break an argument, which must be an error that names the operator.
+Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``, also in
+the root mean square, and products by ``assert_product``, which does not depend on torch. Some calls are repeated and
+must give the same bits, and some have a wrong argument and must raise an error that names the operator.
 
 Half of the calls on CUDA are of real size: they fill the GPU several times (``--set size=real`` for these
-alone). With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process goes on.
+alone). With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process continues.
 
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
-therefore made again with other numbers (``trial``), up to 400 times. It must keep the rule beside torch's worst error
-in these trials, and our errors in all of them must keep it on the whole, in the root mean square. An error that torch's
+therefore made again with other numbers (``make_trial``), up to 400 times. It must keep the rule against torch's worst
+error in these trials, and the root mean square of our errors in all trials must keep it, too. An error that torch's
 kernels do not make on such arguments is still found.
 """
 
@@ -38,47 +38,47 @@ from multiprocessing import connection
 
 import torch
 
-from fuzz.draw import FLOATING, Draw
-from fuzz.entries import ENTRIES, Call
-from gptkernels.testing.exactness import (
-    Errors,
-    assert_norm_as_exact_as_torch,
-    assert_product,
-    root_mean_square_error,
-)
+from gptkernels.testing.cases import OPERATORS, Call
+from gptkernels.testing.checks import other_numbers
+from gptkernels.testing.draw import FLOATING, Draw
+from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product, root_mean_square_error
 from helpers import assert_as_exact_as_torch, double
 
-LAUNCHED = 32  # calls of one task; on CUDA small ones are launched before the first is checked: fewer waits for it
-MOST_KEPT = 2**30  # bytes of CUDA's memory that a process keeps for its next calls; others need some too
-NEAR = 2.0**-13  # the relative change of numbers in trials that keep what they are to each other
-TRIALS = (1, 10, 100, 400)  # after so many, their worst errors are compared; the last not at real size
+LAUNCHED = 32  # calls of one task; on CUDA small ones are all launched before the first is checked, which synchronises
+MOST_KEPT = 2**30  # bytes of CUDA memory that a process keeps for its next calls
+TRIALS = (1, 10, 100, 400)  # worst errors are compared after these counts; the last does not apply to real size
 
 
 # ---- one call -------------------------------------------------------------------------------------------------------
+
+
+def list_operators():
+    """Return the names of the operators that are drawn."""
+    return [name for name, operator in OPERATORS.items() if operator.weight]
 
 
 def launch(draw, op=None):
     """Make one call.
 
     Returns:
-        The Trial whose results are to be checked; None if the call has been checked, because it had to be refused.
+        The Trial whose results are to be checked; None if the call had to raise an error, and did.
 
     Raises:
-        AssertionError: the operator took what it should refuse.
-        Exception: what the operator raised.
+        AssertionError: the operator accepted a wrong argument.
+        Exception: the operator's.
     """
-    names = list(ENTRIES)
-    draw.op = draw.choose("op", names, [ENTRIES[n][1] for n in names])
+    names = list_operators()
+    draw.op = draw.choose("op", names, [OPERATORS[n].weight for n in names])
     draw.op = op or draw.op
     enter("draw")
-    call = ENTRIES[draw.op][0](draw)
+    call = OPERATORS[draw.op].draw(draw)
     draw.call = describe(call)
     enter("ours", draw.call)
     broken = break_argument(draw, call) if draw.chance("broken", 0.08) else None
     if broken:
         check_refused(draw, call, *broken)
         return None
-    return first_trial(draw, call)
+    return make_first_trial(draw, call)
 
 
 def run(draw, op=None):
@@ -86,15 +86,15 @@ def run(draw, op=None):
 
     Raises:
         AssertionError: the result is wrong, or the same call gave other bits.
-        Exception: what the operator raised.
+        Exception: the operator's.
     """
     first = launch(draw, op)
     if first:
-        check(draw, first, *where_checked(draw, [first]))
+        check(draw, first, *choose_device(draw, [first]))
 
 
-def tensors_of(trial):
-    """All tensors of a call with one output by name, for ``Call.products``."""
+def name_tensors(trial):
+    """Return all tensors of a call with one output by name, for ``Call.products``."""
     named = dict(zip(trial.call.args, trial.args, strict=True))
     named |= {"out": trial.ours[0], "dout": trial.douts[0]}
     return named | {f"d{name}": t for name, t in zip(trial.wanted, trial.ours[len(trial.douts) :], strict=True)}
@@ -110,11 +110,11 @@ def describe(call):
     return f"{call.text}; " + ", ".join(f"{name} {of(t)}" for name, t in call.args.items())
 
 
-def first_trial(draw, call):
-    wanted = wanted_gradients(draw, call)
+def make_first_trial(draw, call):
+    wanted = choose_gradients(draw, call)
     args = list(call.args.values())
-    leaves = as_leaves(call, args, wanted)
-    outs = listed(call.ours(*leaves))
+    leaves = make_leaves(call, args, wanted)
+    outs = make_list(call.ours(*leaves))
     special = "nan" if call.nan_gradients else "none"
     douts = [
         draw.tensor(f"dout{i}", out.shape, out.dtype, special=special, denormal=call.denormal_gradients)
@@ -122,36 +122,36 @@ def first_trial(draw, call):
     ]
     if len(outs) > 1 and wanted and draw.chance("an output unused", 0.2):
         douts[draw.choose("unused output", range(len(outs)))] = None
-    found = [t.detach() for t in outs] + gradients(outs, leaves, douts)
+    found = [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
     if draw.real and draw.device.type == "cuda":
-        torch.cuda.synchronize()  # so that a hang is this stage's
-    again = made_again(draw, call, douts, wanted) if draw.chance("again", 0.05) else []
+        torch.cuda.synchronize()  # a hang is then reported for this stage
+    again = repeat_call(draw, call, douts, wanted) if draw.chance("again", 0.05) else []
     enter("torch's")
-    return Trial(call, wanted, args, douts, found, results(call, call.torchs, args, douts, wanted), again)
+    return Trial(call, wanted, args, douts, found, compute_results(call, call.torchs, args, douts, wanted), again)
 
 
-def wanted_gradients(draw, call):
-    """The arguments that ask for a gradient: all, some or none."""
-    names = [n for n, t in call.args.items() if t is not None and t.is_floating_point() and n not in call.fixed]
+def choose_gradients(draw, call):
+    """Return the arguments that require a gradient: all, some or none."""
+    names = list(call.differentiable())
     which = draw.choose("gradients", ("all", "some", "none"), (6, 3, 1))
     if which == "some":
         names = [n for n in names if draw.chance(f"{n}.gradient", 0.5)]
     return [] if which == "none" else names
 
 
-def as_leaves(call, args, wanted):
-    """The arguments as leaves of a graph, in their own layouts."""
+def make_leaves(call, args, wanted):
+    """Return the arguments as leaves of a graph, in their layouts."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
 
 
-def listed(outs):
+def make_list(outs):
     return list(outs) if isinstance(outs, tuple | list) else [outs]
 
 
-def gradients(outs, leaves, douts):
-    """For the leaves that ask for one; zeros where the outputs in use do not depend on a leaf."""
+def compute_gradients(outs, leaves, douts):
+    """Return gradients of the leaves that require one, zeros if the used outputs do not depend on a leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -160,28 +160,28 @@ def gradients(outs, leaves, douts):
     return list(torch.autograd.grad(used, inputs, given, allow_unused=True, materialize_grads=True))
 
 
-def results(call, function, args, douts, wanted):
-    """What the function returns, and the gradients."""
-    leaves = as_leaves(call, args, wanted)
-    outs = listed(function(*leaves))
-    return [t.detach() for t in outs] + gradients(outs, leaves, douts)
+def compute_results(call, function, args, douts, wanted):
+    """Return the function's outputs, then the gradients."""
+    leaves = make_leaves(call, args, wanted)
+    outs = make_list(function(*leaves))
+    return [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
 
 
-# ---- what is checked ------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
 class Trial:
-    """A call and what came of it.
+    """A call and its results.
 
     Attributes:
         call: from the table.
         wanted: names of the arguments whose gradients are wanted.
-        args: tensors, or None for what is absent.
+        args: tensors, or None for absent ones.
         douts: gradients of the outputs, None for an output that is not used.
         ours: our outputs, then gradients.
         torchs: torch's.
-        again: ours of the same call, made a second time; empty if it was not.
+        again: our results of the same call, made a second time; empty if it was made once.
     """
 
     call: Call
@@ -193,46 +193,26 @@ class Trial:
     again: list = dataclasses.field(default_factory=list)
 
 
-def trial(draw, first, i):
-    """The same call with other numbers.
-
-    Of every second trial each floating argument has its rows and columns in another order, and is multiplied by a
-    factor of its own between 7/8 and 1. In the others its numbers stay in their places, and each is changed by some of
-    its last bits, equal ones equally: so sums that cancel still do, and scores that are nearly equal are. Zeros,
-    constants, equal rows, infinities, magnitudes and strides always stay.
-    """
+def make_trial(draw, first, i):
+    """Make the same call with other numbers."""
 
     def changed(t, name):
-        if t is None or not t.is_floating_point():
-            return t
-        source = draw.source(f"trial {i}, {name}")
-        random = torch.rand((), dtype=torch.float64, **source).item()
-        if i % 2:
-            change = max(NEAR, 4 * torch.finfo(t.dtype).eps) * (t.double() * (1e3 + 1e3 * random)).sin()
-            values = (t.double() * (1 + change.nan_to_num(0))).to(t.dtype)
-        else:
-            values = t
-            for dim, size in enumerate(t.shape):
-                values = values.index_select(dim, draw.put(torch.randperm(size, **source)))
-            values = (values.double() * (1 - random / 8)).to(t.dtype)
-        if any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True)):
-            return values
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)
+        return other_numbers(t, i, draw.source(f"trial {i}, {name}"))
 
     call, wanted = first.call, first.wanted
     args = [changed(t, name) for name, t in zip(call.args, first.args, strict=True)]
     douts = [changed(t, f"dout{j}") for j, t in enumerate(first.douts)]
-    found = [results(call, function, args, douts, wanted) for function in (call.ours, call.torchs)]
+    found = [compute_results(call, function, args, douts, wanted) for function in (call.ours, call.torchs)]
     return Trial(call, wanted, args, douts, *found)
 
 
-def where_checked(draw, trials):
-    """The trials where they are compared: those of real size stay on the device."""
-    return trials if draw.real else on_cpu(trials)
+def choose_device(draw, trials):
+    """Return the trials on the device of comparison: real sizes stay on their device."""
+    return trials if draw.real else copy_to_cpu(trials)
 
 
-def on_cpu(trials):
-    """The trials with all tensors on the CPU, in one copy of bytes: every copy waits for the device."""
+def copy_to_cpu(trials):
+    """Copy all tensors of the trials to the CPU as one tensor of bytes, because every copy synchronises."""
     lists = ("args", "douts", "ours", "torchs", "again")
     tensors = [t for trial in trials for name in lists for t in getattr(trial, name) if t is not None]
     if all(t.device.type == "cpu" for t in tensors):
@@ -251,32 +231,32 @@ def on_cpu(trials):
     ]
 
 
-def bytes_of(t):
+def view_bytes(t):
     return t.new_empty(t.numel()).copy_(t.reshape(-1)).view(torch.uint8)
 
 
-def formula(trial):
-    """The formula in float64, where the trial is."""
+def compute_formula(trial):
+    """Compute the formula in float64 on the trial's device."""
     args = [double(t) if t is not None and t.is_floating_point() else t for t in trial.args]
-    return results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
+    return compute_results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
 
 def check(draw, first, compared):
-    """Hold the results to the rules; where they break that beside torch's error, with more trials.
+    """Hold the results to the rules; if torch's errors make them fail, repeat with more trials.
 
     Args:
         draw: of the call.
         first: the call as it was made.
-        compared: the same where it is compared, see ``where_checked``.
+        compared: the same call on the device of comparison, see ``choose_device``.
     """
     for one, other in zip(compared.ours, compared.again, strict=False):
-        assert torch.equal(bytes_of(one), bytes_of(other)), "the same call gave other bits"
+        assert torch.equal(view_bytes(one), view_bytes(other)), "the same call gave other bits"
     enter("products")
-    for arguments in first.call.products(tensors_of(compared)):
+    for arguments in first.call.products(name_tensors(compared)):
         assert_product(*arguments)
     enter("formula")
     names = [f"output {i}" for i in range(len(first.douts))] + [f"d{name}" for name in first.wanted]
-    results = list(zip(compared.ours, compared.torchs, formula(compared), strict=True))
+    results = list(zip(compared.ours, compared.torchs, compute_formula(compared), strict=True))
     try:
         hold(names, results, [0.0] * len(names), [0.0] * len(names))
     except AssertionError:
@@ -284,15 +264,16 @@ def check(draw, first, compared):
 
 
 def hold(names, results, errors, norms):
-    """Hold results (ours, torch's, the formula's) to the rules, beside torch's errors on other numbers."""
+    """Hold results (ours, torch's, the formula's) to the rules, given torch's errors on other numbers."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
 
 
 def hold_with_trials(draw, first, names, results):
-    """Hold the results to the rules beside torch's worst errors in more and more trials."""
-    errors, norms = [Errors() for _ in names], [[] for _ in names]
+    """Hold the results to the rules, given torch's worst errors in more and more trials."""
+    noise, luck = first.call.noise(first.args, first.douts), 2.0 if first.call.torchs_splits else 1.0
+    errors, norms = [Errors(noise, luck) for _ in names], [[] for _ in names]
 
     def add(found):
         for e, norm, (ours, torchs, exact) in zip(errors, norms, found, strict=True):
@@ -304,11 +285,11 @@ def hold_with_trials(draw, first, names, results):
     for begin, enough in itertools.pairwise(TRIALS[:3] if draw.real else TRIALS):
         for some in range(begin, enough, together):
             enter("other numbers")
-            more = [trial(draw, first, i) for i in range(some, min(some + together, enough))]
-            for other in where_checked(draw, more):
-                found = list(zip(other.ours, other.torchs, formula(other), strict=True))
+            more = [make_trial(draw, first, i) for i in range(some, min(some + together, enough))]
+            for other in choose_device(draw, more):
+                found = list(zip(other.ours, other.torchs, compute_formula(other), strict=True))
                 add(found)
-                # here only infinities and NaN, where the formula has them and nowhere else
+                # this checks only that infinities and NaN are where the formula has them
                 hold(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
             hold(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
@@ -320,22 +301,22 @@ def hold_with_trials(draw, first, names, results):
     raise failure
 
 
-def made_again(draw, call, douts, wanted):
-    """The results of the same call; on the CPU with another number of threads, where the bits do not depend on it."""
+def repeat_call(draw, call, douts, wanted):
+    """Return the results of the same call; on the CPU with another number of threads, unless the bits depend on it."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
             torch.set_num_threads(3 if threads == 1 else 1)
-        return results(call, call.ours, call.args.values(), douts, wanted)
+        return compute_results(call, call.ours, call.args.values(), douts, wanted)
     finally:
         torch.set_num_threads(threads)
 
 
-# ---- calls that must be refused -------------------------------------------------------------------------------------
+# ---- wrong arguments -------------------------------------------------------------------------------------------------
 
 
 def break_argument(draw, call):
-    """The name of an argument and what the operator does not take in its place; None where nothing is known."""
+    """Return the name and a wrong value of an argument; None if the choice does not apply."""
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -354,7 +335,7 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """An index that is out of range. Not on CUDA, where it ends the process by a device-side assertion."""
+    """Return an index out of range; not on CUDA, where a device-side assertion ends the process."""
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
         return None
@@ -382,8 +363,8 @@ def check_refused(draw, call, name, value):
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
-def failure_of(seed, index, device, op=None, replaced=None):
-    """None, or the draw and the exception of a call that fails."""
+def find_failure(seed, index, device, op=None, replaced=None):
+    """Return the draw and the exception of a call if it fails, else None."""
     draw = Draw(seed, index, device, replaced)
     draw.call = "?"
     try:
@@ -393,10 +374,10 @@ def failure_of(seed, index, device, op=None, replaced=None):
     return None
 
 
-def simplified(draw, error, seed, index, device, op, seconds):
-    """Make the choices of a failing call simpler, one after the other, as long as it fails in the same way.
+def simplify(draw, error, seed, index, device, op, seconds):
+    """Make the choices of a failing call simpler, one after the other, while it fails in the same way.
 
-    A CUDA error ends all work of its process on the device, so that nothing more can be tried.
+    After a CUDA error the process cannot use the device, so nothing is tried.
     """
     if "CUDA error" in str(error):
         return draw, error
@@ -411,7 +392,7 @@ def simplified(draw, error, seed, index, device, op, seconds):
                 if time.monotonic() > end:
                     break
                 enter("a simpler call")
-                found = failure_of(seed, index, device, op, {**draw.replaced, name: str(value)})
+                found = find_failure(seed, index, device, op, {**draw.replaced, name: str(value)})
                 if found and type(found[1]) is type(error):
                     draw, error = found
                     again = True
@@ -419,17 +400,17 @@ def simplified(draw, error, seed, index, device, op, seconds):
     return draw, error
 
 
-def report(draw, error, seed, index, device, op):
-    """Three lines: the command, the call, what is wrong."""
+def format_report(draw, error, seed, index, device, op):
+    """Return three lines: the command, the call, the error."""
     where = "" if isinstance(error, AssertionError) else "".join(traceback.format_tb(error.__traceback__)[-1:])
     return (
-        f"{command(seed, index, device, op, draw.replaced)}\n"
+        f"{format_command(seed, index, device, op, draw.replaced)}\n"
         f"  {draw.op}: {draw.call}\n  {type(error).__name__}: {error}\n{where}"
     )
 
 
-def command(seed, index, device, op, replaced):
-    """The command that repeats a call."""
+def format_command(seed, index, device, op, replaced):
+    """Return the command that repeats a call."""
     options = [f"--seed {seed} --index {index}", *([f"--device {device}"] if device != "cpu" else [])]
     options += [f"--op {op}"] if op else []
     options += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in replaced.items()]
@@ -438,23 +419,23 @@ def command(seed, index, device, op, replaced):
 
 # ---- the campaign's processes ----------------------------------------------------------------------------------------
 
-_progress = None  # of a process of the campaign
+_progress = None  # set in a process of the campaign
 
 
 class Progress:
-    """What a process does, in memory that the campaign reads."""
+    """A process's current stage and call, in memory that the campaign reads."""
 
     def __init__(self, context):
         self.numbers = context.Array("q", 2, lock=False)  # the call's index; how many stages were entered
         self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage, and the call
 
     def read(self):
-        """(index, stage, call)"""
+        """Return (index, stage, call)."""
         return self.numbers[0], *(text.value.decode(errors="replace") for text in self.texts)
 
 
 def enter(stage, call=None, index=None):
-    """Note what this process does next."""
+    """Record the next stage of this process."""
     if _progress:
         for buffer, text in zip(_progress.texts, (stage, call), strict=True):
             if text is not None:
@@ -471,7 +452,7 @@ def prepare_process():
 
 
 class DeviceLost(Exception):
-    """A CUDA error, which ends all work of a process on the device."""
+    """A CUDA error, after which a process cannot use the device."""
 
 
 def make_calls(arguments, start, stop, alone=False):
@@ -481,18 +462,18 @@ def make_calls(arguments, start, stop, alone=False):
         The index and report of each failure, then how many calls of each operator were made.
 
     Raises:
-        DeviceLost: nothing more can be done in this process.
+        DeviceLost: the process cannot use the device any more.
     """
     seed, device, op = arguments.seed, arguments.device, arguments.op
     together = 1 if alone or device == "cpu" else LAUNCHED
     for first in range(start, stop, together):
         counts = Counter()
-        for index, draw, error in failures_of(arguments, range(first, min(first + together, stop)), counts):
+        for index, draw, error in find_failures(arguments, range(first, min(first + together, stop)), counts):
             lost = "CUDA error" in str(error)
             if lost and together > 1:
                 raise DeviceLost from error
-            simple = simplified(draw, error, seed, index, device, op, arguments.simplify)
-            yield index, report(*simple, seed, index, device, op)
+            simple = simplify(draw, error, seed, index, device, op, arguments.simplify)
+            yield index, format_report(*simple, seed, index, device, op)
             if lost:
                 raise DeviceLost from error
         yield counts
@@ -500,17 +481,17 @@ def make_calls(arguments, start, stop, alone=False):
             torch.cuda.empty_cache()
 
 
-def settings(arguments):
-    """The choices that are replaced in every call."""
+def parse_settings(arguments):
+    """Return the choices that are replaced in every call."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 
-def failures_of(arguments, indices, counts):
-    """(index, draw, exception) of the calls that fail. Small ones are all launched before the first is checked."""
+def find_failures(arguments, indices, counts):
+    """Return (index, draw, exception) of failing calls; small calls are all launched before the first is checked."""
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
-        draw = Draw(arguments.seed, index, arguments.device, settings(arguments))
+        draw = Draw(arguments.seed, index, arguments.device, parse_settings(arguments))
         draw.call = "?"
         try:
             first = launch(draw, arguments.op)
@@ -522,7 +503,7 @@ def failures_of(arguments, indices, counts):
             failed.append((index, draw, error))
         counts[draw.op] += 1
     try:
-        compared = on_cpu([first for *_, first in launched])
+        compared = copy_to_cpu([first for *_, first in launched])
     except torch.AcceleratorError as error:
         return [(index, draw, error)]
     for (index, draw, first), first_on_cpu in zip(launched, compared, strict=True):
@@ -535,7 +516,7 @@ def failures_of(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Make the calls of each task that comes through the pipe, until none comes; send back what they yield."""
+    """Make the calls of each task from the pipe until it is closed; send back what ``make_calls`` yields."""
     global _progress
     _progress = progress
     prepare_process()
@@ -554,16 +535,16 @@ def work(pipe, progress, arguments):
         pipe.send(None)
 
 
-START = 300  # seconds that a process has until its first stage
+START = 300  # seconds until a process must have entered its first stage
 
 
 class Worker:
     """A process that makes calls.
 
     Attributes:
-        task: (start, stop, alone) of the calls that it makes; None while it waits for some.
-        why: what ended the process that had this task before; None if none had.
-        since: when it last entered a stage.
+        task: (start, stop, alone) of its calls; None while it waits for a task.
+        why: the reason why another process with this task ended; None if there was none.
+        since: the time at which it last entered a stage.
     """
 
     def __init__(self, arguments):
@@ -577,29 +558,29 @@ class Worker:
 
     def give(self, task, why):
         self.task, self.why, self.since = task, why, time.monotonic()
-        with contextlib.suppress(OSError):  # of a process that has ended; reading the pipe tells
+        with contextlib.suppress(OSError):  # the process may have ended, which reading the pipe reveals
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """Whether it has entered no stage for so many seconds."""
+        """Return whether the process has entered no stage for this many seconds."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()
         return time.monotonic() - self.since > (patience if count else START)
 
     def end(self):
-        """Kill it, which also ends its kernels on the device."""
+        """Kill the process, which also ends its kernels on the device."""
         self.process.kill()
         self.process.join(60)
         self.pipe.close()
 
 
-def in_processes(arguments):
-    """What ``make_calls`` yields, by several processes.
+def run_in_processes(arguments):
+    """Yield what ``make_calls`` yields in several processes.
 
-    On CUDA the calls of a process that hangs or ends are made again one by one, so that the call that does it is known.
-    While a kernel hangs, other processes' kernels may wait for it: only the process that has waited longest is ended,
-    and the others' time begins again.
+    On CUDA the calls of a process that hangs or ends are made again one by one, to find the faulty one. While a kernel
+    hangs, other processes' kernels may wait for it: only the process that has waited longest is ended, and the time of
+    the others restarts.
     """
     starts = iter(range(0, arguments.calls, LAUNCHED))
     again = []  # (task, why) of processes that ended
@@ -614,7 +595,7 @@ def in_processes(arguments):
         return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
 
     def lose(worker, why):
-        """Start another process in its place. Yields the report of the call that ended it, if it is known."""
+        """Replace a process by another one; yield the report of the call that ended it, if it is known."""
         start, stop, alone = worker.task
         index, stage, call = worker.progress.read()
         index = index if start <= index < stop else start
@@ -627,7 +608,7 @@ def in_processes(arguments):
             again.append(((index + 1, stop, alone), None))
         if index not in reported:
             reported.add(index)
-            repeat = command(arguments.seed, index, arguments.device, arguments.op, settings(arguments))
+            repeat = format_command(arguments.seed, index, arguments.device, arguments.op, parse_settings(arguments))
             yield index, f"{repeat}\n  {call}\n  {why}, after it entered the stage {stage!r}\n"
 
     try:
@@ -667,8 +648,8 @@ def in_processes(arguments):
             worker.end()
 
 
-def in_this_process(arguments):
-    """What ``make_calls`` yields. A CUDA error ends the campaign."""
+def run_in_process(arguments):
+    """Yield what ``make_calls`` yields in this process; a CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):
@@ -685,13 +666,13 @@ def in_this_process(arguments):
 # ---- the campaign ---------------------------------------------------------------------------------------------------
 
 
-def campaign(arguments):
-    """Make all calls; the exit status. What has been done is said also where the campaign is interrupted."""
+def run_campaign(arguments):
+    """Make all calls, print the counts even if interrupted, and return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0
     try:
-        for found in in_processes(arguments) if arguments.jobs else in_this_process(arguments):
+        for found in run_in_processes(arguments) if arguments.jobs else run_in_process(arguments):
             if isinstance(found, Counter):
                 counts += found
             else:
@@ -727,21 +708,21 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=math.inf, help="make no more calls after this time")
     parser.add_argument("--failures", type=int, default=20, help="stop after so many failures (20)")
     parser.add_argument("--simplify", type=float, default=15, metavar="SECONDS", help="time for each failure (15)")
-    parser.add_argument("--op", choices=sorted(ENTRIES), help="this operator alone")
+    parser.add_argument("--op", choices=sorted(list_operators()), help="this operator alone")
     parser.add_argument("--index", type=int, help="this call alone")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a choice")
     arguments = parser.parse_args(argv)
     if arguments.index is None:
-        return campaign(arguments)
+        return run_campaign(arguments)
     prepare_process()
-    found = failure_of(arguments.seed, arguments.index, arguments.device, arguments.op, settings(arguments))
+    found = find_failure(arguments.seed, arguments.index, arguments.device, arguments.op, parse_settings(arguments))
     if found is None:
         print("no failure")
         return 0
     draw, error = found
     traceback.print_exception(error)
     print("\n".join(f"{name} = {value}" for name, value in draw.drawn.items()))
-    print(report(draw, error, arguments.seed, arguments.index, arguments.device, arguments.op))
+    print(format_report(draw, error, arguments.seed, arguments.index, arguments.device, arguments.op))
     return 1
 
 

@@ -1,12 +1,12 @@
 """Training steps at lengths drawn at random, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
 
-`python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step begins with new weights. Its loss and
-all its gradients are compared with those of torch's model in float64. Of each gradient the error's norm may be twice
-that of torch's model in the same precision. The loss may be off by twice the mean magnitude of torch's errors of single
-tokens, which bounds the error of torch's own mean but is not small by luck. To both comes one rounding to float32.
-Torch's errors may still be small by luck where a step has few tokens: a step that breaks the rule is made again with
-other numbers, and then the root mean square of the errors is compared. A failing step is printed as a command that
-repeats it; one that takes longer than `SECONDS` ends the process.
+`python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
+all its gradients are compared with those of torch's model in float64. The norm of a gradient's error may be twice that
+of torch's model in the same precision. The loss may be off by twice the mean magnitude of torch's errors of single
+tokens, which bounds the error of torch's mean but is not small by luck. One rounding to float32 is added to both.
+torch's errors may still be small by luck if a step has few tokens: a step that breaks the rule is repeated with other
+numbers, and then the root mean squares of the errors are compared. A failing step is printed as a command that repeats
+it; a step that takes longer than `SECONDS` ends the process.
 """
 
 import argparse
@@ -36,7 +36,7 @@ REPLAYED = 4  # the call that replays a graph: two run eagerly, the third captur
 
 
 class Sizes(NamedTuple):
-    """The models' sizes, and how many tokens a step has."""
+    """The models' sizes, and the range of a step's tokens."""
 
     layers: int
     heads: int
@@ -52,8 +52,8 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns ours and torch's, of the same parameters by name; `loss` is the mean loss of ours for tokens and
-    targets; `logits` are those of torch's. `shifts` says that the targets are the next tokens of the same sequence.
+    `make` returns our model and torch's, whose parameters have the same names; `loss` computes our mean loss of tokens
+    and targets; `logits` computes torch's logits. With `shifts` targets are the next tokens of the same sequence.
     """
 
     make: Callable
@@ -62,12 +62,12 @@ class Family(NamedTuple):
     shifts: bool = False
 
 
-def nanogpt(sizes):
+def make_torchs_nanogpt(sizes):
     return published.GPT(published.Config(sizes.positions, sizes.vocabulary, sizes.layers, sizes.heads, sizes.channels))
 
 
 def make_gpt2(sizes):
-    torchs = nanogpt(sizes)
+    torchs = make_torchs_nanogpt(sizes)
     config = {
         name: getattr(torchs.config, name) for name in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
     }
@@ -75,7 +75,7 @@ def make_gpt2(sizes):
 
 
 def make_nanogpt(sizes):
-    torchs = nanogpt(sizes)
+    torchs = make_torchs_nanogpt(sizes)
     return gptkernels.swap(copy.deepcopy(torchs)), torchs
 
 
@@ -87,7 +87,7 @@ def make_huggingface(sizes):
             n_embd=sizes.channels,
             n_positions=sizes.positions,
             vocab_size=sizes.vocabulary - UNUSED,
-            pad_token_id=None,  # else it looks for padding, and so waits for the device
+            pad_token_id=None,  # otherwise it searches for padding, which synchronises
         )
     )
     return gptkernels.swap(copy.deepcopy(torchs)), torchs
@@ -116,13 +116,13 @@ if transformers is None:
 
 
 class Models:
-    """The models of a family, ours with its optimizer and its steps by the way they run."""
+    """The models of a family; ours with its optimizer and a step for each way to run."""
 
     def __init__(self, family, device, backend):
         self.family = family
         self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
         self.exact = copy.deepcopy(self.torchs).double()
-        # Without a first moment's decay, that moment is the last gradient.
+        # Without decay the first moment is the last gradient.
         self.optimizer = AdamW(self.ours.parameters(), lr=1e-3, betas=(0.0, 0.95), max_grad_norm=math.inf)
         compiled = torch.compile(self.loss, dynamic=True, backend=backend)
         self.steps = {
@@ -137,7 +137,7 @@ class Models:
 
     @torch.no_grad()
     def redraw(self, generator):
-        """Weights large enough that every one of them matters."""
+        """Draw weights so large that every one of them matters."""
         for name, p in self.ours.named_parameters():
             drawn = torch.randn(p.shape, generator=generator, device=p.device)
             is_norm = "ln_" in name and name.endswith("weight")
@@ -148,7 +148,7 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """The losses of the tokens, and the gradients of their mean by name."""
+        """Return the losses of the tokens, and the gradients of their mean by name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -159,7 +159,7 @@ class Models:
         return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def step(self, way, autocast, B, T, generator):
-        """Make a step with new weights and tokens: what it took, by name, as (error, torch's error, magnitude)."""
+        """Make a step with new weights and tokens; return (error, torch's error, magnitude) by name."""
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
         text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)
@@ -180,8 +180,8 @@ class Models:
         return {name: torch.stack(found).tolist() for name, found in compared.items()}
 
 
-def broken(trials):
-    """The results whose errors, in the root mean square over the trials, break the rule, as sentences by name."""
+def find_broken(trials):
+    """Describe the results whose root mean square error over the trials breaks the rule, by name."""
     found = {}
     for name in trials[0]:
         error, torchs, magnitude = (
@@ -195,7 +195,7 @@ def broken(trials):
 
 
 def run(index, arguments, made):
-    """Make one step; what is wrong with it, as sentences by name."""
+    """Make one step; return descriptions of its errors by name."""
     draw = random.Random(f"{arguments.seed}/{index}")
     device = torch.device(arguments.device)
     sizes = SIZES[device.type]
@@ -208,14 +208,14 @@ def run(index, arguments, made):
     models = made[name]
     generator = torch.Generator(device).manual_seed(draw.randrange(2**40))
     trials = [models.step(way, autocast, B, T, generator)]
-    found = broken(trials)
+    found = find_broken(trials)
     if found:
-        found = broken(trials + [models.step(way, autocast, B, T, generator) for _ in range(TRIALS)])
+        found = find_broken(trials + [models.step(way, autocast, B, T, generator) for _ in range(TRIALS)])
     step = models.steps[way]
     if device.type == "cuda" and way == "graphed" and step.eager_because:
         found["graph"] = f"no graph: {step.eager_because}"
     step.reset()
-    torch.cuda.empty_cache()  # a capture cannot take what the allocator keeps of steps of other sizes
+    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator keeps from steps of other sizes
     return found
 
 

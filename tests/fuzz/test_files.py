@@ -1,4 +1,4 @@
-"""The fuzzer of files: a short campaign, and that it sees what it is there to see."""
+"""The fuzzer of files: a short campaign finds nothing, and planted defects are found."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from fuzz import files
 
 
 def test_a_short_campaign(capsys):
-    assert files.main(["--calls", "60", "--seed", "7"]) == 0, capsys.readouterr().out
-    assert "files: 60 calls, seed 7:" in capsys.readouterr().out
+    assert files.main(["--calls", "400", "--seed", "7"]) == 0, capsys.readouterr().out
+    assert "files: 400 calls, seed 7:" in capsys.readouterr().out
 
 
 def raise_key_error(path):
     raise KeyError("x")
 
 
-def raise_without_a_sentence(path):
+def raise_without_a_message(path):
     raise ValueError
 
 
@@ -27,14 +27,14 @@ def raise_without_a_sentence(path):
     ("load", "checksummed", "outcome", "found"),
     [
         (raise_key_error, False, "finding", "KeyError in test_files.py raise_key_error"),
-        (raise_without_a_sentence, False, "finding", "ValueError without a sentence"),
-        (lambda path: path.read_bytes(), True, "finding", "other content in spite of checksums"),
+        (raise_without_a_message, False, "finding", "ValueError without a message"),
+        (lambda path: path.read_bytes(), True, "finding", "other content despite checksums"),
         (lambda path: path.read_bytes(), False, "other", ""),
         (lambda path: [torch.ones(3), {"a": None}], True, "same", ""),
         (lambda path: json.loads(path.read_bytes()), True, "refused", ""),
     ],
 )
-def test_the_judge(tmp_path, load, checksummed, outcome, found):
+def test_outcomes_of_mutants(tmp_path, load, checksummed, outcome, found):
     kind = files.Kind("x", b"sound", load, checksummed)
     judged = files.judge(files.Call(kind, b"other"), tmp_path)
     assert judged[0] == outcome
@@ -49,8 +49,8 @@ def crash(call, folder):
     return "same", ""
 
 
-def test_crashes_and_hangs_are_findings_and_the_campaign_goes_on(monkeypatch):
-    """In children that are forked, so that they have what is replaced here."""
+def test_the_campaign_survives_crashes_and_hangs(monkeypatch):
+    """The children are forked, so that they have the replaced functions."""
     kind, calls = files.Kind("x", b"", None), [b"", b"crash", b"", b"hang", b""]
     monkeypatch.setattr(files, "make_kinds", lambda folder: [])
     monkeypatch.setattr(files, "make_call", lambda kinds, seed, number: files.Call(kind, calls[number]))

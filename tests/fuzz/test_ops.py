@@ -1,4 +1,4 @@
-"""The fuzzer of operators finds what is wrong, says how to repeat it, and finds nothing in a short campaign."""
+"""The fuzzer of operators finds planted faults, prints how to repeat them, and finds nothing in a short campaign."""
 
 import dataclasses
 import math
@@ -13,16 +13,16 @@ import torch
 
 import gptkernels  # noqa: F401
 from fuzz import ops as fuzzer
-from fuzz.draw import Draw
-from fuzz.entries import ENTRIES
+from gptkernels.testing.cases import OPERATORS, Operator
+from gptkernels.testing.draw import Draw
 from helpers import all_dtypes, double, randn
 
 ops = torch.ops.gptkernels
 
 
 @pytest.mark.parametrize(("size", "calls"), [("small", 40), ("real", 3)])
-@pytest.mark.parametrize("op", sorted(ENTRIES))
-def test_a_short_campaign(op, size, calls, device, capfd):
+@pytest.mark.parametrize("op", sorted(fuzzer.list_operators()))
+def test_a_short_campaign_finds_nothing(op, size, calls, device, capfd):
     threads = torch.get_num_threads()
     try:
         status = fuzzer.main(["--calls", str(calls), "--op", op, "--set", f"size={size}", "--device", device.type])
@@ -31,7 +31,7 @@ def test_a_short_campaign(op, size, calls, device, capfd):
     assert status == 0, capfd.readouterr().out
 
 
-# One more tile or block of rows than the GPU has multiprocessors, so that one of them gets two.
+# There is one more tile or block of rows than the GPU has SMs, so that one SM computes two.
 ONE_MORE = {"size": "real", "broken": "False"} | {
     f"{name}.{choice}": "1" for name in ("x", "a", "rows", "lead", "queries") for choice in ("tiles each", "more tiles")
 }
@@ -45,23 +45,24 @@ ATTENTIONS = [
 
 @pytest.mark.parametrize(
     ("op", "choices"),
-    [(op, {}) for op in sorted(ENTRIES)] + [("scaled_dot_product_attention", choices) for choices in ATTENTIONS],
+    [(op, {}) for op in sorted(fuzzer.list_operators())]
+    + [("scaled_dot_product_attention", choices) for choices in ATTENTIONS],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
 )
-def test_one_more_tile_than_multiprocessors(op, choices, device):
+def test_one_more_tile_than_sms(op, choices, device):
     """``make sanitize`` runs these calls."""
     for index in range(2):
         fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
 
 
 @pytest.mark.parametrize("op", ["attention", "scaled_dot_product_attention"])
-def test_attention_whose_formula_takes_one_sequence_at_a_time(op, device, monkeypatch):
-    monkeypatch.setattr("fuzz.entries.MOST_SCORES", 1)
+def test_attention_with_the_formula_by_sequence(op, device, monkeypatch):
+    monkeypatch.setattr("gptkernels.testing.cases.attention.MOST_SCORES", 1)
     for index in range(20):
         fuzzer.run(Draw(5, index, device, {"broken": "False"}), op)
 
 
-def test_a_call_is_known_by_its_seed_and_index():
+def test_seed_and_index_determine_a_call():
     for index in range(30):
         first, second = Draw(5, index), Draw(5, index)
         for draw in (first, second):
@@ -71,10 +72,10 @@ def test_a_call_is_known_by_its_seed_and_index():
 
 
 def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
-    """A softmax that forgets a row's last element, where rows are wider than 20."""
+    """A softmax omits a row's last element if rows are wider than 20."""
 
     def faulty(draw):
-        call = ENTRIES["softmax"][0](draw)
+        call = OPERATORS["softmax"].draw(draw)
         right = call.ours
 
         def wrong(x):
@@ -85,7 +86,7 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
 
         return dataclasses.replace(call, ours=wrong)
 
-    monkeypatch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))
+    monkeypatch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
     threads = torch.get_num_threads()
     try:
         assert fuzzer.main(["--calls", "60", "--op", "faulty", "--seed", "3", "--failures", "1"]) == 1
@@ -100,11 +101,11 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
     assert repeated.rstrip().endswith(printed.split("\n\n")[0].rstrip().splitlines()[-1])
 
 
-# As exact as torch is a matter of units in the last place: a fault of a few of them must not pass for bad luck.
+# The rule compares units in the last place: a fault of a few of them must be told from bad luck.
 
 
-def off_by(units):
-    """Multiply results by 1 + units in the last place of their dtype."""
+def make_off_by(units):
+    """Return a function that multiplies results by 1 + units in the last place of their dtype."""
 
     def change(out):
         if isinstance(out, tuple | list):
@@ -124,16 +125,16 @@ class DoutOffBy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        return off_by(ctx.units)(dout), None
+        return make_off_by(ctx.units)(dout), None
 
 
-def calls_until_found(change, op, device, most=200):
+def count_calls_until_found(change, op, device, most=200):
     def faulty(draw):
-        call = ENTRIES[op][0](draw)
+        call = OPERATORS[op].draw(draw)
         return dataclasses.replace(call, ours=lambda *args: change(call.ours(*args)))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))
+        patch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
         for index in range(most):
             try:
                 fuzzer.run(Draw(3, index, device, {"size": "small"}), "faulty")
@@ -142,21 +143,21 @@ def calls_until_found(change, op, device, most=200):
     return math.inf
 
 
-@pytest.mark.parametrize("op", sorted(ENTRIES))
-def test_a_fault_of_a_few_units_in_the_last_place_is_found(op, device):
-    assert calls_until_found(off_by(4), op, device) <= 20
+@pytest.mark.parametrize("op", sorted(fuzzer.list_operators()))
+def test_a_fault_of_a_few_ulps_is_found(op, device):
+    assert count_calls_until_found(make_off_by(4), op, device) <= 20
 
 
 @pytest.mark.parametrize("op", ["gelu", "layernorm", "linear", "softmax"])
-def test_a_gradient_off_by_a_few_units_in_the_last_place_is_found(op, device):
-    assert calls_until_found(lambda out: DoutOffBy.apply(out, 6), op, device) <= 20
+def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
+    assert count_calls_until_found(lambda out: DoutOffBy.apply(out, 6), op, device) <= 20
 
 
-def test_a_missing_row_is_found_where_torch_misses_it_too(device):
-    """The gradient of linear's weight without the last row of a sum over thousands, by both products."""
+def test_a_missing_row_is_found_if_torch_misses_it_too(device):
+    """Both gradients of linear's weight lack the last row of a sum over thousands."""
 
     def faulty(draw):
-        call = ENTRIES["linear"][0](draw)
+        call = OPERATORS["linear"].draw(draw)
 
         def without_last_row(x, weight, bias):
             rows = x.reshape(-1, x.shape[-1])
@@ -166,10 +167,10 @@ def test_a_missing_row_is_found_where_torch_misses_it_too(device):
         return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
 
     replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
-    replaced |= {"x.rows of a tile": "4"}  # of many more rows one is less than bfloat16's rounding
+    replaced |= {"x.rows of a tile": "4"}  # one of many more rows is less than bfloat16's rounding
     replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fuzzer.ENTRIES, "faulty", (faulty, 1))
+        patch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
         for index in range(5):
             draw = Draw(0, index, device, replaced)
             with pytest.raises(AssertionError, match="dweight: Freivalds"):
@@ -181,25 +182,31 @@ def test_errors_of_several_trials():
     errors = fuzzer.Errors()
     errors.add(one, one, one.double())
     assert errors.worst_of_torchs() == 0
-    errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # of a result four times as large
+    errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # the result is four times as large
     assert errors.worst_of_torchs() == pytest.approx(0.25e-6, rel=1e-5)
     errors.add(one, one, one.double() - 1e-6)
     assert errors.worst_of_torchs() == pytest.approx(1e-6, rel=1e-5)
     errors.hold_on_the_whole("out")
     for _ in range(3):
-        errors.add(one + 3e-6, one, one.double())  # ours alone
+        errors.add(one + 3e-6, one, one.double())  # our error alone
     with pytest.raises(AssertionError, match="in 6 trials"):
         errors.hold_on_the_whole("out")
 
     errors = fuzzer.Errors()
     errors.add(one * 0, one * 0, one.double() * 0)
-    errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # of the formula only roundings are left
-    errors.add(one, one * 1.1, one.double())  # of any other result nothing counts beside 0
-    assert errors.worst_of_torchs() == pytest.approx(1e-7)
+    errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # the formula cancels but for roundings
+    errors.add(one, one * 1.1, one.double())  # a larger result's error counts nothing for one that cancels
+    assert errors.worst_of_torchs() == pytest.approx(4e-7)  # torch's is credited four times where terms cancel
+
+    errors = fuzzer.Errors(noise=1e-6, luck=2.0)
+    errors.add(one + 1e-6, one + 3e-7, one.double())
+    assert errors.worst_of_torchs() == pytest.approx(2 * (one + 3e-7 - 1).item())
+    errors.add(one * 0, one * 0, one.double() * 0)
+    assert errors.worst_of_torchs() == 1e-6
 
 
-def test_a_trial_keeps_what_the_arguments_are(device):
-    """Constants, zeros, equal rows, infinities and integers."""
+def test_a_trial_keeps_special_arguments(device):
+    """Constants, zeros, equal rows, infinities and integers stay what they are."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
     args = {
@@ -217,7 +224,7 @@ def test_a_trial_keeps_what_the_arguments_are(device):
 
     call = fuzzer.Call("", nothing, nothing, nothing, args)
     first = fuzzer.Trial(call, [], list(args.values()), [None], [], [])
-    other = dict(zip(args, fuzzer.trial(Draw(1, 0, device), first, 1).args, strict=True))
+    other = dict(zip(args, fuzzer.make_trial(Draw(1, 0, device), first, 1).args, strict=True))
     assert other["constant"].unique().numel() == 1
     assert 0.875 * 2.5 <= other["constant"][0, 0].item() <= 2.5
     assert not other["zeros"].any()
@@ -232,7 +239,7 @@ def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
     def lose(arguments, indices, counts):
         return [(indices[0], Draw(0, indices[0]), torch.AcceleratorError("CUDA error: misaligned address"))]
 
-    monkeypatch.setattr(fuzzer, "failures_of", lose)
+    monkeypatch.setattr(fuzzer, "find_failures", lose)
     monkeypatch.setattr(Draw, "op", "gelu", raising=False)
     monkeypatch.setattr(Draw, "call", "gelu(x)", raising=False)
     threads = torch.get_num_threads()
@@ -245,14 +252,14 @@ def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
 
 def work_with_faults(*args):
     """Work in a process in which call 3 of gelu hangs and call 40 ends the process."""
-    draw_gelu, _ = ENTRIES["gelu"]
+    draw_gelu = OPERATORS["gelu"].draw
 
     def faulty(draw):
         call = draw_gelu(draw)
         faults = {"0/3": partial(time.sleep, 1000), "0/40": partial(os._exit, 5)}
         return dataclasses.replace(call, ours=lambda x: (faults.get(draw.key, int)(), call.ours(x))[1])
 
-    ENTRIES["gelu"] = faulty, 1
+    OPERATORS["gelu"] = Operator("gelu", faulty)
     RIGHT_WORK(*args)
 
 
@@ -272,7 +279,7 @@ def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
     assert "fuzz.ops: 68 calls, 2 failures" in printed
 
 
-def test_no_more_calls_after_the_time(capfd):
+def test_the_campaign_ends_after_its_time(capfd):
     threads = torch.get_num_threads()
     try:
         assert fuzzer.main(["--calls", "1000000", "--seconds", "0.5", "--op", "gelu"]) == 0
@@ -282,16 +289,16 @@ def test_no_more_calls_after_the_time(capfd):
     assert 1 <= made < 1_000_000
 
 
-# ---- what it found --------------------------------------------------------------------------------------------------
+# ---- defects found ---------------------------------------------------------------------------------------------------
 
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """Every key is weighted alike. oneDNN leaves a product with a factor of 0 unwritten."""
+    """All keys have the same weight; oneDNN does not write a product with a factor of 0."""
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)
-    del junk  # what the allocator hands out next
+    del junk  # the allocator returns this memory next
     out, probabilities = op(qkv, 5, 0.0)
     counts = torch.arange(1, 64, dtype=torch.float64, device=device)
     expected = (torch.ones(63, 63, device=device).tril() / counts[:, None]).expand(2, 5, 63, 63)

@@ -14,8 +14,8 @@ SHORT = ["--steps", "20", "--seed", "3", "--backend", "aot_eager"]  # Inductor t
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
-def test_a_short_campaign(kind, device):
-    """In a process of its own, which a hang ends."""
+def test_a_short_campaign_finds_nothing(kind, device):
+    """The campaign is a process of its own, because a hang ends it."""
     if kind != device.type:
         pytest.skip(f"--device {kind}")
     command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]

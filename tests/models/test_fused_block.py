@@ -1,202 +1,275 @@
-"""A block as one node of autograd's graph: the bits of the single operators, and whatever may be done to a module."""
+"""A block as one node of autograd's graph has the bits of the single operators, whatever is done to its modules."""
 
 import contextlib
+import copy
+import types
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+import gptkernels
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.transformer import Block
-from helpers import by_operators, kept_sizes, node_names
+from helpers import assert_raises, by_operators, kept_sizes, node_names
 
-V, T = 60, 16
-CONFIG = {"n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": V, "block_size": T}
+V, T, C = 60, 16, 32
+CONFIG = {"n_layer": 3, "n_embd": C, "n_head": 2, "vocab_size": V, "block_size": T}
+FP8 = {"fp8": True}
 OPTIONS = {
     "plain": {},
     "dropout": {"dropout": 0.1},
     "without biases": {"bias": False},
     "exact GELU": {"activation": "gelu"},
+    "float8": FP8,
+    "float8 with dropout": {**FP8, "dropout": 0.1},
+    "float8 without biases": {**FP8, "bias": False},
 }
+WITHOUT_FP8 = [name for name in OPTIONS if not name.startswith("float8")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+both_products = pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "float8"])
 
 
-def model_of(device, dtype=torch.float32, **changes):
+def make_model(device, dtype=torch.float32, **changes):
     torch.manual_seed(3)
-    model = GPT2(GPT2Config(**CONFIG, **changes), device=device, dtype=dtype)
+    model = GPT2(GPT2Config(**CONFIG | changes), device=device, dtype=dtype)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
     return model
 
 
-def batch(device):
+def make_batches(count, device):
     generator = torch.Generator().manual_seed(5)
-    tokens = torch.randint(V, (2, T + 1), generator=generator).to(device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    for _ in range(count):
+        tokens = torch.randint(V, (2, T + 1), generator=generator).to(device)
+        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def nodes(loss):
-    """How many blocks are one node."""
+def make_batch(device):
+    return next(make_batches(1, device))
+
+
+def compute_loss(model, device):
+    return model(*make_batch(device), return_logits=False)[1]
+
+
+def count_nodes(loss):
+    """Count the blocks that are one node."""
     return node_names(loss).count("_LayerBackward")
 
 
-def step(model, autocast=None):
-    """The loss and every gradient by its name, from the same random numbers."""
-    device = next(model.parameters()).device
+def train(model, device, autocast=None, steps=3):
+    """Return losses, gradients, parameters and histories of some steps from fixed random numbers."""
     torch.manual_seed(7)
-    with torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext():
-        loss = model(*batch(device), return_logits=False)[1]
-    model.zero_grad()
-    loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for tokens, targets in make_batches(steps, device):
+        with torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext():
+            loss = model(tokens, targets, return_logits=False)[1]
+        optimizer.zero_grad()
+        loss.backward()
+        found += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+        optimizer.step()
+    return [*found, *(t.clone() for t in model.state_dict().values())]
 
 
-def compare(model, monkeypatch, autocast=None):
-    """As one node and by single operators."""
-    found = step(model, autocast)
+def assert_same(found, expected):
+    for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        if ours is None or theirs is None:
+            assert ours is theirs, i
+            continue
+        assert ours.dtype == theirs.dtype, i
+        assert ours.stride() == theirs.stride(), i
+        assert torch.equal(ours, theirs), i
+
+
+def compare(model, device, monkeypatch, autocast=None, expected_nodes=None):
+    """Train the model with blocks as nodes, and a copy by single operators; the bits are the same."""
+    other = copy.deepcopy(model)
+    if expected_nodes is not None:
+        # A call updates the histories, so a copy is used to count the nodes.
+        assert count_nodes(compute_loss(copy.deepcopy(model), device)) == expected_nodes
+    found = train(model, device, autocast)
     with monkeypatch.context() as patch:
         by_operators(patch)
-        expected = step(model, autocast)
-    for name in expected:
-        ours, theirs = found[name], expected[name]
-        if ours is None or theirs is None:
-            assert ours is theirs, name
-            continue
-        assert ours.dtype == theirs.dtype, name
-        assert ours.stride() == theirs.stride(), name
-        assert torch.equal(ours, theirs), name
+        assert count_nodes(compute_loss(copy.deepcopy(other), device)) == 0
+        expected = train(other, device, autocast)
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_bits(options, dtype, device, monkeypatch):
-    compare(model_of(device, dtype, **OPTIONS[options]), monkeypatch)
+    if dtype == torch.float64 and options not in WITHOUT_FP8:
+        pytest.skip("float8 layers take no float64")
+    compare(make_model(device, dtype, **OPTIONS[options]), device, monkeypatch, expected_nodes=3)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", WITHOUT_FP8)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_same_bits_in_autocast(options, dtype, device, monkeypatch):
-    compare(model_of(device, **OPTIONS[options]), monkeypatch, dtype)
+    compare(make_model(device, **OPTIONS[options]), device, monkeypatch, dtype)
+
+
+def test_a_size_of_the_float8_kernels(device, monkeypatch):
+    """The width is GPT-2's, with more rows than a tile has."""
+    model = make_model(device, torch.bfloat16, n_embd=768, n_head=12, n_layer=2, **FP8)
+    compare(model, device, monkeypatch, expected_nodes=2)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_recomputed(options, device, monkeypatch):
-    model = model_of(device, **OPTIONS[options])
+def test_recomputed_blocks(options, device, monkeypatch):
+    model = make_model(device, torch.float32 if options in WITHOUT_FP8 else torch.bfloat16, **OPTIONS[options])
     model.transformer.recompute_blocks = True
-    compare(model, monkeypatch)
+    compare(model, device, monkeypatch)
 
 
 @pytest.mark.parametrize("options", ["plain", "exact GELU"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
-def test_gelus_that_are_computed_again(options, autocast, device, monkeypatch):
-    """A block keeps a quarter less; on the CPU all bits are those of keeping everything."""
-    model = model_of(device, **OPTIONS[options])
-    plain, kept = step(model, autocast), [kept_bytes(model, autocast)]
+def test_recomputed_gelus(options, autocast, device, monkeypatch):
+    """A block keeps a quarter less; on the CPU the bits are those of keeping everything."""
+    model = make_model(device, **OPTIONS[options])
+    other, kept = copy.deepcopy(model), [count_kept_bytes(model, autocast)]
     for block in model.transformer.h:
         block.mlp.recompute_gelu = True
-    compare(model, monkeypatch, autocast)
-    kept.append(kept_bytes(model, autocast))
+    kept.append(count_kept_bytes(model, autocast))
     low = autocast or torch.float32
-    assert kept[0] - kept[1] == 3 * 2 * T * 4 * 32 * low.itemsize
+    assert kept[0] - kept[1] == 3 * 2 * T * 4 * C * low.itemsize
     if device.type == "cpu":
-        again = step(model, autocast)
-        assert all(torch.equal(plain[name], again[name]) for name in plain)
+        assert_same(train(copy.deepcopy(model), device, autocast), train(other, device, autocast))
+    compare(model, device, monkeypatch, autocast)
 
 
-def kept_bytes(model, autocast):
-    """What the graph of a loss keeps."""
+def count_kept_bytes(model, autocast):
+    """Return how many bytes the graph of a loss keeps."""
     device = next(model.parameters()).device
     with kept_sizes() as sizes, torch.autocast(device.type, autocast, enabled=autocast is not None):
-        _ = model(*batch(device), return_logits=False)[1]
+        _ = compute_loss(model, device)
     return sum(sizes.values())
 
 
 @pytest.mark.parametrize(
-    "frozen", ["transformer.h.0", "transformer.h.1", "ln_", "attn", "mlp", "bias", "weight", "transformer.w"]
+    "frozen",
+    ["transformer.h.0", "transformer.h.1", "ln_", "attn", "mlp", "mlp.c_fc", "bias", "weight", "transformer.w"],
 )
-def test_frozen_parameters(frozen, device, monkeypatch):
-    model = model_of(device)
+@both_products
+def test_frozen_parameters(options, frozen, device, monkeypatch):
+    """With float8 products a block with a frozen parameter is called; the others stay nodes."""
+    model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
-    compare(model, monkeypatch)
+    left = {"transformer.h.0": 2, "transformer.h.1": 2, "transformer.w": 3}.get(frozen, 0) if options else None
+    compare(model, device, monkeypatch, expected_nodes=left)
 
 
 def test_a_block_is_one_node(device):
-    model = model_of(device)
-    assert nodes(model(*batch(device), return_logits=False)[1]) == 3
-    assert nodes(model(*batch(device))[1]) == 3
+    model = make_model(device)
+    assert count_nodes(compute_loss(model, device)) == 3
+    assert count_nodes(model(*make_batch(device))[1]) == 3
     block = Block(GPT2Config(**CONFIG), device)
-    x = torch.randn(2, T, 32, device=device, requires_grad=True)
-    assert nodes(block(x)) == 1
+    x = torch.randn(2, T, C, device=device, requires_grad=True)
+    assert count_nodes(block(x)) == 1
 
 
-def hook(model):
+def add_hook(model):
     model.transformer.h[1].mlp.c_fc.register_forward_hook(lambda module, args, out: 2 * out)
 
 
-def replace(model):
-    model.transformer.h[1].attn.c_proj = torch.nn.Linear(32, 32, device=model.lm_head.weight.device)
+def replace_layer(model):
+    model.transformer.h[1].attn.c_proj = torch.nn.Linear(C, C, device=model.lm_head.weight.device)
 
 
 def replace_forward(model):
+    def doubled(norm, x):
+        return 2 * type(norm).forward(norm, x)
+
     norm = model.transformer.h[1].ln_1
-    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+    norm.forward = types.MethodType(doubled, norm)
 
 
-@pytest.mark.parametrize(("change", "left"), [(hook, 2), (replace, 2), (replace_forward, 2)])
-def test_a_changed_block_is_called(change, left, device, monkeypatch):
-    """The others stay nodes; the change has an effect."""
-    model = model_of(device)
-    before = step(model)["loss"]
+def use_16_bits(model):
+    model.transformer.h[1].mlp.c_fc = gptkernels.nn.Linear(C, 4 * C, device=model.lm_head.weight.device)
+
+
+def set_evaluation(model):
+    model.transformer.h[1].attn.c_proj.eval()
+
+
+def add_buffer(model):
+    model.transformer.h[1].attn.c_proj.register_buffer("mask", torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("options", "change"),
+    [
+        *(({}, change) for change in (add_hook, replace_layer, replace_forward)),
+        *((FP8, change) for change in (add_hook, use_16_bits, set_evaluation, add_buffer)),
+    ],
+)
+def test_a_changed_block_is_called(options, change, device, monkeypatch):
+    """The change has an effect; the other blocks stay nodes."""
+    model = make_model(device, **options)
+    before = compute_loss(copy.deepcopy(model), device)
     change(model)
-    loss = model(*batch(device), return_logits=False)[1]
-    assert nodes(loss) == left
-    assert not torch.equal(loss.detach(), before)
-    compare(model, monkeypatch)
+    if change not in (set_evaluation, add_buffer):
+        assert not torch.equal(compute_loss(copy.deepcopy(model), device), before)
+    compare(model, device, monkeypatch, expected_nodes=2)
 
 
 def test_a_changed_dropout_is_called(device):
-    """A block's last dropout belongs to the next block's node."""
-    model = model_of(device, dropout=0.5)
+    """Its block is not a node; the next block adds what the dropout returned."""
+    model = make_model(device, dropout=0.5)
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    assert nodes(model(*batch(device), return_logits=False)[1]) == 1
+    assert count_nodes(compute_loss(model, device)) == 2
     assert len(seen) == 2
 
 
-def test_no_node(device):
-    """Where nothing records gradients, and for the modules that one was made of."""
-    model = model_of(device)
+def test_there_is_no_node_without_gradients(device, monkeypatch):
+    """This holds if nothing records gradients, and for the modules of a node."""
+    model = make_model(device)
     with torch.no_grad():
-        assert model(*batch(device))[1].grad_fn is None
-    hidden = model.transformer.h[0](torch.randn(2, T, 32, device=device))
+        assert compute_loss(model, device).grad_fn is None
+    hidden = model.transformer.h[0](torch.randn(2, T, C, device=device))
     assert hidden.requires_grad
 
 
+def test_there_is_no_node_with_float8_products(device, monkeypatch):
+    """This holds in evaluation, without gradients, with the exact GELU, and in autocast."""
+    model = make_model(device, **FP8)
+    before = [t.clone() for t in model.buffers()]
+    with torch.no_grad():
+        assert compute_loss(model, device).grad_fn is None
+    assert count_nodes(compute_loss(model.eval(), device)) == 0
+    assert all(map(torch.equal, model.buffers(), before))
+    with torch.autocast(device.type, torch.bfloat16):
+        assert count_nodes(compute_loss(model.train(), device)) == 0
+    compare(make_model(device, activation="gelu", **FP8), device, monkeypatch, expected_nodes=0)
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_graph_that_is_kept(create_graph, device):
+def test_a_retained_graph(create_graph, device):
     """A second backward pass gives the same; without ``retain_graph`` it is refused."""
-    model = model_of(device, torch.float64)
+    model = make_model(device, torch.float64)
     parameters = list(model.parameters())
-    loss = model(*batch(device), return_logits=False)[1]
+    loss = compute_loss(model, device)
     first = torch.autograd.grad(loss, parameters, retain_graph=True, create_graph=create_graph)
     second = torch.autograd.grad(loss, parameters)
     for a, b in zip(first, second, strict=True):
         torch.testing.assert_close(a.detach(), b)
-    with pytest.raises(RuntimeError, match="second time"):
-        torch.autograd.grad(loss, parameters)
+    assert_raises(RuntimeError, "second time", torch.autograd.grad, loss, parameters)
 
 
 def test_a_second_derivative(device, monkeypatch):
-    """Of a penalty on the gradient's norm, by a node and by single operators."""
+    """A penalty on the gradient's norm is the same by nodes and by single operators."""
 
     def penalty(model):
-        loss = model(*batch(device), return_logits=False)[1]
+        loss = compute_loss(model, device)
         gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
         return torch.autograd.grad(sum(g.square().sum() for g in gradients), list(model.parameters()))
 
-    model = model_of(device, torch.float64)
+    model = make_model(device, torch.float64)
     found = penalty(model)
     with monkeypatch.context() as patch:
         by_operators(patch)
@@ -206,27 +279,51 @@ def test_a_second_derivative(device, monkeypatch):
 
 
 def test_a_modified_parameter_is_detected(device):
-    model = model_of(device)
-    loss = model(*batch(device), return_logits=False)[1]
+    model = make_model(device)
+    loss = compute_loss(model, device)
     with torch.no_grad():
         model.transformer.h[1].mlp.c_fc.weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
-def test_checkpointed_alone(device):
-    """A block in torch's checkpoint, which replaces saved tensors."""
-    block = Block(GPT2Config(**CONFIG), device)
-    x = torch.randn(2, T, 32, device=device, requires_grad=True)
+def test_float8_products_refuse_a_second_derivative(device):
+    model = make_model(device, **FP8)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(compute_loss(model, device), list(model.parameters()), create_graph=True)
+
+
+@both_products
+def test_a_block_in_torchs_checkpoint(options, device):
+    """torch's checkpoint replaces saved tensors."""
+    block = Block(GPT2Config(**CONFIG | options), device)
+    other = copy.deepcopy(block)
+    x = torch.randn(2, T, C, device=device, requires_grad=True)
     dout = torch.randn_like(x)
     expected = torch.autograd.grad(block(x), [x, *block.parameters()], dout)
-    found = torch.autograd.grad(checkpoint(block, x, use_reentrant=False), [x, *block.parameters()], dout)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+    found = torch.autograd.grad(checkpoint(other, x, use_reentrant=False), [x, *other.parameters()], dout)
+    assert_same(found, expected)
 
 
-def test_errors_are_the_modules(device):
-    """A stream of another width is refused by the norm, by its name."""
+def test_the_norm_refuses_another_width(device):
     block = Block(GPT2Config(**CONFIG), device)
-    with pytest.raises(ValueError, match="normalized_shape"):
-        block(torch.randn(2, T, 48, device=device))
+    assert_raises(ValueError, "normalized_shape", block, torch.randn(2, T, 48, device=device))
+
+
+# ---- float8: the histories -------------------------------------------------------------------------------------------
+
+
+def test_accumulated_gradients(device, monkeypatch):
+    """Two forward passes precede their backward passes; each is run backward twice."""
+    found = []
+    for patched in (False, True):
+        model = make_model(device, torch.bfloat16, **FP8)
+        with monkeypatch.context() as patch:
+            if patched:
+                by_operators(patch)
+            losses = [model(*pair, return_logits=False)[1] for pair in make_batches(2, device)]
+            for loss in losses:
+                loss.backward(retain_graph=True)
+            for loss in losses:
+                loss.backward()
+        found.append([*losses, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_same(*found)

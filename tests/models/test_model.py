@@ -8,17 +8,16 @@ import sys
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.models.recompute import may_draw
+from gptkernels.models.recompute import uses_dropout
 from gptkernels.models.transformer import Block
 from gptkernels.nn import KeyValueCache
 from gptkernels.optim import AdamW
 from gptkernels.rules import ops
-from helpers import kept_sizes, tolerance
+from helpers import CountCalls, assert_raises, kept_sizes, tolerance
 from reference_gpt2 import ReferenceGPT2
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,8 +27,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 BIAS = pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 
 
-def pair(dtype=torch.float64, device="cpu", config=CONFIG):
-    """Our model and the reference with the same weights, larger than GPT-2's first ones so that every part matters."""
+def make_pair(dtype=torch.float64, device="cpu", config=CONFIG):
+    """Return our model and the reference with the same weights, larger than initial ones so that every part matters."""
     torch.manual_seed(3)
     ours = GPT2(config, device, dtype)
     with torch.no_grad():
@@ -40,18 +39,18 @@ def pair(dtype=torch.float64, device="cpu", config=CONFIG):
     return ours, reference
 
 
-def batch(B=2, T=16, device="cpu", config=CONFIG):
+def make_batch(B=2, T=16, device="cpu", config=CONFIG):
     tokens = torch.randint(config.vocab_size, (B, T + 1))
     return tokens[:, :-1].clone().to(device), tokens[:, 1:].clone().to(device)
 
 
 def assert_same(ours, theirs, exact, dtype, name):
-    """Close to the reference; in low precision as near to the float64 result as the reference is."""
+    """In float64 and float32, compare with the reference; in low precision, allow 1.5 times its error."""
     if dtype in (torch.float64, torch.float32):
         torch.testing.assert_close(ours, theirs, **tolerance(dtype), msg=lambda text: f"{name}: {text}")
         return
     error, allowed = ((t.double() - exact).norm() for t in (ours, theirs))
-    assert error <= 1.5 * allowed + torch.finfo(dtype).eps * exact.norm(), f"{name}: {error} beside {allowed}"
+    assert error <= 1.5 * allowed + torch.finfo(dtype).eps * exact.norm(), f"{name}: {error}, reference {allowed}"
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------
@@ -67,32 +66,28 @@ def test_vocabulary_is_padded():
 
 
 @pytest.mark.parametrize("token", [65, 127])
-def test_padding_is_not_part_of_the_vocabulary(token, device):
-    """Tokens and targets from V to Vp are refused, by the model and by its embedding alone."""
+def test_tokens_of_the_padding_are_refused(token, device):
+    """The model and its embedding alone refuse tokens and targets from V to Vp."""
     if device.type != "cpu":
-        pytest.skip("on CUDA a device-side assertion, which ends the process's context: test_encoder and the next test")
+        pytest.skip("on CUDA a device-side assertion ends the process's context; see the next test")
     assert CONFIG.vocab_size == 65
     assert CONFIG.padded_vocab_size == 128
     model = GPT2(CONFIG)
-    tokens, targets = batch()
+    tokens, targets = make_batch()
     bad = tokens.clone()
     bad[1, 3] = token
     message = f"token {token} at position .* is outside the vocabulary of 65"
-    with pytest.raises(RuntimeError, match=message):
-        model(bad)
-    with pytest.raises(RuntimeError, match=message):
-        model(bad, targets, return_logits=False)
-    with pytest.raises(RuntimeError, match=message):
-        model.generate(bad, 2)
-    with pytest.raises(RuntimeError, match=message):
-        model.transformer.wte(bad)
+    assert_raises(RuntimeError, message, model, bad)
+    assert_raises(RuntimeError, message, model, bad, targets, return_logits=False)
+    assert_raises(RuntimeError, message, model.generate, bad, 2)
+    assert_raises(RuntimeError, message, model.transformer.wte, bad)
     for return_logits in (True, False):
         with pytest.raises(RuntimeError, match=f"target {token} at row 19 is outside the vocabulary of 65"):
             model(tokens, bad, return_logits=return_logits)
 
 
 @pytest.mark.parametrize("call", ["model(bad)", "model(good, bad)", "model(good, bad, return_logits=False)"])
-def test_padding_is_not_part_of_the_vocabulary_on_cuda(call, device):
+def test_tokens_of_the_padding_are_refused_on_cuda(call, device):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     script = f"""
@@ -114,9 +109,9 @@ except Exception as error:
     assert "outside the vocabulary of 65" in done.stdout + done.stderr
 
 
-def test_padding_does_not_learn(device):
+def test_padding_has_no_gradient(device):
     model = GPT2(CONFIG, device)
-    _, loss = model(*batch(device=device))
+    _, loss = model(*make_batch(device=device))
     loss.backward()
     assert not model.lm_head.weight.grad[CONFIG.vocab_size :].any()
 
@@ -143,15 +138,13 @@ def test_presets(name, parameters):
         ({"vocab_size": 100, "padded_vocab_size": 99}, "padded_vocab_size must be at least vocab_size 100, got 99"),
     ],
 )
-def test_bad_configurations(fields, message):
-    with pytest.raises(ValueError, match=message):
-        GPT2Config(**fields)
-    with pytest.raises(ValueError, match="no preset 'gpt3'; there are gpt2,"):
-        GPT2Config.preset("gpt3")
+def test_configuration_errors(fields, message):
+    assert_raises(ValueError, message, GPT2Config, **fields)
+    assert_raises(ValueError, "no preset 'gpt3'; there are gpt2,", GPT2Config.preset, "gpt3")
 
 
-def test_flops():
-    """6 for each weight of a matrix product, and the attention."""
+def test_flops_per_token():
+    """A token takes 6 flops for each weight of a matrix product, plus attention's."""
     model = GPT2(CONFIG)
     matrices = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n) - 63 * 32
     assert model.flops_per_token(10) == 6 * matrices + 12 * 3 * 32 * 10
@@ -170,7 +163,7 @@ def test_parameter_names(bias):
     assert model.transformer.h[0].attn.c_attn.weight.shape == (96, 32)
 
 
-def test_initialisation(device):
+def test_initial_weights(device):
     torch.manual_seed(0)
     model = GPT2(dataclasses.replace(CONFIG, n_embd=128), device)
     torch.manual_seed(1)
@@ -194,7 +187,7 @@ def test_initialisation(device):
 @pytest.mark.parametrize("rows", [65, 70, 128, 200])
 @pytest.mark.parametrize("head", [True, False])
 def test_loads_any_padding(rows, head):
-    model, _ = pair()
+    model, _ = make_pair()
     state = {name: t.clone() for name, t in model.state_dict().items()}
     wte = torch.full((rows, 32), 7.0, dtype=torch.float64)
     wte[:65] = state["transformer.wte.weight"][:65]
@@ -209,14 +202,13 @@ def test_loads_any_padding(rows, head):
     assert again.lm_head.weight is again.transformer.wte.weight
     assert torch.equal(again.lm_head.weight[:65], wte[:65])
     assert rows == 128 or not again.lm_head.weight[65:].any()
-    tokens, targets = batch()
+    tokens, targets = make_batch()
     assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])
 
 
-def test_does_not_load_a_smaller_vocabulary():
+def test_refuses_a_smaller_vocabulary():
     state = GPT2(dataclasses.replace(CONFIG, vocab_size=64, padded_vocab_size=64)).state_dict()
-    with pytest.raises(RuntimeError, match=r"size mismatch for transformer.wte.weight"):
-        GPT2(CONFIG).load_state_dict(state)
+    assert_raises(RuntimeError, r"size mismatch for transformer.wte.weight", GPT2(CONFIG).load_state_dict, state)
 
 
 def test_loads_inside_another_module():
@@ -228,8 +220,8 @@ def test_loads_inside_another_module():
 
 
 def test_copies_and_pickles_stay_tied():
-    model, _ = pair()
-    tokens, _ = batch()
+    model, _ = make_pair()
+    tokens, _ = make_batch()
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert again.lm_head.weight is again.transformer.wte.weight
         assert torch.equal(again(tokens)[0], model(tokens)[0])
@@ -238,7 +230,7 @@ def test_copies_and_pickles_stay_tied():
 @pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
-    """They train, also with float8 numbers, and can be saved."""
+    """They train, also with float8 products, and can be saved."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, fp8=True)
     model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
@@ -246,7 +238,7 @@ def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
     if fill == "to_empty":
         outer.to_empty(device=device)
         for buffer in model.buffers():
-            buffer.fill_(-1)  # memory is not always 0
+            buffer.fill_(-1)  # stands for uninitialised memory
         torch.manual_seed(0)
         model.reset_parameters()
     else:
@@ -255,7 +247,7 @@ def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
     assert len([*model.parameters()]) == len([*GPT2(config, "meta").parameters()])
     assert all(p.requires_grad for p in model.parameters())
     assert not any(buffer.any() for buffer in model.buffers())
-    model(*batch(device=device))[1].backward()
+    model(*make_batch(device=device))[1].backward()
     AdamW(model.parameters(), lr=0.1).step()
     model.save_checkpoint(tmp_path / "model.safetensors")
     again = GPT2.from_checkpoint(tmp_path / "model.safetensors", device)
@@ -273,28 +265,28 @@ def test_an_untied_head_stays_untied(device):
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
 def test_checkpoints(suffix, tmp_path, device):
-    model, _ = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
+    model, _ = make_pair(torch.float32, device)
+    tokens, targets = make_batch(device=device)
     path = tmp_path / f"model{suffix}"
     model.save_checkpoint(path)
     again = GPT2.from_checkpoint(path, device)
     assert again.config == model.config
     assert next(again.parameters()).device == next(model.parameters()).device
-    # The padding is not kept; nothing depends on it.
+    # The file omits the padding, which no result depends on.
     assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])
     assert next(GPT2.from_checkpoint(path, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
-# ---- beside the reference --------------------------------------------------------------------------------------------
+# ---- against the reference -------------------------------------------------------------------------------------------
 
 
 @DTYPES
 @BIAS
 @pytest.mark.parametrize("return_logits", [True, False])
-def test_logits_loss_and_gradients(return_logits, bias, dtype, device):
-    ours, reference = pair(dtype, device, dataclasses.replace(CONFIG, bias=bias))
+def test_matches_the_reference(return_logits, bias, dtype, device):
+    ours, reference = make_pair(dtype, device, dataclasses.replace(CONFIG, bias=bias))
     exact = copy.deepcopy(reference).double()
-    tokens, targets = batch(device=device)
+    tokens, targets = make_batch(device=device)
     targets[0, 3:6] = -100
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
@@ -322,7 +314,7 @@ def test_meta_tensors(return_logits, compiled):
     """First and, in eager mode, second derivatives have the parameters' shapes."""
     model = GPT2(CONFIG, "meta")
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-    logits, loss = call(*batch(device="meta"), return_logits=return_logits)
+    logits, loss = call(*make_batch(device="meta"), return_logits=return_logits)
     assert loss.is_meta
     assert logits is None or logits.shape == (2, 16, 65)
     gradients = torch.autograd.grad(loss, [*model.parameters()], create_graph=not compiled)
@@ -333,8 +325,8 @@ def test_meta_tensors(return_logits, compiled):
 
 
 def test_logits_and_loss_are_differentiable_together(device):
-    ours, reference = pair(device=device)
-    tokens, targets = batch(device=device)
+    ours, reference = make_pair(device=device)
+    tokens, targets = make_batch(device=device)
     for model in (ours, reference):
         logits, loss = model(tokens, targets)
         (loss + logits.square().mean()).backward()
@@ -344,16 +336,16 @@ def test_logits_and_loss_are_differentiable_together(device):
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 0), (0, 4)])
 def test_other_lengths(shape, device):
-    ours, reference = pair(device=device)
-    tokens, _ = batch(*shape, device=device)
+    ours, reference = make_pair(device=device)
+    tokens, _ = make_batch(*shape, device=device)
     torch.testing.assert_close(ours(tokens)[0], reference(tokens)[0])
     torch.testing.assert_close(ours(tokens.int())[0], reference(tokens)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_twenty_steps_of_training(dtype, device):
-    ours, reference = pair(dtype, device)
-    batches = [batch(4, device=device) for _ in range(4)]
+    ours, reference = make_pair(dtype, device)
+    batches = [make_batch(4, device=device) for _ in range(4)]
 
     def curve(model, optimizer):
         losses = []
@@ -372,14 +364,14 @@ def test_twenty_steps_of_training(dtype, device):
 
 
 @DTYPES
-def test_the_exact_gelu(dtype, device):
+def test_exact_gelu_matches_the_reference(dtype, device):
     config = dataclasses.replace(CONFIG, activation="gelu")
-    ours, reference = pair(dtype, device, config)
-    exact, _ = pair(torch.float64, device, config)
-    tokens, targets = batch(device=device)
+    ours, reference = make_pair(dtype, device, config)
+    exact, _ = make_pair(torch.float64, device, config)
+    tokens, targets = make_batch(device=device)
     losses = [model(tokens, targets)[1] for model in (ours, reference, exact)]
     assert_same(*losses, dtype, "loss")
-    tanh, _ = pair(torch.float64, device)
+    tanh, _ = make_pair(torch.float64, device)
     assert tanh(tokens, targets)[1] != losses[2]
     models = (ours, reference, exact)
     grads = [torch.autograd.grad(loss, list(m.parameters())) for loss, m in zip(losses, models, strict=True)]
@@ -388,10 +380,10 @@ def test_the_exact_gelu(dtype, device):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_recomputed_blocks_give_the_same_gradients_to_the_bit(autocast, device):
-    """And the graph then keeps far less."""
-    ours, _ = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
+def test_recomputed_blocks_have_the_same_gradient_bits(autocast, device):
+    """The graph keeps less than half as much."""
+    ours, _ = make_pair(torch.float32, device)
+    tokens, targets = make_batch(device=device)
     kept, gradients = [], []
     for recompute in (False, True):
         ours.transformer.recompute_blocks = recompute
@@ -406,8 +398,8 @@ def test_recomputed_blocks_give_the_same_gradients_to_the_bit(autocast, device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_autocast(return_logits, device):
-    ours, reference = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
+    ours, reference = make_pair(torch.float32, device)
+    tokens, targets = make_batch(device=device)
     with torch.autocast(device.type, torch.bfloat16):
         _, loss = ours(tokens, targets, return_logits=return_logits)
         _, wanted = reference(tokens, targets)
@@ -420,42 +412,7 @@ def test_autocast(return_logits, device):
         assert (a.grad - b.grad).norm() < 0.05 * b.grad.norm() + 1e-6, name
 
 
-@pytest.mark.parametrize("return_logits", [True, False])
-def test_compile(return_logits, device):
-    ours, _ = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
-
-    def step(tokens, targets):
-        return ours(tokens, targets, return_logits=return_logits)[1]
-
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    losses = compiled(tokens, targets), step(tokens, targets)
-    torch.testing.assert_close(*losses)
-    found, wanted = (torch.autograd.grad(loss, list(ours.parameters())) for loss in losses)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-# ---- which operators run ---------------------------------------------------------------------------------------------
-
-
-class Calls(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removesuffix(".default")
-        self.counts[name] = self.counts.get(name, 0) + 1
-        return func(*args, **(kwargs or {}))
-
-    def kernels(self):
-        return {n.removeprefix("gptkernels::"): c for n, c in self.counts.items() if n.startswith("gptkernels::")}
-
-    def others(self):
-        return {n for n in self.counts if not n.startswith("gptkernels::")}
+# ---- operators that run ----------------------------------------------------------------------------------------------
 
 
 BLOCKS = {
@@ -480,9 +437,9 @@ VIEWS = {
     "aten::expand",
     "aten::lift_fresh",
 }
-# The mean over the targets that count, and its gradient's seed.
+# These compute the mean over the targets that are not ignored, and its gradient's seed.
 MEAN = {"aten::ne.Scalar", "aten::sum", "aten::ones_like"}
-# wte's gradient is the sum of the encoder's and the head's; the optimizer counts its steps.
+# wte's gradient is the sum of the encoder's and the LM head's; the optimizer counts its steps.
 COUNTING = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
 ACCUMULATION = {"aten::add.Tensor", "aten::add_.Tensor"} | COUNTING
 PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_exit._RecordFunction"}
@@ -490,21 +447,21 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
-    """2L + 1 norms, of which 2L add to the residual stream; a linear layer before and after each attention."""
-    ours, _ = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
+    """A step has 2L + 1 norms, 2L of them with an addition, and 2 linear layers per attention."""
+    ours, _ = make_pair(torch.float32, device)
+    tokens, targets = make_batch(device=device)
     optimizer = AdamW(ours.parameters())
     ours(tokens, targets)[1].backward()
     optimizer.step()
     optimizer.zero_grad()
-    with Calls() as calls:
+    with CountCalls() as calls:
         ours(tokens, targets, return_logits=return_logits)[1].backward()
         optimizer.step()
     if return_logits:
         head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
         others = MEAN | {"aten::div.Tensor"}
     else:
-        # The gradients of the hidden layer and of the weight, times the loss's.
+        # The two backward ops scale the gradients of the hidden layer and of the weight by the loss's.
         head = {
             "linear": 6,
             "linear_backward": 6,
@@ -513,17 +470,17 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
         }
         others = {"aten::ones_like"}
     expected = BLOCKS | head
-    if not return_logits:  # which adds to the head's gradient of the same weight
+    if not return_logits:  # the encoder's backward adds to the LM head's gradient of the weight
         expected["encoder_backward_"] = expected.pop("encoder_backward")
     assert calls.kernels() == expected
-    assert calls.others() <= others | VIEWS | ACCUMULATION | PROFILER
+    assert {name for name in calls.count if "gptkernels::" not in name} <= others | VIEWS | ACCUMULATION | PROFILER
 
 
-def test_the_tied_weights_gradient_is_the_sum_of_both(device):
-    """Whether the embedding's backward adds to the head's or autograd adds the two; also with the graph kept."""
-    ours, _ = pair(torch.float64, device)
+def test_the_tied_weights_gradient_is_a_sum(device):
+    """The sum is right if the embedding's backward adds in place or autograd adds, also with a retained graph."""
+    ours, _ = make_pair(torch.float64, device)
     weight = ours.lm_head.weight
-    tokens, targets = batch(device=device)
+    tokens, targets = make_batch(device=device)
     loss = ours(tokens, targets, return_logits=False)[1]
     found = [torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2)]
     found.append(torch.autograd.grad(2 * ours(tokens, targets, return_logits=False)[1], weight)[0] / 2)
@@ -534,7 +491,7 @@ def test_the_tied_weights_gradient_is_the_sum_of_both(device):
     (expected,) = torch.autograd.grad(ours(tokens, targets)[1], weight)
     for gradient in found:
         torch.testing.assert_close(gradient, expected)
-    ours.transformer.register_forward_hook(lambda *_: None)  # called, and so not fused with the head
+    ours.transformer.register_forward_hook(lambda *_: None)  # the hooked module is called, not fused with the LM head
     (separate,) = torch.autograd.grad(ours(tokens, targets, return_logits=False)[1], weight)
     torch.testing.assert_close(separate, expected)
     create = torch.autograd.grad(ours(tokens, targets, return_logits=False)[1], weight, create_graph=True)[0]
@@ -547,8 +504,8 @@ DROPOUT = dataclasses.replace(CONFIG, dropout=0.2)
 
 
 @contextlib.contextmanager
-def drawn_numbers(monkeypatch):
-    """Seed and offset of every dropout inside the context, in the order of the calls."""
+def record_numbers(monkeypatch):
+    """Record seed and offset of every dropout inside the context, in the order of the calls."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -561,7 +518,7 @@ def drawn_numbers(monkeypatch):
 
 
 def drop_out(reference, drawn, p):
-    """Let the reference drop what our model has dropped: nanoGPT's places, with the masks that our ops show."""
+    """Apply our model's dropouts to the reference, at nanoGPT's places with our ops' masks."""
     drawn = iter(drawn)
 
     def attention(module, args, out):
@@ -581,11 +538,11 @@ def drop_out(reference, drawn, p):
 
 @DTYPES
 @pytest.mark.parametrize("return_logits", [True, False])
-def test_dropout_is_the_references_with_our_masks(return_logits, dtype, device, monkeypatch):
-    ours, reference = pair(dtype, device, DROPOUT)
+def test_dropout_matches_the_reference_with_our_masks(return_logits, dtype, device, monkeypatch):
+    ours, reference = make_pair(dtype, device, DROPOUT)
     exact = copy.deepcopy(reference).double()
-    tokens, targets = batch(device=device)
-    with drawn_numbers(monkeypatch) as drawn:
+    tokens, targets = make_batch(device=device)
+    with record_numbers(monkeypatch) as drawn:
         logits, loss = ours(tokens, targets, return_logits=return_logits)
     assert len(drawn) == 1 + 3 * DROPOUT.n_layer
     rests = [drop_out(model, drawn, DROPOUT.dropout) for model in (reference, exact)]
@@ -600,26 +557,25 @@ def test_dropout_is_the_references_with_our_masks(return_logits, dtype, device, 
         assert_same(a.grad, b.grad, c.grad, dtype, f"gradient of {name}")
 
 
-def test_dropout_is_of_training_alone(device):
-    """In evaluation, generation too, the model is the one without; so is each module on its own."""
-    ours, _ = pair(torch.float32, device, DROPOUT)
+def test_dropout_acts_in_training_only(device):
+    """In evaluation and generation the model is the one without dropout; each module has its own mode."""
+    ours, _ = make_pair(torch.float32, device, DROPOUT)
     plain = GPT2(CONFIG, device)
     plain.load_state_dict(ours.state_dict())
-    tokens, targets = batch(device=device)
+    tokens, targets = make_batch(device=device)
     assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
     ours.eval()
     assert torch.equal(ours(tokens, targets)[1], plain(tokens, targets)[1])
     assert torch.equal(ours.generate(tokens[:, :4], 6, 0), plain.generate(tokens[:, :4], 6, 0))
     ours.transformer.drop.train()  # as Monte Carlo dropout does
     assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
-    with pytest.raises(ValueError, match="dropout must be from 0 to 1"):
-        GPT2Config(dropout=float("nan"))
+    assert_raises(ValueError, "dropout must be from 0 to 1", GPT2Config, dropout=float("nan"))
 
 
-def test_dropout_of_a_seed(device):
-    """The same from manual_seed, whether a block is called as a part of the model or by itself, hooked or fused."""
-    ours, _ = pair(torch.float64, device, DROPOUT)
-    tokens, targets = batch(device=device)
+def test_a_seed_fixes_all_dropout_masks(device):
+    """Blocks draw the same masks as parts of the model, alone, hooked or fused."""
+    ours, _ = make_pair(torch.float64, device, DROPOUT)
+    tokens, targets = make_batch(device=device)
 
     def step():
         torch.manual_seed(8)
@@ -642,9 +598,9 @@ def test_dropout_of_a_seed(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_under_activation_checkpointing(reentrant, device):
-    """Each block recomputed with the random state that it had: the same gradients as without."""
-    ours, _ = pair(torch.float64, device, DROPOUT)
-    tokens, targets = batch(device=device)
+    """Each block is recomputed with the random state that it had."""
+    ours, _ = make_pair(torch.float64, device, DROPOUT)
+    tokens, targets = make_batch(device=device)
 
     def gradients():
         ours.zero_grad()
@@ -661,13 +617,13 @@ def test_dropout_under_activation_checkpointing(reentrant, device):
 
 
 def test_dropout_keeps_no_mask(device):
-    """A step with dropout saves for its backward what one without saves, and at most two numbers for each dropout."""
+    """A step with dropout saves what one without saves, and at most two numbers for each dropout."""
 
     def saved_by(config):
         model = GPT2(config, device)
         saved = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            model(*batch(device=device))
+            model(*make_batch(device=device))
         return sorted(t.numel() for t in saved if t.numel() > 1), sum(t.numel() == 1 for t in saved)
 
     (plain, plain_numbers), (dropped, numbers) = saved_by(CONFIG), saved_by(DROPOUT)
@@ -675,19 +631,19 @@ def test_dropout_keeps_no_mask(device):
     assert 0 < numbers - plain_numbers <= 2 * (1 + 3 * CONFIG.n_layer)
 
 
-def test_dropout_runs_on_our_kernels(device):
-    """One more kernel than without: the embeddings' dropout. All others are parts of kernels that there are anyway."""
-    ours, _ = pair(torch.float32, device, DROPOUT)
-    tokens, targets = batch(device=device)
+def test_dropout_adds_one_kernel(device):
+    """Only the embeddings' dropout has a kernel of its own; the other dropouts are fused."""
+    ours, _ = make_pair(torch.float32, device, DROPOUT)
+    tokens, targets = make_batch(device=device)
     ours(tokens, targets)[1].backward()
-    with Calls() as calls:
+    with CountCalls() as calls:
         ours(tokens, targets)[1].backward()
     head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
     found = calls.kernels()
     assert found.pop("dropout") == 2  # its gradient is the op itself
     found["residual_layernorm_bias_backward"] = found.pop("residual_layernorm_dropout_backward")
     assert found == {name: count for name, count in (BLOCKS | head).items() if name != "adamw_"}
-    assert calls.counts["aten::randint"] == 1 + 3 * DROPOUT.n_layer
+    assert calls.count["aten::randint"] == 1 + 3 * DROPOUT.n_layer
 
 
 # ---- generation ------------------------------------------------------------------------------------------------------
@@ -695,16 +651,16 @@ def test_dropout_runs_on_our_kernels(device):
 
 @DTYPES
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
-def test_cached_generation_is_the_full_forward(prompt, dtype, device):
-    """Also beyond block_size, where the window slides."""
-    ours, _ = pair(dtype, device)
+def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
+    """This holds beyond block_size, too, where the window slides."""
+    ours, _ = make_pair(dtype, device)
     tokens = torch.randint(65, (3, prompt), device=device)
     found = ours.generate(tokens, 22, temperature=0)
     assert torch.equal(found[:, :prompt], tokens)
     window = tokens
     for t in range(prompt, prompt + 22):
         logits = ours(window[:, -16:])[0][:, -1].float()
-        # The likeliest token, or, in low precision, one whose logit differs by roundings.
+        # The token is the likeliest one or, in low precision, one whose logit differs by roundings.
         chosen = logits.gather(1, found[:, t : t + 1])
         slack = 0 if dtype != torch.bfloat16 else 0.05
         assert (chosen + slack >= logits.max(-1, keepdim=True).values).all()
@@ -712,8 +668,8 @@ def test_cached_generation_is_the_full_forward(prompt, dtype, device):
 
 
 @DTYPES
-def test_cached_logits(dtype, device):
-    ours, _ = pair(dtype, device)
+def test_cached_logits_match_the_full_forward(dtype, device):
+    ours, _ = make_pair(dtype, device)
     tokens = torch.randint(65, (3, 16), device=device)
     with torch.no_grad():
         expected = ours(tokens)[0]
@@ -724,8 +680,8 @@ def test_cached_logits(dtype, device):
     torch.testing.assert_close(found, expected, **tolerance(dtype))
 
 
-def test_generation_from_a_seed(device):
-    ours, _ = pair(torch.float32, device)
+def test_a_seed_fixes_the_generated_tokens(device):
+    ours, _ = make_pair(torch.float32, device)
     tokens = torch.randint(65, (2, 3), device=device, dtype=torch.int32)
 
     def draw(seed, **options):
@@ -745,9 +701,9 @@ def test_generation_from_a_seed(device):
     assert torch.equal(ours.generate(tokens, 5), once)
 
 
-def test_another_default_device(device, tmp_path):
-    """Generation and files do not depend on it."""
-    ours, _ = pair(torch.float32, device)
+def test_default_device_is_ignored(device, tmp_path):
+    """Generation and files do not depend on torch's default device."""
+    ours, _ = make_pair(torch.float32, device)
     tokens = torch.randint(65, (2, 3), device=device)
     wanted = ours.generate(tokens, 18, temperature=0)
     ours.save_checkpoint(tmp_path / "model.bin")
@@ -759,7 +715,7 @@ def test_another_default_device(device, tmp_path):
 
 
 def test_generated_tokens_follow_the_distribution(device):
-    ours, _ = pair(torch.float32, device)
+    ours, _ = make_pair(torch.float32, device)
     tokens = torch.tensor([[3, 1, 4]], device=device)
     probabilities = (ours(tokens)[0][0, -1] / 0.7).topk(5)
     generator = torch.Generator(device).manual_seed(0)
@@ -768,8 +724,8 @@ def test_generated_tokens_follow_the_distribution(device):
     torch.testing.assert_close(drawn.bincount(minlength=65) / 4000, expected, atol=0.03, rtol=0)
 
 
-def test_stream(device):
-    ours, _ = pair(torch.float32, device)
+def test_stream_yields_generated_tokens(device):
+    ours, _ = make_pair(torch.float32, device)
     tokens = torch.randint(65, (2, 3), device=device)
     steps = list(ours.stream(tokens, 4, temperature=0))
     assert [step.shape for step in steps] == [(2,)] * 4
@@ -782,8 +738,8 @@ def test_stream(device):
 
 
 def test_a_cached_step_runs_on_our_kernels(device):
-    """All of it, as two operators; by its modules where one must be called or there are many sequences."""
-    ours, _ = pair(torch.float32, device)
+    """A step is two operators, or the modules' if one has a hook or there are many sequences."""
+    ours, _ = make_pair(torch.float32, device)
     modules = {
         "encoder": 1,
         "layernorm": 1,
@@ -796,9 +752,9 @@ def test_a_cached_step_runs_on_our_kernels(device):
     def kernels(sequences):
         stream = ours.stream(torch.randint(65, (sequences, 3), device=device), 4, temperature=0)
         next(stream)
-        with Calls() as calls:
+        with CountCalls() as calls:
             next(stream)
-        assert "aten::bmm" not in calls.counts
+        assert "aten::bmm" not in calls.count
         return calls.kernels()
 
     assert kernels(8) == {"decode": 1, "sample_": 1}
@@ -810,41 +766,33 @@ def test_a_cached_step_runs_on_our_kernels(device):
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_bad_tokens(device):
-    ours, _ = pair(torch.float32, device)
-    tokens, targets = batch(device=device)
+def test_token_errors(device):
+    ours, _ = make_pair(torch.float32, device)
+    tokens, targets = make_batch(device=device)
     with pytest.raises(ValueError, match="17 tokens are more than block_size 16"):
         ours(torch.zeros(1, 17, dtype=torch.int64, device=device))
-    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\), got \(16,\)"):
-        ours(tokens[0])
-    with pytest.raises(TypeError, match=r"tokens must be int64 or int32, got torch.float32"):
-        ours(tokens.float())
-    with pytest.raises(TypeError, match=r"targets must be int64 or int32, got torch.int16"):
-        ours(tokens, targets.short())
+    assert_raises(ValueError, r"tokens must have shape \(B, T\), got \(16,\)", ours, tokens[0])
+    assert_raises(TypeError, r"tokens must be int64 or int32, got torch.float32", ours, tokens.float())
+    assert_raises(TypeError, r"targets must be int64 or int32, got torch.int16", ours, tokens, targets.short())
     with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \(2, 16\), got \(2, 15\)"):
         ours(tokens, targets[:, :15])
     if device.type == "cpu":
-        with pytest.raises(RuntimeError, match=r"65|128"):
-            ours(torch.full((1, 4), 128))
+        assert_raises(RuntimeError, r"65|128", ours, torch.full((1, 4), 128))
 
 
-def test_bad_generation(device):
-    ours, _ = pair(torch.float32, device)
-    tokens, _ = batch(device=device)
-    with pytest.raises(ValueError, match="max_new_tokens must be at least 0, got -1"):
-        ours.generate(tokens, -1)
+def test_generation_errors(device):
+    ours, _ = make_pair(torch.float32, device)
+    tokens, _ = make_batch(device=device)
+    assert_raises(ValueError, "max_new_tokens must be at least 0, got -1", ours.generate, tokens, -1)
     with pytest.raises(ValueError, match="temperature must be at least 0, got -1"):
         ours.stream(tokens, 3, temperature=-1)  # at once, not at the first token
-    with pytest.raises(ValueError, match="top_k must be at least 1, got 0"):
-        ours.generate(tokens, 3, top_k=0)
-    with pytest.raises(ValueError, match="at least one token"):
-        ours.generate(tokens[:, :0], 3)
-    with pytest.raises(ValueError, match=r"tokens must have shape \(B, T\), got \(16,\)"):
-        ours.generate(tokens[0], 3)
+    assert_raises(ValueError, "top_k must be at least 1, got 0", ours.generate, tokens, 3, top_k=0)
+    assert_raises(ValueError, "at least one token", ours.generate, tokens[:, :0], 3)
+    assert_raises(ValueError, r"tokens must have shape \(B, T\), got \(16,\)", ours.generate, tokens[0], 3)
 
 
 class NoisyAdapter(torch.nn.Module):
-    """A linear layer with a dropout of its own, which the configuration knows nothing of."""
+    """A linear layer with a dropout that the configuration does not have."""
 
     def __init__(self, linear):
         super().__init__()
@@ -855,15 +803,15 @@ class NoisyAdapter(torch.nn.Module):
 
 
 @pytest.mark.parametrize("change", ["adapter", "probability", "attention", "hook"])
-def test_recomputed_blocks_draw_the_same_masks_whatever_became_of_them(change, device):
-    """The configuration has no dropout; the modules have got one since."""
-    ours, _ = pair(torch.float64, device)
-    tokens, targets = batch(device=device)
+def test_changed_blocks_are_recomputed_with_the_same_masks(change, device):
+    """The configuration has no dropout, but the changed modules have."""
+    ours, _ = make_pair(torch.float64, device)
+    tokens, targets = make_batch(device=device)
     block = ours.transformer.h[0]
     if change == "adapter":
         block.attn.c_proj = NoisyAdapter(block.attn.c_proj)
     elif change == "probability":
-        ours.transformer.h[-2].resid_dropout.p = 0.5  # what the next block adds is dropped there
+        ours.transformer.h[-2].resid_dropout.p = 0.5  # the next block drops this block's output
     elif change == "attention":
         block.attn.dropout = 0.5
     else:
@@ -877,10 +825,10 @@ def test_recomputed_blocks_draw_the_same_masks_whatever_became_of_them(change, d
         assert torch.equal(plain, recomputed), name
 
 
-def test_only_what_may_draw_has_its_random_state_kept(device):
-    """The state is a copy from the device to the host."""
+def test_only_layers_with_dropout_keep_random_state(device):
+    """Keeping the state copies it from the device to the host."""
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]
-        kept.append(may_draw(block, Block, block.resid_dropout))
+        kept.append(uses_dropout(block, Block, block.resid_dropout))
     assert kept == [False, True, False]

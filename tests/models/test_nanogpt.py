@@ -1,4 +1,4 @@
-"""What nanoGPT's users call on GPT2, beside nanoGPT's own model."""
+"""The methods of GPT2 that nanoGPT's users call match nanoGPT's own model."""
 
 import dataclasses
 import math
@@ -11,10 +11,11 @@ import published
 from conversions import CONFIG, make_model, nanogpt_groups
 from gptkernels.models import GPT2, nanogpt
 from gptkernels.optim import AdamW
+from helpers import assert_raises
 
 
-def beside(device="cpu", **changes):
-    """Our model and nanoGPT's, with the same weights; float64."""
+def make_pair(device="cpu", **changes):
+    """Return our model and nanoGPT's, with the same weights in float64."""
     ours = make_model(dtype=torch.float64, activation="gelu", **changes).to(device)
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
     theirs = published.GPT(published.Config(**{name: getattr(ours.config, name) for name in names}))
@@ -25,9 +26,9 @@ def beside(device="cpu", **changes):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_configure_optimizers_is_nanogpts(bias, device):
-    """The same groups, and the same parameters after five steps; in both argument styles."""
-    ours, theirs = beside(device, bias=bias)
+def test_configure_optimizers_matches_nanogpt(bias, device):
+    """Groups and five steps are the same, in both argument styles."""
+    ours, theirs = make_pair(device, bias=bias)
     optimizer = ours.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.8, 0.9), device_type="cpu")
     assert type(optimizer) is AdamW
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
@@ -35,7 +36,7 @@ def test_configure_optimizers_is_nanogpts(bias, device):
     shapes = [[[len(p.shape) for p in group["params"]] for group in o.param_groups] for o in (optimizer, expected)]
     assert shapes[0] == shapes[1]
     for group in (*optimizer.param_groups, *expected.param_groups):
-        group["eps"] = 1e-3  # the gradient of the keys' bias is rounding noise, which Adam would make large
+        group["eps"] = 1e-3  # the keys' bias has a gradient of rounding noise, which Adam would amplify
     for tokens in torch.randint(50, (5, 2, 8), device=device):
         for model, steps in ((ours, optimizer), (theirs, expected)):
             steps.zero_grad()
@@ -55,8 +56,8 @@ def test_a_frozen_parameter_is_left_out():
 
 @pytest.mark.parametrize("return_logits", [True, False])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_targets_of_minus_one(return_logits, dtype, device):
-    ours, theirs = beside(device)
+def test_ignored_targets(return_logits, dtype, device):
+    ours, theirs = make_pair(device)
     tokens = torch.randint(50, (2, 8), device=device)
     targets = tokens.roll(1).masked_fill(torch.rand(2, 8, device=device) < 0.4, -1)
     _, loss = ours(tokens, targets.to(dtype), return_logits=return_logits, ignore_index=-1)
@@ -71,17 +72,15 @@ def test_targets_of_minus_one(return_logits, dtype, device):
 
 
 def test_crop_block_size(device):
-    ours, theirs = beside(device)
+    ours, theirs = make_pair(device)
     ours.crop_block_size(5)
     tokens = torch.randint(50, (2, 5), device=device)
     torch.testing.assert_close(ours(tokens)[0], theirs(tokens, tokens)[0])
     assert (ours.config.block_size, ours.transformer.wpe.num_embeddings) == (5, 5)
     assert ours.transformer.wpe.weight.untyped_storage().nbytes() == 5 * 16 * 8
-    with pytest.raises(ValueError, match="6 tokens are more than block_size 5"):
-        ours(torch.randint(50, (2, 6), device=device))
+    assert_raises(ValueError, "6 tokens are more than block_size 5", ours, torch.randint(50, (2, 6), device=device))
     for size in (0, 6):
-        with pytest.raises(ValueError, match=f"block_size must be from 1 to 5, got {size}"):
-            ours.crop_block_size(size)
+        assert_raises(ValueError, f"block_size must be from 1 to 5, got {size}", ours.crop_block_size, size)
     copy = GPT2(ours.config)
     copy.load_state_dict(ours.state_dict())
     assert ours.generate(tokens[:, :1], 8).shape == (2, 9)  # beyond the window
@@ -89,28 +88,25 @@ def test_crop_block_size(device):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_get_num_params(bias):
-    ours, theirs = beside(bias=bias)
+    ours, theirs = make_pair(bias=bias)
     count = sum(p.numel() for p in theirs.parameters())
     assert ours.get_num_params(non_embedding=False) == count
     assert ours.get_num_params() == count - 8 * 16
 
 
 def test_estimate_mfu(monkeypatch):
-    """nanoGPT's formula; the peak is the device's or an argument, never that of another device."""
+    """The formula is nanoGPT's; the peak is the device's or an argument."""
     model = make_model()
     L, H, Q, T = 2, 2, 8, 8
     flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T
     assert math.isclose(model.estimate_mfu(40, 0.25, peak_flops=1e12), flops * 40 / 0.25 / 1e12)
-    with pytest.raises(ValueError, match="the peak of a cpu is not known: give peak_flops"):
-        model.estimate_mfu(40, 0.25)
-    with pytest.raises(ValueError, match="dt must be above 0, got 0"):
-        model.estimate_mfu(40, 0, peak_flops=1e12)
+    assert_raises(ValueError, "the peak of a cpu is not known: give peak_flops", model.estimate_mfu, 40, 0.25)
+    assert_raises(ValueError, "dt must be above 0, got 0", model.estimate_mfu, 40, 0, peak_flops=1e12)
     monkeypatch.setattr(nanogpt, "peak_of", lambda device: 989.4e12)
     assert math.isclose(model.estimate_mfu(40, 0.25), flops * 40 / 0.25 / 989.4e12)
 
 
-def test_the_same_config_trains_and_is_kept():
-    """The exact GELU in every method that makes another model."""
+def test_cropping_keeps_the_configuration():
     model = make_model(activation="gelu", dropout=0.1)
     model.crop_block_size(4)
     assert model.config == dataclasses.replace(CONFIG, block_size=4, activation="gelu", dropout=0.1)

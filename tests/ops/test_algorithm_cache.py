@@ -48,7 +48,7 @@ def _on_cuda(device):
         pytest.skip("CUDA only")
 
 
-def test_are_kept_and_give_the_same_bits(tmp_path):
+def test_kept_choices_give_the_same_bits(tmp_path):
     first = run(tmp_path / "new" / "folder")
     (file,) = (tmp_path / "new" / "folder").iterdir()
     lines = file.read_text().splitlines()
@@ -57,7 +57,7 @@ def test_are_kept_and_give_the_same_bits(tmp_path):
     assert file.read_text().splitlines() == lines
 
 
-def test_a_damaged_file_is_no_harm(tmp_path):
+def test_damaged_file_is_ignored(tmp_path):
     run(tmp_path)
     (file,) = tmp_path.iterdir()
     first, *lines = file.read_text().splitlines()
@@ -70,12 +70,12 @@ def test_a_damaged_file_is_no_harm(tmp_path):
     assert file.read_text().startswith(first)
 
 
-def test_off(tmp_path, monkeypatch):
+def test_disabled(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("off") == run("off")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
+def test_unwritable_folder(tmp_path):
     (tmp_path / "file").write_text("")
     run(tmp_path / "file" / "folder")

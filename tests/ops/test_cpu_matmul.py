@@ -95,7 +95,7 @@ def test_column_sums_alone():
         assert torch.equal(alone[i], every[i])
 
 
-def test_an_element_does_not_depend_on_its_neighbours():
+def test_elements_are_independent():
     x, weight = matrix(100, 600), matrix(150, 600)
     whole = ops.linear(x, weight, None)
     for rows, columns in [(1, 150), (7, 33), (49, 64), (100, 1)]:
@@ -131,7 +131,7 @@ def test_special_values(value):
     assert dx[others].isfinite().all()
 
 
-def test_blas_is_the_other_choice(monkeypatch):
+def test_blas(monkeypatch):
     x, weight = matrix(100, 300), matrix(128, 300)
     own = ops.linear(x, weight, None)
     monkeypatch.setenv("GPTKERNELS_MATMUL", "blas")

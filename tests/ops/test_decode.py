@@ -85,36 +85,30 @@ def test_against_the_formula(shape, batch, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_long_sequence(dtype, device):
-    """Its keys are spread over the blocks of a cluster."""
-    model = make(dtype, device, **SHAPES["256"], block_size=1024)
-    tokens = torch.randint(65, (1, 1024), device=device)
+@pytest.mark.parametrize(
+    ("shape", "room", "steps"),
+    [
+        ("256", 1024, [[length] for length in (1, 2, 8, 9, 10, 128, 129, 700, 1017, 1023, 1024)]),
+        ("64", 1300, [[1300, 1, 700], [129, 1024, 1025], [64, 1299, 2]]),
+    ],
+    ids=["one sequence", "three sequences"],
+)
+def test_long_sequences(shape, room, steps, dtype, device):
+    """The keys of one sequence, spread over a cluster; sequences of different lengths, with several rounds of keys."""
+    model = make(dtype, device, **SHAPES[shape], block_size=room)
+    tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
     with torch.no_grad():
         weights, cache = arguments(model, tokens)
-        model.transformer(tokens, [KeyValueCache(1024, memory) for memory in cache])
-        for length in (1, 2, 8, 9, 10, 128, 129, 700, 1017, 1023, 1024):
-            found = weights.decode(tokens, torch.tensor([length], device=device), cache)[:, : exact.shape[2]]
-            assert_as_exact_as_torch(found, torchs[:, length - 1], exact[:, length - 1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_sequences(dtype, device):
-    """Several rounds of the keys that the fast attention has in flight, and sequences of different lengths."""
-    model = make(dtype, device, **SHAPES["64"], block_size=1300)
-    tokens = torch.randint(65, (3, 1300), device=device)
-    torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
-    with torch.no_grad():
-        weights, cache = arguments(model, tokens)
-        model.transformer(tokens, [KeyValueCache(1300, memory) for memory in cache])
-        for lengths in ([1300, 1, 700], [129, 1024, 1025], [64, 1299, 2]):
+        model.transformer(tokens, [KeyValueCache(room, memory) for memory in cache])
+        for lengths in steps:
             at = torch.tensor(lengths, device=device)
-            rows = torch.arange(3, device=device), at - 1
-            found = weights.decode(tokens, at, cache)[:, :65]
+            rows = torch.arange(len(lengths), device=device), at - 1
+            found = weights.decode(tokens, at, cache)[:, : exact.shape[2]]
             assert_as_exact_as_torch(found, torchs[rows], exact[rows])
 
 
-def test_the_norm_of_a_constant_row_is_its_bias(device):
+def test_norm_of_a_constant_row_is_its_bias(device):
     """The mean's rounding error is not divided by the standard deviation, sqrt(eps)."""
     wte = torch.full((5, 192), 1.37, device=device)
     norm, head = torch.randn(2, 192, device=device), torch.randn(65, 192, device=device)
@@ -128,7 +122,7 @@ def test_the_norm_of_a_constant_row_is_its_bias(device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_step_is_deterministic_and_a_row_does_not_depend_on_others(dtype, device):
+def test_deterministic_and_rows_are_independent(dtype, device):
     model = make(dtype, device, **SHAPES["64"])
     tokens = torch.randint(65, (8, 6), device=device)
     once = logits_of_all(model, tokens)
@@ -136,48 +130,32 @@ def test_the_step_is_deterministic_and_a_row_does_not_depend_on_others(dtype, de
     assert torch.equal(once[2:5], logits_of_all(model, tokens[2:5].contiguous()))
 
 
-def test_opcheck(device):
-    model = make(torch.float32, device, **SHAPES["20"])
-    tokens = torch.randint(65, (2, 5), device=device)
-    weights, cache = arguments(model, tokens, 7)
-    wte, wpe, layers, norm_weight, norm_bias, head, *options = weights
-    detached = [t.detach() for t in (wte, wpe, norm_weight, norm_bias, head)]
-    wte, wpe, norm_weight, norm_bias, head = detached
-    given = tokens, torch.tensor([1, 5], device=device), wte, wpe, [t.detach() for t in layers]
-    cache.zero_()
-    torch.library.opcheck(ops.decode.default, (*given, norm_weight, norm_bias, head, cache, *options))
-
-
 def test_bad_arguments(device):
     model = make(torch.float32, device, **SHAPES["20"])
-    tokens = torch.randint(65, (2, 5), device=device)
-    lengths = torch.tensor([1, 5], device=device)
+    tokens, lengths = torch.randint(65, (2, 5), device=device), torch.tensor([1, 5], device=device)
     weights, cache = arguments(model, tokens, 7)
-    with torch.no_grad():
-        with raises("decode: sequences must have shape", "at most 8", r"\(9, 5\)"):
-            weights.decode(tokens.new_zeros(9, 5), lengths, cache)
-        with raises("decode: sequences must be int64, got int32"):
-            weights.decode(tokens.int(), lengths, cache)
-        with raises(r"decode: lengths must have shape \(2\), got \(3\)"):
-            weights.decode(tokens, lengths.new_zeros(3), cache)
-        with raises(r"decode: keys_values must have shape \(2, 2, 2, 2, 7, 20\)"):
-            weights.decode(tokens, lengths, cache[:1])
-        with raises("keys_values has room for 41 tokens, but wpe has only 40 positions"):
-            weights.decode(tokens, lengths, cache.new_zeros(2, 2, 2, 2, 41, 20))
-        with raises("layers must have 12 tensors for each layer, got 23"):
-            weights._replace(layers=weights.layers[:-1]).decode(tokens, lengths, cache)
-        with raises(r"layers\[2\] must have shape \(120, 40\), got \(40, 40\)"):
-            layers = [*weights.layers[:2], weights.layers[4], *weights.layers[3:]]
-            weights._replace(layers=layers).decode(tokens, lengths, cache)
-        with raises("wpe must have the dtype of wte"):
-            weights._replace(wpe=weights.wpe.double()).decode(tokens, lengths, cache)
-        with raises("approximate must be 'tanh' or 'none', got 'erf'"):
-            weights._replace(approximate="erf").decode(tokens, lengths, cache)
-        if device.type == "cpu":
-            with raises("length 8 of sequence 1 is not from 1 to 7"):
-                weights.decode(tokens.new_zeros(2, 9), lengths.new_tensor([1, 8]), cache)
-            with raises("token 65 at position 0 is outside the vocabulary of 65"):
-                weights.decode(tokens.new_full((2, 5), 65), lengths, cache)
+    wrong_layers = [*weights.layers[:2], weights.layers[4], *weights.layers[3:]]
+    call = {"sequences": tokens, "lengths": lengths, "keys_values": cache}
+    cases = [
+        ({"sequences": tokens.new_zeros(9, 5)}, r"decode: sequences must have shape.*at most 8.*\(9, 5\)"),
+        ({"sequences": tokens.int()}, "decode: sequences must be int64, got int32"),
+        ({"lengths": lengths.new_zeros(3)}, r"decode: lengths must have shape \(2\), got \(3\)"),
+        ({"keys_values": cache[:1]}, r"decode: keys_values must have shape \(2, 2, 2, 2, 7, 20\)"),
+        ({"keys_values": cache.new_zeros(2, 2, 2, 2, 41, 20)}, "has room for 41 tokens, but wpe has only 40 positions"),
+        ({"layers": weights.layers[:-1]}, "layers must have 12 tensors for each layer, got 23"),
+        ({"layers": wrong_layers}, r"layers\[2\] must have shape \(120, 40\), got \(40, 40\)"),
+        ({"wpe": weights.wpe.double()}, "wpe must have the dtype of wte"),
+        ({"approximate": "erf"}, "approximate must be 'tanh' or 'none', got 'erf'"),
+    ]
+    if device.type == "cpu":
+        wide = {"sequences": tokens.new_zeros(2, 9), "lengths": lengths.new_tensor([1, 8])}
+        cases.append((wide, "length 8 of sequence 1 is not from 1 to 7"))
+        cases.append(({"sequences": tokens.new_full((2, 5), 65)}, "token 65 at position 0 is outside the vocabulary"))
+    for change, message in cases:
+        changed = weights._replace(**{name: value for name, value in change.items() if name not in call})
+        given = {name: change.get(name, value) for name, value in call.items()}
+        with torch.no_grad(), raises(message):
+            changed.decode(*given.values())
     with raises("decode has no derivative"):
         weights.decode(tokens, lengths, cache)
 
@@ -192,7 +170,7 @@ def generate(model, tokens, count, seed=5, **options):
 
 @all_dtypes
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
-def test_the_same_tokens_without_a_graph(options, dtype, device):
+def test_same_tokens_with_and_without_graphs(options, dtype, device):
     """And the generator is left where it would be. Also where the window slides after the graphs."""
     model = make(dtype, device, **SHAPES["256"])
     for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
@@ -205,7 +183,7 @@ def test_the_same_tokens_without_a_graph(options, dtype, device):
         assert torch.equal(graphed[1], eager[1])
 
 
-def test_a_stopped_stream_leaves_the_generator_at_the_last_token_taken(device):
+def test_stopped_stream_leaves_the_generator_at_its_last_token(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (1, 2), device=device)
     for count in range(1, 25, 4):
@@ -234,7 +212,7 @@ def test_prompts_of_different_lengths(called, device):
             assert found[0].dtype == prompts[0].dtype
 
 
-def test_a_list_of_prompts_of_one_length_is_a_batch(device):
+def test_prompts_of_one_length_are_a_batch(device):
     """Draws included, and int32 stays int32."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
@@ -334,7 +312,7 @@ def test_two_threads_each_on_a_stream_of_its_own(device):
             assert all(torch.equal(tokens, expected) for tokens in found)
 
 
-def test_what_is_kept_goes_with_the_model(captures, device):
+def test_state_is_freed_with_the_model(captures, device):
     model = make(torch.float32, device, **SHAPES["64"])
     generate(model, torch.randint(65, (1, 3), device=device), 20)
     kept = decoding._Kept._of_models
@@ -345,7 +323,7 @@ def test_what_is_kept_goes_with_the_model(captures, device):
     assert len(kept) == count - 1
 
 
-def test_torchs_own_generator(device):
+def test_default_generator(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (1, 2), device=device)
     found = []
@@ -358,7 +336,7 @@ def test_torchs_own_generator(device):
     assert torch.equal(found[0][1], found[1][1])
 
 
-def test_by_modules_and_by_the_operator(device):
+def test_modules_and_operator_agree(device):
     """In float32 no token differs: their logits differ by roundings."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
@@ -368,7 +346,7 @@ def test_by_modules_and_by_the_operator(device):
     hook.remove()
 
 
-def test_what_must_be_called_is_called(device):
+def test_changed_models_run_by_modules(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     assert decoding._Weights.of(model, tokens) is not None
@@ -392,7 +370,7 @@ def test_what_must_be_called_is_called(device):
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 20])
-def test_logits_that_are_not_finite(step, device):
+def test_nonfinite_logits(step, device):
     """The error comes at the step, and the process's CUDA context is as good as before."""
     model = make(torch.float32, device, **SHAPES["64"])
     with torch.no_grad():

@@ -4,38 +4,24 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional as G
+from gptkernels.testing.cases.elementwise import dropped
 from helpers import (
     CHI_SQUARE_15,
     DTYPES,
     all_dtypes,
-    all_rows,
-    all_views,
-    all_widths,
-    as_view,
     assert_as_exact_with_gradients,
-    assert_same_bits,
     chi_square,
     gradients,
     numbers,
     philox,
-    raises,
     randn,
-    registered_dtypes,
+    refused,
 )
 
 ops = torch.ops.gptkernels
-
-
-def dropped(x, p, seed, offset):
-    """The formula, with the mask that the op shows, drawn where the seed is."""
-    kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape).to(x.device)
-    return x * kept / (1 - p) if p < 1 else x * 0
 
 
 def check(x, dout, p, seed, offset):
@@ -63,7 +49,7 @@ def test_mask(p, device):
         assert torch.equal(mask.cpu(), expected)
 
 
-def test_mask_depends_on_an_elements_place_alone(device):
+def test_mask_depends_only_on_position(device):
     """Not on the shape, the dtype, the size, or how the memory is aligned."""
     drawn = numbers(device)
     mask = ops.dropout_mask(3000, 0.3, *drawn)
@@ -99,7 +85,7 @@ def test_mask_is_uniform_and_independent(device):
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_as_many_are_dropped_as_asked_for(p, device):
+def test_dropped_share(p, device):
     """In all calls together and from call to call: binomial, within 5 standard deviations."""
     size, calls = 50_000, 40
     found = torch.stack([(G.dropout(torch.ones(size, device=device), p) == 0).sum() for _ in range(calls)]).double()
@@ -120,32 +106,6 @@ def test_calls_are_independent(device):
 # ---- against the formula ---------------------------------------------------------------------------------------------
 
 
-@all_dtypes
-@all_widths
-@all_rows
-def test_matches_its_mask(rows, width, dtype, device):
-    check(*(randn(rows, width, dtype=dtype, device=device) for _ in range(2)), 0.1, *numbers(device))
-
-
-@pytest.mark.parametrize("p", [0.0, 1e-6, 0.5, 0.9, 1.0])
-@all_dtypes
-def test_probabilities(p, dtype, device):
-    check(*(randn(300, dtype=dtype, device=device) for _ in range(2)), p, *numbers(device))
-
-
-@all_views
-@all_dtypes
-def test_views(view, dtype, device):
-    x, dout = (as_view(randn(6, 40, dtype=dtype, device=device), view) for _ in range(2))
-    check(x, dout, 0.3, *numbers(device))
-
-
-def test_shapes(device):
-    for shape in [(), (1,), (2, 0, 8), (1, 2, 1, 2, 8)]:
-        x, dout = (randn(*shape, dtype=torch.float32, device=device) for _ in range(2))
-        check(x, dout, 0.5, *numbers(device))
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @all_dtypes
 def test_infinities_and_nan(value, dtype, device):
@@ -154,20 +114,6 @@ def test_infinities_and_nan(value, dtype, device):
     out = ops.dropout(x, 0.5, *numbers(device))
     kept = ops.dropout_mask(50, 0.5, *numbers(device))
     torch.testing.assert_close(out, torch.where(kept, x, float("nan")), equal_nan=True)
-
-
-@all_dtypes
-def test_deterministic(dtype, device):
-    x = randn(1000, 96, dtype=dtype, device=device)
-    assert_same_bits(lambda: ops.dropout(x, 0.3, *numbers(device)))
-
-
-@settings(max_examples=60, deadline=None)
-@given(size=st.integers(0, 5000), offset=st.integers(0, 9), p=st.floats(0, 1), dtype=st.sampled_from(DTYPES))
-def test_any_size(device, size, offset, p, dtype):
-    torch.manual_seed(size + offset)  # a failing example must fail again
-    x, dout = (randn(size + offset, dtype=dtype, device=device)[offset:] for _ in range(2))
-    check(x, dout, p, *numbers(device, size, offset))
 
 
 def test_every_cpu_capability_gives_the_same_mask(tmp_path):
@@ -189,20 +135,6 @@ def test_every_cpu_capability_gives_the_same_mask(tmp_path):
 
 
 # ---- torch's machinery -----------------------------------------------------------------------------------------------
-
-
-def test_gradcheck(device):
-    x = randn(3, 7, dtype=torch.float64, device=device, requires_grad=True)
-    for p in (0.0, 0.4, 1.0):
-        assert torch.autograd.gradcheck(lambda x, p=p: ops.dropout(x, p, *numbers(device)), x)
-        assert torch.autograd.gradgradcheck(lambda x, p=p: ops.dropout(x, p, *numbers(device)) ** 2, x)
-
-
-@registered_dtypes
-def test_opcheck(dtype, device):
-    x = randn(4, 7, dtype=dtype, device=device, requires_grad=True)
-    torch.library.opcheck(ops.dropout, (x, 0.3, *numbers(device)))
-    torch.library.opcheck(ops.dropout_mask, (33, 0.3, *numbers(device)))
 
 
 def test_compile(device):
@@ -231,7 +163,7 @@ def test_inductor_draws_one_mask_for_both_directions(device):
         assert torch.equal(torch.autograd.grad(out, x, torch.ones_like(x))[0], out)
 
 
-def test_is_torchs_generators(device):
+def test_draws_from_torchs_generator(device):
     """Reproducible by manual_seed, another mask each time, and the same once more under activation checkpointing."""
     x = torch.ones(500, device=device, requires_grad=True)
 
@@ -251,7 +183,7 @@ def test_is_torchs_generators(device):
         assert torch.equal(x.grad, out)
 
 
-def test_nothing_is_stored(device):
+def test_stores_no_mask(device):
     """The graph holds the two numbers and no tensor of the size of x."""
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -271,13 +203,6 @@ def test_vmap(device):
     assert not torch.equal(different[0], different[1])
 
 
-def test_autocast_leaves_the_dtype(device):
-    for dtype in (torch.float32, torch.bfloat16):
-        x = randn(5, 33, dtype=dtype, device=device)
-        with torch.autocast(device.type, torch.bfloat16):
-            assert G.dropout(x, 0.5).dtype == F.dropout(x, 0.5).dtype == dtype
-
-
 # ---- functional ------------------------------------------------------------------------------------------------------
 
 
@@ -295,22 +220,15 @@ def test_functional(device):
 
 def test_bad_input(device):
     x, (seed, offset) = randn(5, 8, dtype=torch.float32, device=device), numbers(device)
-    with raises("dropout", "x must be float64", "int64"):
-        ops.dropout(x.long(), 0.5, seed, offset)
-    with raises("dropout", r"p must be from 0 to 1, got 1\.5"):
-        ops.dropout(x, 1.5, seed, offset)
+    refused(ops.dropout, (x.long(), 0.5, seed, offset), "x must be float64", "int64")
+    refused(ops.dropout, (x, 1.5, seed, offset), r"p must be from 0 to 1, got 1\.5")
     for p in (0.0, 0.5):
-        with raises("dropout", "seed must be int64, got int32"):
-            ops.dropout(x, p, seed.int(), offset)
-        with raises("dropout", r"offset must have shape \(\), got \(1\)"):
-            ops.dropout(x, p, seed, offset[None])
-    with raises("dropout_mask", "size must be at least 0, got -1"):
-        ops.dropout_mask(-1, 0.5, seed, offset)
-    with raises("dropout_mask", "seed must be int64"):
-        ops.dropout_mask(5, 0.5, seed.int(), offset)
+        refused(ops.dropout, (x, p, seed.int(), offset), "seed must be int64, got int32")
+        refused(ops.dropout, (x, p, seed, offset[None]), r"offset must have shape \(\), got \(1\)")
+    refused(ops.dropout_mask, (-1, 0.5, seed, offset), "size must be at least 0, got -1")
+    refused(ops.dropout_mask, (5, 0.5, seed.int(), offset), "seed must be int64")
     if device.type != "cpu":
-        with raises("dropout", "seed is on cpu but x is on cuda"):
-            ops.dropout(x, 0.5, seed.cpu(), offset)
+        refused(ops.dropout, (x, 0.5, seed.cpu(), offset), "seed is on cpu but x is on cuda")
 
 
 @pytest.mark.large

@@ -11,39 +11,19 @@ import gptkernels
 from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.rules.fp8 import ALIGNMENT, CALLS, is_history, new_history
+from gptkernels.testing.cases.fp8 import DTYPES, E4M3, E5M2, LARGEST, composed_norm, rounded, values
 from gptkernels.trainer.config import FP8_ALIGNMENT
-from helpers import assert_same_bits, randn
+from helpers import randn
 
 ops = torch.ops.gptkernels
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 both_formats = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 UNIT = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # the largest relative error of a rounding to a normal number
 TINY = {E4M3: 2.0**-10, E5M2: 2.0**-17}  # the largest error of a rounding to a denormal number
 
 
 def bits(t):
     return t.view(torch.uint8)
-
-
-def values(fp8):
-    """The number of each pattern of bits, in float64."""
-    return torch.arange(256, dtype=torch.uint8).view(fp8).double()
-
-
-def rounded(x, fp8):
-    """The bits of the nearest number to each of x (float64): ties to even, saturating, NaN for what is not finite."""
-    grid = values(fp8)[:128].to(x.device)
-    grid = grid[grid.isfinite()]
-    magnitude = x.abs().nan_to_num(0.0, 0.0).clamp(max=grid[-1])
-    above = torch.searchsorted(grid, magnitude).clamp(max=len(grid) - 1)
-    below = (above - 1).clamp(min=0)
-    to_above, to_below = grid[above] - magnitude, magnitude - grid[below]
-    take_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
-    found = torch.where(take_above, above, below) + 128 * x.signbit()
-    return torch.where(x.isfinite(), found, 127).to(torch.uint8)
 
 
 def expected_scale(amax, fp8):
@@ -81,7 +61,7 @@ def check_quantised(x, history, fp8, amax):
 
 
 @both_formats
-def test_every_number_and_what_lies_between(fp8, device):
+def test_every_number_and_every_tie(fp8, device):
     """The numbers themselves, the ties between two neighbours, and both sides of each tie, times powers of two."""
     grid = values(fp8)
     grid = grid[grid.isfinite()].unique()
@@ -154,7 +134,7 @@ def test_history(fp8, device):
         assert kept == [*expected, 0.0, 0.0]
 
 
-def test_history_of_zeros_is_none(device):
+def test_history_of_zeros_counts_as_empty(device):
     """A gradient that begins with 0 does not fix the scale."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
@@ -169,12 +149,6 @@ def test_large_values_saturate_at_the_history_scale(device):
     assert scale.item() == 2.0**-8
 
 
-@both_formats
-def test_quantisation_is_deterministic(fp8, device):
-    x = randn(1000, 200, dtype=torch.bfloat16, device=device)
-    assert_same_bits(lambda: tuple(map(bits, ops.fp8_quantize(x, None, fp8, True)[:2])))
-
-
 # ---- the norm's output -----------------------------------------------------------------------------------------------
 
 
@@ -183,16 +157,6 @@ def norm_inputs(shape, dtype, device, residual):
     vectors = [randn(shape[-1], dtype=dtype, device=device) for _ in range(3)]
     x, stream = (randn(*shape, dtype=dtype, device=device) for _ in range(2))
     return (x, stream, *vectors) if residual else (x, None, *vectors[:2], None)
-
-
-def composed_norm(x, residual, weight, bias, history, x_bias):
-    """The operators that the fused one stands for."""
-    if residual is None:
-        out, *statistics = ops.layernorm(x, weight, bias, 1e-5)
-        sum = x.new_empty(0)
-    else:
-        out, sum, *statistics = ops.residual_layernorm(x, residual, weight, bias, 1e-5, x_bias)
-    return *ops.fp8_quantize(out, history, E4M3, True), sum, *statistics
 
 
 def assert_same_outputs(found, expected):
@@ -209,7 +173,7 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @all_dtypes
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
-def test_norm_is_its_parts(shape, residual, dtype, device):
+def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
     """Bit for bit, and so are the histories: the first call has none, and in the last values saturate."""
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds")
@@ -355,7 +319,7 @@ def assert_within(found, exact, allowed, inner, dtype, magnitude, device, fast):
 
 @all_dtypes
 @pytest.mark.parametrize(("rows", "inner", "width"), [(1, 16, 32), (40, 64, 48), (100, 256, 272), (1000, 48, 80)])
-def test_layer_and_gradients(rows, inner, width, dtype, device):
+def test_linear_and_gradients(rows, inner, width, dtype, device):
     """Beside the layer without quantisation, within the errors that rounding each operand can make."""
     x, weight, bias = inputs(rows, inner, width, dtype, device)
     dout = randn(rows, width, dtype=dtype, device=device)
@@ -390,7 +354,7 @@ def composed_mlp(x, fc, fc_bias, proj, proj_bias, history=None, hidden=None, dhi
 
 @all_dtypes
 @pytest.mark.parametrize("bias", [True, False])
-def test_mlp_is_its_parts(bias, dtype, device):
+def test_mlp_has_the_bits_of_its_parts(bias, dtype, device):
     """Bit for bit, with all gradients."""
     x, fc, fc_bias = inputs(75, 32, 128, dtype, device)
     proj, proj_bias = inputs(1, 128, 48, dtype, device)[1:]
@@ -451,18 +415,6 @@ def test_product_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monk
         assert all(torch.equal(a, b) for a, b in zip(*histories, strict=True))
 
 
-def test_only_the_gradients_that_are_wanted(device):
-    x, weight, bias = inputs(20, 32, 48, torch.bfloat16, device)
-    dout = randn(20, 48, dtype=torch.bfloat16, device=device)
-    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
-    functional.fp8_linear(*leaves).backward(dout)
-    for wanted in range(1, 8):
-        some = [t.clone().requires_grad_(bool(wanted >> i & 1)) for i, t in enumerate((x, weight, bias))]
-        functional.fp8_linear(*some).backward(dout)
-        for leaf, every in zip(some, leaves, strict=True):
-            assert leaf.grad is None if not leaf.requires_grad else torch.equal(leaf.grad, every.grad)
-
-
 def test_saves_eight_bits(device):
     """The backward reads float8 numbers alone (and what GELU is of)."""
     kept = []
@@ -471,40 +423,6 @@ def test_saves_eight_bits(device):
         functional.fp8_linear(x, weight, bias)
     assert {t.dtype for t in kept if t.dim()} == {E4M3}
     assert sum(t.nbytes for t in kept if t.dim()) == x.numel() + weight.numel()
-
-
-# opcheck multiplies an op's floating inputs, and adds up all outputs of one that is differentiated; torch does neither
-# with float8 numbers. test_compile has what is left out here.
-WITHOUT_SUMS = ("test_schema", "test_autograd_registration", "test_faketensor")
-WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def test_opcheck(device):
-    dtype = torch.bfloat16  # float32 is test_every_op_passes'
-    check = torch.library.opcheck
-    x, weight, bias = inputs(20, 32, 48, dtype, device)
-    proj = randn(16, 48, dtype=dtype, device=device)
-    dout = randn(20, 48, dtype=dtype, device=device)
-    histories = [new_history(device) for _ in range(4)]
-    check(ops.fp8_quantize, (x, None, E4M3, True))
-    check(ops.fp8_quantize, (x, histories[0], E5M2))
-    check(ops.fp8_layernorm, (x, x, x[0], x[0], histories[0], True), test_utils=WITHOUT_PRODUCTS)
-    check(ops.fp8_layernorm, (x, None, None, None, None), test_utils=WITHOUT_PRODUCTS)
-    (a, scale_a), (b, scale_b) = operand(20, 32, E5M2, device), operand(16, 32, E4M3, device)
-    check(ops.fp8_matmul, (a, b, scale_a, scale_b, None, dtype), test_utils=WITHOUT_PRODUCTS)
-    for args in (x, weight, bias, None, None, [True, True]), (x, weight, None, *histories[:2], [False, False]):
-        check(ops.fp8_linear, args)
-    saved = ops.fp8_linear(x, weight, bias, None, None, [True, True])[1:]
-    check(ops.fp8_linear_backward, (dout, *saved, histories[0], [True] * 3), test_utils=WITHOUT_PRODUCTS)
-    args = x, weight, bias, proj, None, *histories, [True] * 4
-    check(ops.fp8_mlp, args)
-    saved = ops.fp8_mlp(*args)[1:]
-    gradients = dout[:, :16], *saved, *histories[2:], [True, True, True, True, False]
-    check(ops.fp8_mlp_backward, gradients, test_utils=WITHOUT_PRODUCTS)
-    for t in (x, weight, bias, proj):
-        t.requires_grad_()
-    check(ops.fp8_linear, (x, weight, bias, *histories[:2], [True, True]), test_utils=WITHOUT_SUMS)
-    check(ops.fp8_mlp, args, test_utils=WITHOUT_SUMS)
 
 
 def test_bad_input(device):
@@ -603,7 +521,7 @@ def test_module(device):
     assert layer.bfloat16().fp8_history.dtype == torch.int32
 
 
-def test_a_small_model_learns_as_in_bfloat16(device):
+def test_small_model_learns_as_in_bfloat16(device):
     losses = {fp8: train(small_model(device, torch.bfloat16, fp8=fp8), 100, device) for fp8 in (False, True)}
     plain, eight = (sum(losses[fp8][-10:]) / 10 for fp8 in (False, True))
     assert plain < 0.6 * losses[False][0]
@@ -633,7 +551,7 @@ def test_state_dict_carries_the_scales(device):
     assert not any(other.state_dict()[name].any() for name in histories)
 
 
-def test_a_history_of_a_file_is_checked(device):
+def test_history_of_a_file_is_checked(device):
     history = new_history(device)
     ops.fp8_quantize(torch.ones(5, 16, device=device), history, E4M3)
     assert is_history(history)
@@ -686,7 +604,7 @@ def diverging(model, device):
     return model.state_dict()
 
 
-def test_gradient_accumulation_and_two_calls_before_a_backward(device):
+def test_two_calls_before_a_backward(device):
     layer = nn.Linear(32, 32, fp8=True, device=device)
     x = randn(16, 32, dtype=torch.float32, device=device, requires_grad=True)
     (layer(x) + layer(2 * x)).sum().backward()

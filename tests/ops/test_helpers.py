@@ -25,7 +25,7 @@ def refused(*args, **options):
 @pytest.mark.parametrize("torchs", [math.inf, -math.inf, math.nan, 1.0])
 @pytest.mark.parametrize("exact", [math.inf, -math.inf, math.nan])
 @all_dtypes
-def test_the_formula_says_what_is_special(exact, torchs, dtype):
+def test_special_values_are_the_formulas(exact, torchs, dtype):
     """Whatever torch answers there."""
     compare([exact, 1.0], [torchs, 1.0], [exact, 1.0], dtype)
     for wrong in {math.inf, -math.inf, 0.0, torch.finfo(dtype).max} - {exact}:
@@ -36,7 +36,7 @@ def test_the_formula_says_what_is_special(exact, torchs, dtype):
 
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @all_dtypes
-def test_a_finite_formula_wants_a_number(special, dtype):
+def test_finite_formula_requires_a_number(special, dtype):
     """Also where torch overflows; and torch's infinity is no yardstick for the others."""
     for torchs in (special, 2.0):
         refused([special, 1.0], [torchs, 1.0], [2.0, 1.0], dtype)
@@ -58,7 +58,7 @@ def test_overflow_is_the_formula_rounded(dtype):
 
 
 @low_dtypes
-def test_a_rounding_from_the_boundary_either_side_is_right(dtype):
+def test_rounding_to_either_side_of_the_overflow_boundary(dtype):
     info = torch.finfo(dtype)
     boundary = info.max * (1 + info.eps / 4)  # half a unit in the last place above the largest number
     for exact in (boundary * (1 - info.eps / 16), boundary * (1 + info.eps / 16)):
@@ -68,7 +68,7 @@ def test_a_rounding_from_the_boundary_either_side_is_right(dtype):
 
 
 @low_dtypes
-def test_an_overflow_does_not_widen_what_is_allowed(dtype):
+def test_overflow_does_not_widen_what_is_allowed(dtype):
     info = torch.finfo(dtype)
     for huge in (2 * info.max, 1e300):
         compare([math.inf, info.max / 4], [math.inf, info.max / 4], [huge, info.max / 4], dtype)

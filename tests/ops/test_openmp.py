@@ -24,21 +24,21 @@ from gptkernels._openmp import POLICIES, wait_passively_in_training
         ([], [], False),
     ],
 )
-def test_only_the_command_that_trains_is_changed(arguments, command_line, is_training):
+def test_only_training_commands_are_changed(arguments, command_line, is_training):
     environment = {}
     wait_passively_in_training(arguments, command_line, environment)
     assert environment == ({"OMP_WAIT_POLICY": "passive"} if is_training else {})
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_choice_of_the_user_stands(name):
+def test_users_setting_is_kept(name):
     environment = {name: "1"}
     wait_passively_in_training(["gptkernels", "train"], [], environment)
     assert environment == {name: "1"}
 
 
 @pytest.mark.parametrize(("given", "seen"), [({}, "'PASSIVE'"), ({"OMP_WAIT_POLICY": "active"}, "'ACTIVE'")])
-def test_the_library_that_torch_loads_obeys(given, seen):
+def test_torchs_library_obeys(given, seen):
     env = {name: value for name, value in os.environ.items() if name not in POLICIES}
     result = subprocess.run(
         [sys.executable, "-m", "gptkernels", "train", "--help"],

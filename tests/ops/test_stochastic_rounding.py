@@ -51,7 +51,7 @@ SHAPES = [(5, 7), (3,), (0,), (), (40, 33), (1,), (100_003,)]
 
 
 @STATES
-def test_the_bits_are_philoxs(state_dtype, device):
+def test_bits_of_philox(state_dtype, device):
     """On CUDA 16-bit results come of approximate divisions and roots: a few numbers are rounded elsewhere."""
     tensors = made(SHAPES, device, state_dtype)
     seed = 0x123456789ABC
@@ -69,7 +69,7 @@ def test_the_bits_are_philoxs(state_dtype, device):
 
 
 @STATES
-def test_the_mean_is_the_number_itself(state_dtype, device):
+def test_mean_is_exact(state_dtype, device):
     """2^20 equal elements, all of whose new values lie between the same two neighbours."""
     n = 2**20
     full = lambda value, dtype: [torch.full((n,), value, dtype=dtype, device=device)]  # noqa: E731
@@ -87,7 +87,7 @@ def test_the_mean_is_the_number_itself(state_dtype, device):
         assert abs(counts[1].item() / n - share) < 6 * sigma + 2**-16
 
 
-def test_other_seeds_steps_and_tensors_have_other_bits(device):
+def test_seeds_steps_and_tensors_have_different_bits(device):
     one, two = made([(4096,)], device), made([(4096,)], device)
     twice = tuple(a + a for a in one)
     first = step(twice)
@@ -104,7 +104,7 @@ def test_other_seeds_steps_and_tensors_have_other_bits(device):
 @STATES
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
-def test_the_bits_do_not_depend_on_where_a_tensor_lies(size, offset, state_dtype, device):
+def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
     """Aligned tensors are updated in packs, others one element at a time."""
     tensors = made([(size,)], device, state_dtype)
     moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
@@ -115,7 +115,7 @@ def test_the_bits_do_not_depend_on_where_a_tensor_lies(size, offset, state_dtype
         assert torch.equal(part[0], expected[0])
 
 
-def test_what_is_not_finite_and_what_is_exact_stays(device):
+def test_nonfinite_and_exact_values_stay(device):
     special = torch.tensor([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 2.0**-133], dtype=torch.bfloat16, device=device)
     zeros = torch.zeros_like(special)
     no_decay = {"weight_decay": 0.0}
@@ -132,7 +132,7 @@ def test_opcheck(device):
     torch.library.opcheck(ops.adamw_, (*lists, steps), {"lr": lr, **OPTIONS, "rounding_seed": 3})
 
 
-def test_what_is_refused(device):
+def test_bad_input(device):
     lists = made([(3,)], device)
     steps, lr = [torch.ones((), device=device)], torch.tensor(1e-3)
     masters = [t.float() for t in lists[0]]
@@ -167,7 +167,7 @@ def test_small_updates_are_not_lost(device):
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
 
 
-def test_the_same_seed_gives_the_same_run_and_a_state_dict_continues_it(device):
+def test_seed_and_state_dict_repeat_a_run(device):
     whole, _ = trained(8, device, rounding_seed=3)
     assert torch.equal(whole, trained(8, device, rounding_seed=3)[0])
     assert not torch.equal(whole, trained(8, device, rounding_seed=4)[0])
@@ -181,7 +181,7 @@ def test_the_same_seed_gives_the_same_run_and_a_state_dict_continues_it(device):
     assert torch.equal(parameter, whole)
 
 
-def test_float32_parameters_beside_them_are_as_ever(device):
+def test_float32_parameters_are_unchanged(device):
     results = []
     for seed in (None, 5):
         torch.manual_seed(1)

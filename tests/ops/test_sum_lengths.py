@@ -136,7 +136,7 @@ def test_attention_probabilities(terms, dtype, device):
 
 @pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
 @pytest.mark.parametrize("fast", [False, True])
-def test_a_nan_reaches_every_float8_sum(fast, terms, device):
+def test_nan_reaches_every_float8_sum(fast, terms, device):
     """Also where the other factor is 0, at the first term, the last, and one in between."""
     one = torch.ones((), device=device)
     zeros = torch.zeros(16, terms, device=device)

@@ -1,4 +1,4 @@
-"""A submodule that somebody has replaced, wrapped, hooked or parametrised is called, never bypassed."""
+"""A submodule that was replaced, wrapped, hooked or parametrised is called, never bypassed."""
 
 import copy
 import types
@@ -6,12 +6,8 @@ import types
 import pytest
 import torch
 import torch._dynamo.testing
-import torch.distributed as dist
 import torch.nn.utils.parametrize as parametrize
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 from gptkernels.models import GPT2, GPT2Config
@@ -23,7 +19,7 @@ PLACES = ["wte", "wpe", "ln_f", *(f"h.{i}" for i in (0, 1)), *(f"h.{i}.{name}" f
 MODULES = [f"transformer.{name}" for name in PLACES] + ["lm_head"]
 MATRICES = [name for name in MODULES if name.endswith(("wte", "wpe", "c_attn", "c_proj", "c_fc"))]
 all_modules = pytest.mark.parametrize("name", MODULES)
-# torch says of an embedding's full backward hook that its input, whole numbers, has no gradient.
+# torch warns that an embedding's input, integers, has no gradient for a full backward hook.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed"),
@@ -31,8 +27,8 @@ pytestmark = [
 both_losses = pytest.mark.parametrize("return_logits", [True, False])
 
 
-def models(device):
-    """Our model and the reference with the same weights."""
+def make_models(device):
+    """Make our model and the reference with the same weights."""
     torch.manual_seed(3)
     ours = GPT2(CONFIG, device, torch.float64)
     with torch.no_grad():
@@ -43,13 +39,13 @@ def models(device):
     return ours, reference
 
 
-def batch(device, B=2, T=16):
+def make_batch(device, B=2, T=16):
     tokens = torch.randint(CONFIG.vocab_size, (B, T + 1), device=device)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def assert_same_step(ours, reference, device, return_logits=True):
-    tokens, targets = batch(device)
+    tokens, targets = make_batch(device)
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
     if return_logits:
@@ -65,7 +61,7 @@ def assert_same_step(ours, reference, device, return_logits=True):
 
 
 class Adapter(torch.nn.Module):
-    """In the manner of LoRA: what the layer gives, and a low-rank function of it."""
+    """Adds a low-rank function of a layer's output to it, as LoRA does."""
 
     def __init__(self, base, width):
         super().__init__()
@@ -80,7 +76,7 @@ class Adapter(torch.nn.Module):
         return out + out @ self.down @ self.up
 
 
-def replace(model, name, change):
+def replace_module(model, name, change):
     parent, _, child = name.rpartition(".")
     module = model.get_submodule(name)
     model.get_submodule(parent).register_module(child, change(module))
@@ -93,24 +89,24 @@ def width_of(module):
 @both_losses
 @all_modules
 def test_adapters(name, return_logits, device):
-    pair = models(device)
+    pair = make_models(device)
     for model in pair:
-        replace(model, name, lambda module: Adapter(module, width_of(module)))
+        replace_module(model, name, lambda module: Adapter(module, width_of(module)))
     assert_same_step(*pair, device, return_logits)
 
 
 @all_modules
 def test_wrappers(name, device):
-    ours, reference = models(device)
-    replace(ours, name, checkpoint_wrapper)
-    replace(reference, name, checkpoint_wrapper)
+    ours, reference = make_models(device)
+    replace_module(ours, name, checkpoint_wrapper)
+    replace_module(reference, name, checkpoint_wrapper)
     assert_same_step(ours, reference, device)
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "Linear", "Embedding"])
-def test_torchs_own_layers_and_subclasses(kind, device):
-    """A layer of another class is called, also where it only adds something to ours."""
-    ours, reference = models(device)
+def test_subclasses_of_layers_are_called(kind, device):
+    """A subclass is called even where it only adds to our layer."""
+    ours, reference = make_models(device)
     for name in MODULES:
         module = ours.get_submodule(name)
         if type(module).__name__ == kind:
@@ -125,8 +121,8 @@ def test_torchs_own_layers_and_subclasses(kind, device):
     assert_same_step(ours, reference, device)
 
 
-def test_a_forward_of_the_instances_own(device):
-    ours, reference = models(device)
+def test_a_replaced_forward_is_called(device):
+    ours, reference = make_models(device)
     for model in (ours, reference):
         for name in MODULES:
             module = model.get_submodule(name)
@@ -143,7 +139,7 @@ def test_a_forward_of_the_instances_own(device):
 
 @both_losses
 def test_every_hook_fires_once(return_logits, device):
-    ours, reference = models(device)
+    ours, reference = make_models(device)
     fired = []
     for name in MODULES:
         module = ours.get_submodule(name)
@@ -167,10 +163,10 @@ HOOKS = {
 
 @pytest.mark.parametrize("kind", HOOKS)
 @all_modules
-def test_what_hooks_change(name, kind, device):
+def test_changes_by_hooks_have_effect(name, kind, device):
     if name.endswith(("wte", "wpe")) and kind in ("forward_pre", "full_backward"):
-        pytest.skip("an embedding's input is whole numbers")
-    pair = models(device)
+        pytest.skip("an embedding's input is integers")
+    pair = make_models(device)
     register, hook = HOOKS[kind]
     for model in pair:
         getattr(model.get_submodule(name), register)(hook)
@@ -178,7 +174,7 @@ def test_what_hooks_change(name, kind, device):
 
 
 def test_global_hooks(device):
-    ours, reference = models(device)
+    ours, reference = make_models(device)
     layers = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Embedding)
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, out: out * 1.5 if isinstance(module, layers) else None
@@ -192,9 +188,9 @@ def test_global_hooks(device):
     assert_same_step(ours, reference, device)
 
 
-def test_a_removed_hook_leaves_nothing_behind(device):
-    ours, _ = models(device)
-    tokens, _ = batch(device)
+def test_a_removed_hook_has_no_effect(device):
+    ours, _ = make_models(device)
+    tokens, _ = make_batch(device)
     before = ours(tokens)[0]
     handles = [ours.get_submodule(name).register_forward_hook(lambda m, a, out: out * 2) for name in MODULES]
     assert not torch.allclose(ours(tokens)[0], before)
@@ -203,15 +199,15 @@ def test_a_removed_hook_leaves_nothing_behind(device):
     assert torch.equal(ours(tokens)[0], before)
 
 
-def test_cached_generation_calls_what_is_hooked(device):
-    ours, _ = models(device)
+def test_cached_generation_calls_hooked_modules(device):
+    ours, _ = make_models(device)
     calls = []
     for name in MODULES:
         ours.get_submodule(name).register_forward_hook(lambda m, a, out: calls.append(1))
     plain = copy.deepcopy(ours)
     for module in plain.modules():
         module._forward_hooks.clear()
-    tokens, _ = batch(device, T=5)
+    tokens, _ = make_batch(device, T=5)
     assert torch.equal(ours.generate(tokens, 4, temperature=0), plain.generate(tokens, 4, temperature=0))
     assert len(calls) == 4 * len(MODULES)
 
@@ -227,7 +223,7 @@ class Stretch(torch.nn.Module):
 @both_losses
 @pytest.mark.parametrize("name", [*MATRICES, "transformer.ln_f", "transformer.h.0.ln_2", "transformer.h.1.ln_1"])
 def test_parametrisations(name, return_logits, device):
-    pair = models(device)
+    pair = make_models(device)
     for model in pair:
         module = model.get_submodule(name)
         parametrize.register_parametrization(module, "weight", Stretch())
@@ -236,11 +232,11 @@ def test_parametrisations(name, return_logits, device):
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_pruning(name, device):
-    pair = models(device)
+    pair = make_models(device)
     for model in pair:
         prune.l1_unstructured(model.get_submodule(name), "weight", amount=0.5)
     assert_same_step(*pair, device)
-    # A pruned weight is computed anew from its mask at every call.
+    # A pruned weight is computed from its mask at every call.
     for model in pair:
         model.zero_grad()
         with torch.no_grad():
@@ -254,14 +250,14 @@ def test_pruning(name, device):
 @both_losses
 @pytest.mark.parametrize("adapted", [False, True])
 def test_compiles_once_without_graph_breaks(adapted, return_logits, device):
-    ours, _ = models(device)
+    ours, _ = make_models(device)
     if adapted:
-        replace(ours, "transformer.h.0.mlp.c_fc", lambda module: Adapter(module, width_of(module)))
+        replace_module(ours, "transformer.h.0.mlp.c_fc", lambda module: Adapter(module, width_of(module)))
         ours.get_submodule("transformer.h.1.ln_1").register_forward_hook(lambda m, a, out: out * 1.5)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, fullgraph=True, backend=counter)
     for _ in range(3):
-        tokens, targets = batch(device)
+        tokens, targets = make_batch(device)
         losses = [model(tokens, targets, return_logits=return_logits)[1] for model in (compiled, ours)]
         torch.testing.assert_close(*losses)
         found, wanted = (torch.autograd.grad(loss, list(ours.parameters())) for loss in losses)
@@ -270,72 +266,9 @@ def test_compiles_once_without_graph_breaks(adapted, return_logits, device):
     assert counter.frame_count == 1
 
 
-def test_a_block_that_is_compiled_by_itself_is_called(device):
-    ours, reference = models(device)
+def test_a_block_compiled_alone_is_called(device):
+    ours, reference = make_models(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     ours.transformer.h[0].compile(fullgraph=True, backend=counter)
     assert_same_step(ours, reference, device)
     assert counter.frame_count == 1
-
-
-# ---- several processes -----------------------------------------------------------------------------------------------
-
-STEPS = 3
-
-
-def shard_blocks(model):
-    """FSDP2 as its tutorial has it."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def shard_every_layer(model):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.transformer.h:
-        for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
-            fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-WAYS = {"fsdp2 blocks": shard_blocks, "fsdp2 layers": shard_every_layer, "ddp": DistributedDataParallel}
-
-
-def curve(model, rows):
-    """The losses of a few steps on some rows of a batch; of all processes together where there are several."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for i in range(STEPS):
-        torch.manual_seed(i)
-        tokens, targets = (t[rows] for t in batch("cpu", B=4))
-        optimizer.zero_grad()
-        _, loss = model(tokens, targets, return_logits=i % 2 == 0)
-        loss.backward()
-        optimizer.step()
-        loss = loss.detach().clone()
-        if dist.is_initialized():
-            dist.all_reduce(loss)
-            loss /= dist.get_world_size()
-        losses.append(loss.item())
-    return losses
-
-
-def one_process(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    found = {way: curve(wrap(models("cpu")[0]), slice(2 * rank, 2 * rank + 2)) for way, wrap in WAYS.items()}
-    if rank == 0:
-        torch.save(found, f"{folder}/losses.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_two_processes_train_as_one(tmp_path):
-    torch.multiprocessing.spawn(one_process, (str(tmp_path),), nprocs=2)
-    found = torch.load(tmp_path / "losses.pt")
-    wanted = curve(models("cpu")[0], slice(None))
-    assert found.keys() == WAYS.keys()
-    for way, losses in found.items():
-        assert losses == pytest.approx(wanted, rel=1e-10), way

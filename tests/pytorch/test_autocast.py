@@ -1,4 +1,4 @@
-"""Autocast's casts: as many as torch makes, to torch's dtypes."""
+"""Autocast casts as often as torch, to torch's dtypes."""
 
 import gc
 import threading
@@ -27,14 +27,14 @@ class CountCasts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def casts_of(weight, function, device, **options):
+def count_casts(weight, function, device, **options):
     with CountCasts(weight.shape) as counted, torch.autocast(device.type, torch.bfloat16, **options):
         function()
     return counted.casts
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-def test_weight_is_cast_once_in_a_context(mode, device):
+def test_a_weight_is_cast_once_per_context(mode, device):
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     bias = torch.randn(7, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
@@ -45,19 +45,19 @@ def test_weight_is_cast_once_in_a_context(mode, device):
                 linear(x, weight, bias)
 
     for t in (weight, bias):
-        assert casts_of(t, lambda: use(functional.linear), device) == 1
-        assert casts_of(t, lambda: use(F.linear), device) == 1
-    assert casts_of(weight, lambda: use(functional.linear), device, cache_enabled=False) == 3
+        assert count_casts(t, lambda: use(functional.linear), device) == 1
+        assert count_casts(t, lambda: use(F.linear), device) == 1
+    assert count_casts(weight, lambda: use(functional.linear), device, cache_enabled=False) == 3
 
     def nested():
         for _ in range(2):
             with torch.autocast(device.type, torch.bfloat16):
                 use(functional.linear, 2)
 
-    assert casts_of(weight, nested, device) == 1  # until the outermost context ends
+    assert count_casts(weight, nested, device) == 1  # until the outermost context ends
 
 
-def test_casts_live_as_long_as_torchs(device):
+def test_casts_are_cleared_with_torchs_cache(device):
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     gc.disable()
@@ -74,8 +74,8 @@ def test_casts_live_as_long_as_torchs(device):
         gc.enable()
 
 
-def test_cached_cast_is_of_the_present_values(device):
-    """And it records: no gradient is lost to a cast made under no_grad, as it is in torch."""
+def test_a_cached_cast_follows_updates_and_records_gradients(device):
+    """A cast made under no_grad loses no gradient later, unlike torch's."""
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -88,7 +88,7 @@ def test_cached_cast_is_of_the_present_values(device):
     torch.testing.assert_close(weight.grad, 2 * x.bfloat16().float().sum(0).expand(7, 5), rtol=1e-2, atol=1e-2)
 
 
-def test_gradients_are_those_without_a_cache(device):
+def test_the_cache_leaves_gradients_unchanged(device):
     torch.manual_seed(0)
     mlp, x = nn.MLP(8).to(device), torch.randn(3, 8, device=device)
     found = []
@@ -100,8 +100,8 @@ def test_gradients_are_those_without_a_cache(device):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 
 
-def test_only_parameters_are_kept(device):
-    """Not activations, views, float64, or what needs no gradient."""
+def test_only_float32_leaf_parameters_are_cached(device):
+    """Activations, views, float64 tensors and tensors without a gradient are not cached."""
     x = torch.randn(3, 5, device=device)
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):
@@ -128,7 +128,7 @@ def test_float64_stays(device):
 
 
 def test_threads_have_their_own_contexts(device):
-    """Another thread's context, ended meanwhile, leaves this one right."""
+    """A context that ends in another thread leaves this thread's cache intact."""
     weight, x = torch.randn(7, 5, device=device, requires_grad=True), torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         first = functional.linear(x, weight)
@@ -143,31 +143,8 @@ def test_threads_have_their_own_contexts(device):
         assert torch.equal(functional.linear(x, weight), first)
 
 
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_residual_layernorm_is_torchs_steps(x_dtype, residual_dtype, device):
-    """CUDA's rule, also where there is only a CPU: the sum in its operands' dtype, the norm in float32."""
-    x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
-    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
-
-    def cast(t, dtype):
-        return t if t is None else t.to(dtype)
-
-    if device.type == "cuda":
-        with torch.autocast("cuda", torch.bfloat16):
-            out, total = functional.residual_layer_norm(x, residual, (8,), weight, bias)
-    else:
-        out, total, _, _ = residual_layernorm.as_torchs_steps(ops.residual_layernorm, cast, x, residual, weight, bias)
-    expected_total = x + residual
-    assert total.dtype == expected_total.dtype
-    assert torch.equal(total, expected_total)
-    expected = F.layer_norm(expected_total.float(), (8,), weight, bias)
-    assert out.dtype == expected.dtype
-    torch.testing.assert_close(out, expected)
-
-
-def test_tensors_may_be_saved_otherwise(device):
-    """As activation checkpointing does: the hooks see what the op saves, and nothing of how its casts are kept."""
+def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
+    """Hooks, as activation checkpointing's, see what the op saves and not the cache of casts."""
     weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
     x = torch.randn(5, 4, device=device)
     saved = []
@@ -186,24 +163,23 @@ def test_tensors_may_be_saved_otherwise(device):
     assert torch.equal(*grads)
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_residual_layernorm_with_dropout_is_torchs_steps(x_dtype, residual_dtype, device):
-    """Dropout in x's dtype, the sum in its operands', the norm in float32."""
+def test_residual_layernorm_equals_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
+    """Dropout is in x's dtype, the sum in its operands', the norm in float32; the CPU applies CUDA's rule."""
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
-    dropout = 0.5, torch.tensor(3, device=device), torch.tensor(4, device=device)
-
-    def cast(t, dtype):
-        return t if t is None else t.to(dtype)
-
+    dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()
     args = x, residual, weight, bias, 1e-5, None, *dropout
     if device.type == "cuda":
         with torch.autocast("cuda", torch.bfloat16):
             out, total, _, _ = ops.residual_layernorm(*args)
     else:
+        cast = lambda t, dtype: None if t is None else t.to(dtype)  # noqa: E731
         out, total, _, _ = residual_layernorm.as_torchs_steps(ops.residual_layernorm, cast, *args)
-    expected_total = 2 * x * ops.dropout_mask(24, *dropout).view(3, 8) + residual
-    assert total.dtype == expected_total.dtype
-    assert torch.equal(total, expected_total)
-    torch.testing.assert_close(out, F.layer_norm(expected_total.float(), (8,), weight, bias))
+    dropped = 2 * x * ops.dropout_mask(24, *dropout).view(3, 8) if dropout_p else x
+    expected = F.layer_norm((dropped + residual).float(), (8,), weight, bias)
+    assert (total.dtype, out.dtype) == ((x + residual).dtype, expected.dtype)
+    assert torch.equal(total, dropped + residual)
+    torch.testing.assert_close(out, expected)

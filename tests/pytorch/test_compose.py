@@ -1,4 +1,4 @@
-"""This package beside the parts of torch that a training program is made of: docs/compose.md names the tests."""
+"""The package works with the parts of torch that training programs use; docs/compose.md names the tests."""
 
 import collections
 import copy
@@ -22,14 +22,13 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import benchmark
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.optim import AdamW, clip_grad_norm_
-from helpers import randn
+from gptkernels.optim import AdamW
+from helpers import CountCalls, randn
 from reference_gpt2 import ReferenceGPT2
 
 ops = torch.ops.gptkernels
@@ -37,19 +36,19 @@ CONFIG = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16
 V, T, C = 60, 16, 32
 
 
-def model_of(device, dtype=torch.float32, seed=3, **changes):
+def make_model(device, dtype=torch.float32, seed=3, **changes):
     torch.manual_seed(seed)
     return GPT2(GPT2Config(**{**vars(CONFIG), "padded_vocab_size": None, **changes}), device=device, dtype=dtype)
 
 
-def batch(device, B=3, length=T, seed=5):
+def make_batch(device, B=3, length=T, seed=5):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(V, (B, length + 1), generator=generator).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def loss_and_gradients(model, *args, **kwargs):
-    """The model's own parameters' order."""
+    """Return the loss and the gradients in the order of the model's parameters."""
     loss = model(*args, **kwargs)[1]
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
@@ -64,19 +63,6 @@ def assert_all_equal(a, b):
     assert_all_close(a, b, rtol=0, atol=0)
 
 
-class Calls(TorchDispatchMode):
-    """Counts the calls of our ops that reach the kernels, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = collections.Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "gptkernels":
-            self.count[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
 # ---- torch.compile ---------------------------------------------------------------------------------------------------
 
 
@@ -89,14 +75,14 @@ def _fresh_dynamo():
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
-def test_one_graph_serves_every_batch_and_length(return_logits, device):
-    """Forward and backward in one graph each; another batch or length compiles nothing."""
-    model = model_of(device)
+def test_one_graph_supports_every_batch_and_length(return_logits, device):
+    """Forward and backward are one graph each; another batch or length compiles nothing."""
+    model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     frames = []
     for B, length in [(3, 12), (5, 11), (9, 8), (4, 13)]:
-        args = batch(device, B, length)
+        args = make_batch(device, B, length)
         loss = compiled(*args, return_logits=return_logits)[1]
         found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
         assert_all_close(found, loss_and_gradients(model, *args, return_logits=return_logits))
@@ -106,12 +92,12 @@ def test_one_graph_serves_every_batch_and_length(return_logits, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_inductor_with_a_dynamic_batch(device):
-    """As ``torch._dynamo.mark_dynamic`` has it: one compilation in all."""
-    model = model_of(device, n_layer=1)
+    """``torch._dynamo.mark_dynamic`` leads to one compilation in all."""
+    model = make_model(device, n_layer=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for B in (2, 5, 3):
-        args = batch(device, B)
+        args = make_batch(device, B)
         for t in args:
             torch._dynamo.mark_dynamic(t, 0)
         loss = compiled(*args)[1]
@@ -122,16 +108,16 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """On CUDA Inductor's own CUDA graphs: steps of training, with our optimizer, as in eager mode."""
+    """Training steps with our optimizer match eager mode; on CUDA Inductor captures CUDA graphs."""
     found = []
     for compiles in (False, True):
-        model = model_of(device, n_layer=1)
+        model = make_model(device, n_layer=1)
         call = torch.compile(model, fullgraph=True, mode="reduce-overhead") if compiles else model
         optimizer = AdamW(model.parameters(), lr=1e-2)
         losses = []
         for i in range(5):
             torch.compiler.cudagraph_mark_step_begin()
-            loss = call(*batch(device, seed=i))[1]
+            loss = call(*make_batch(device, seed=i))[1]
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -144,7 +130,7 @@ def test_reduce_overhead(device):
 
 
 def autocast_cases(device):
-    """Ours and torch's, with float32 arguments."""
+    """Yield calls of a function's counterpart in torch or here, with float32 arguments."""
 
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
@@ -174,14 +160,14 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """Steps beside the reference model with torch's optimizer; the one whose gradients overflow is skipped."""
+    """The reference model with torch's optimizer has the same losses and scales; an overflowing step is skipped."""
     overflows = 5
 
     def train(model, optimizer, clips):
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=4)
         losses, scales = [], []
         for i in range(15):
-            tokens, targets = batch(device, seed=i % 3)
+            tokens, targets = make_batch(device, seed=i % 3)
             with torch.autocast(device.type, torch.float16):
                 loss = model(tokens, targets)[1]
             scaler.scale(loss * (1e30 if i == overflows else 1.0)).backward()
@@ -195,7 +181,7 @@ def test_float16_with_a_grad_scaler(max_grad_norm, device):
             scales.append(scaler.get_scale())
         return losses, scales
 
-    ours = model_of(device)
+    ours = make_model(device)
     reference = ReferenceGPT2(ours.config).to(device)
     reference.load_state_dict(ours.state_dict())
     losses, scales = train(ours, AdamW(ours.parameters(), lr=3e-3, max_grad_norm=max_grad_norm), False)
@@ -228,8 +214,8 @@ def keep_products():
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
-    """The same gradients to the bit; the ops that are kept run once, the others twice."""
-    block, x = model_of(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
+    """Gradients have the same bits; kept ops run once, the others twice."""
+    block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 
     def recomputed(x):
@@ -238,11 +224,11 @@ def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
     found, counts = [], []
     for call in (block, recomputed):
         leaf = x.clone().requires_grad_()
-        with Calls() as calls, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        with CountCalls() as calls, torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             out = call(leaf)
             gradients = torch.autograd.grad(out, [leaf, *block.parameters()], torch.ones_like(out))
         found.append([out.detach(), *gradients])
-        counts.append(calls.count)
+        counts.append(calls.kernels())
     assert_all_equal(*found)
     plain, recomputing = counts
     for op in ("linear", "attention", "layernorm", "residual_layernorm", "mlp"):
@@ -253,14 +239,14 @@ def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_selective_checkpointing_compiled(device):
-    """The partitioner obeys the policy: attention is not in the backward graph, what is recomputed is."""
+    """The partitioner obeys the policy: attention is not in the backward graph, recomputed ops are."""
     graphs = []
 
     def remember(graph, _):
         graphs.append(collections.Counter(getattr(node.target, "_opname", "") for node in graph.graph.nodes))
         return make_boxed_func(graph.forward)
 
-    block = model_of(device).transformer.h[0]
+    block = make_model(device).transformer.h[0]
     x = randn(2, T, C, dtype=torch.float32, device=device, requires_grad=True)
 
     def recomputed(x):
@@ -281,7 +267,7 @@ def test_selective_checkpointing_compiled(device):
 
 
 def test_optimizer_hooks(device):
-    """Step and state-dict hooks are called as torch's; what a hook does to the gradients counts."""
+    """Step and state-dict hooks are called as torch's are, and may change gradients."""
     seen, found = [], []
 
     def halve(optimizer, args, kwargs):
@@ -291,14 +277,14 @@ def test_optimizer_hooks(device):
                 p.grad.mul_(0.5)
 
     for cls in (AdamW, torch.optim.AdamW):
-        model = model_of(device, dtype=torch.float64)
+        model = make_model(device, dtype=torch.float64)
         optimizer = cls(model.parameters(), lr=1e-2)
         optimizer.register_step_pre_hook(halve)
         optimizer.register_step_post_hook(lambda *_: seen.append("post"))
         optimizer.register_state_dict_pre_hook(lambda *_: seen.append("state"))
         optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
         for i in range(3):
-            model(*batch(device, seed=i))[1].backward()
+            model(*make_batch(device, seed=i))[1].backward()
             optimizer.step()
             optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
@@ -308,10 +294,10 @@ def test_optimizer_hooks(device):
 
 
 def test_step_in_the_backward(device):
-    """One optimizer a parameter, stepped by a hook as soon as the gradient is there, as torch's tutorial has it."""
+    """Each parameter's optimizer steps in a hook as soon as its gradient exists, as in torch's tutorial."""
     found = []
     for cls in (AdamW, torch.optim.AdamW):
-        model = model_of(device, dtype=torch.float64)
+        model = make_model(device, dtype=torch.float64)
         optimizers = {p: cls([p], lr=1e-2) for p in model.parameters()}
 
         def step(p, optimizers=optimizers):
@@ -321,7 +307,7 @@ def test_step_in_the_backward(device):
         for p in model.parameters():
             p.register_post_accumulate_grad_hook(step)
         for i in range(3):
-            model(*batch(device, seed=i))[1].backward()
+            model(*make_batch(device, seed=i))[1].backward()
             assert all(p.grad is None for p in model.parameters())
         found.append([p.detach() for p in model.parameters()])
     assert_all_close(*found)
@@ -329,21 +315,21 @@ def test_step_in_the_backward(device):
 
 @pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
 def test_averaged_model(how, device):
-    """An exponential moving average of weights trained by our optimizer is that of torch's; ties stay."""
+    """The moving average of weights is that of a run of torch's optimizer; tied weights stay tied."""
     found = []
     options = {"use_buffers": True} if how != "multi" else {}
     for cls in (AdamW, torch.optim.AdamW):
-        model = model_of(device, dtype=torch.float64)
+        model = make_model(device, dtype=torch.float64)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), **options)
         optimizer = cls(model.parameters(), lr=1e-2)
         for i in range(4):
-            model(*batch(device, seed=i))[1].backward()
+            model(*make_batch(device, seed=i))[1].backward()
             optimizer.step()
             optimizer.zero_grad()
             average.update_parameters(model)
         assert average.module.lm_head.weight is average.module.transformer.wte.weight
         with torch.no_grad():
-            loss = average(*batch(device))[1]
+            loss = average(*make_batch(device))[1]
         found.append([loss, *(p.detach() for p in average.parameters())])
     assert_all_close(*found)
 
@@ -352,14 +338,15 @@ def test_averaged_model(how, device):
 
 
 def test_gradient_penalty_and_functional_call(device):
-    """The gradient of a gradient's norm through a whole model, by autograd and by torch.func; against the reference."""
-    ours = model_of(device, dtype=torch.float64, n_layer=1)
+    """A penalty on the gradient's norm, by autograd and by torch.func, matches the reference model's."""
+    ours = make_model(device, dtype=torch.float64, n_layer=1)
     reference = ReferenceGPT2(ours.config).to(device, torch.float64)
     reference.load_state_dict(ours.state_dict())
-    args, found = batch(device), []
+    args, found = make_batch(device), []
     for model in (ours, reference):
         parameters = list(model.parameters())
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have no second derivative
+        # Only this backend has a second derivative.
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             first = torch.autograd.grad(model(*args)[1], parameters, create_graph=True)
             found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
     assert_all_close(*found)
@@ -376,7 +363,7 @@ def test_gradient_penalty_and_functional_call(device):
 
 
 def test_profiler_shows_our_ops_with_shapes(device):
-    model, args = model_of(device), batch(device)
+    model, args = make_model(device), make_batch(device)
     with torch.profiler.profile(record_shapes=True) as profile:
         model(*args, return_logits=False)[1].backward()
     shapes = collections.defaultdict(set)
@@ -398,8 +385,8 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """As torch counts its own ops, of a model and of each module."""
-    model, (tokens, targets) = model_of(device), batch(device)
+    """A model and its modules count as many flops as with torch's ops."""
+    model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
     rows, padded = tokens.numel(), model.config.padded_vocab_size
@@ -408,7 +395,7 @@ def test_flop_counter(return_logits, device):
     assert counted.get_total_flops() == 3 * products + 7 * attention // 2
     by_module = counted.get_flop_counts()
     assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
-    # Outside of modules, whose hooks the counter installs, the fused ops count as much.
+    # Outside of modules, which have the counter's hooks, the fused ops count the same.
     x = randn(5, 8, dtype=torch.float32, device=device)
     fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
     with FlopCounterMode(display=False) as counted:
@@ -416,7 +403,7 @@ def test_flop_counter(return_logits, device):
     assert counted.get_flop_counts()["Global"] == {ops.mlp: 2 * 2 * 5 * 8 * 32}
 
 
-def test_every_op_that_multiplies_matrices_has_a_flop_formula():
+def test_every_matrix_product_has_a_flop_formula():
     from torch.utils.flop_counter import flop_registry
 
     names = {name.removeprefix("gptkernels::") for name in torch._C._dispatch_get_all_op_names() if "gptkern" in name}
@@ -440,7 +427,7 @@ def test_benchmark_timer(device):
 
 
 def test_memory_snapshot(device, tmp_path):
-    """Of our ops' results; a launcher allocates nothing, so all memory is torch's allocator's."""
+    """torch's allocator records all memory, because launchers allocate none."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     x = randn(1024, 768, dtype=torch.float32, device=device)
@@ -462,8 +449,9 @@ def test_memory_snapshot(device, tmp_path):
 # ---- threads, streams, devices, processes ----------------------------------------------------------------------------
 
 
-def train_a_little(device, seed, steps=3):
-    model = model_of(device, n_layer=1)
+def train_briefly(device, seed, steps=3):
+    """Train a small model for a few steps, and return its parameters."""
+    model = make_model(device, n_layer=1)
     generator = torch.Generator().manual_seed(seed)  # torch's own is shared by threads
     with torch.no_grad():
         for p in model.parameters():
@@ -471,15 +459,15 @@ def train_a_little(device, seed, steps=3):
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for i in range(steps):
         with torch.autocast(device.type, torch.bfloat16, enabled=i % 2 == 1):
-            loss = model(*batch(device, seed=seed + i), return_logits=i % 2 == 0)[1]
+            loss = model(*make_batch(device, seed=seed + i), return_logits=i % 2 == 0)[1]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
 
 
-def in_threads(functions):
-    """What each returns, all running at once."""
+def run_in_threads(functions):
+    """Return the result of each function, all run at the same time."""
     found = [None] * len(functions)
     barrier = threading.Barrier(len(functions))
 
@@ -496,19 +484,19 @@ def in_threads(functions):
 
 
 def test_threads(device):
-    """Several threads that train at the same time find what each would find alone, to the bit."""
-    alone = [train_a_little(device, seed) for seed in range(4)]
+    """Threads that train at the same time have the bits of threads that train alone."""
+    alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
-        together = in_threads([functools.partial(train_a_little, device, seed) for seed in range(4)])
+        together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
         for a, b in zip(together, alone, strict=True):
             assert_all_equal(a, b)
 
 
 def test_streams(device):
-    """Work on a side stream stays there: it waits for that stream's past and for nothing else."""
+    """Work on a side stream waits for that stream only."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
-    expected = train_a_little(device, 1)
+    expected = train_briefly(device, 1)
     side, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
@@ -516,13 +504,13 @@ def test_streams(device):
         busy = torch.cuda.Event()
         busy.record()
     with torch.cuda.stream(side):
-        found = train_a_little(device, 1)
+        found = train_briefly(device, 1)
         done = torch.cuda.Event()
         done.record()
     done.synchronize()
-    assert not busy.query()  # nothing above waited for the other stream, or for the device
+    assert not busy.query()  # nothing above synchronised with the other stream or the device
     assert_all_equal(found, expected)
-    # What was made late on one stream is read on another that waits for it.
+    # A stream that waits for another one reads its late results.
     x = torch.zeros(4096, 768, device=device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
@@ -532,21 +520,21 @@ def test_streams(device):
 
 
 def test_several_devices(device):
-    """An op runs on its tensors' device, whichever is the current one."""
+    """An op runs on its tensors' device, whichever device is current."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     with torch.cuda.device(first):
-        assert_all_equal([t.cpu() for t in train_a_little(second, 1)], [t.cpu() for t in train_a_little(first, 1)])
-    found = in_threads([functools.partial(train_a_little, d, 2) for d in (first, second)])
+        assert_all_equal([t.cpu() for t in train_briefly(second, 1)], [t.cpu() for t in train_briefly(first, 1)])
+    found = run_in_threads([functools.partial(train_briefly, d, 2) for d in (first, second)])
     assert_all_equal(*([t.cpu() for t in one] for one in found))
     with pytest.raises(RuntimeError, match="weight is on cuda:1"):
         functional.layer_norm(torch.ones(2, 8, device=first), (8,), torch.ones(8, device=second))
 
 
 def test_inference_mode(device):
-    """In and out of it; tensors made in it are refused by autograd as torch's are; the optimizer steps on."""
-    model, (tokens, targets) = model_of(device), batch(device)
+    """Models run in it; autograd refuses its tensors as it refuses torch's; the optimizer continues."""
+    model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)
         generated = model.generate(tokens[:, :4], 5, temperature=0)
@@ -565,16 +553,16 @@ def test_inference_mode(device):
 
 
 def fork_and_compare():
-    """Run by a process of its own: a child that it forks computes what it does itself."""
+    """Run in a process of its own: the child that it forks computes the same values."""
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
     def child():
-        theirs.send([t.numpy() for t in train_a_little(torch.device("cpu"), 1)])
+        theirs.send([t.numpy() for t in train_briefly(torch.device("cpu"), 1)])
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
-    expected = train_a_little(torch.device("cpu"), 1)
+    expected = train_briefly(torch.device("cpu"), 1)
     assert ours.poll(60), "the child hangs"
     assert_all_equal([torch.from_numpy(t) for t in ours.recv()], expected)
     process.join(60)
@@ -583,14 +571,14 @@ def fork_and_compare():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """On the CPU, as torch: CUDA cannot be used in a forked process once the parent has used it."""
+    """The test runs on the CPU: CUDA cannot be used in a forked process once its parent has used it."""
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
 
 
 class Batches(torch.utils.data.Dataset):
-    """Computes with our ops where it is called: in a worker."""
+    """A dataset that computes with our ops in a worker."""
 
     def __len__(self):
         return 4
@@ -603,7 +591,7 @@ class Batches(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
-    """Also where the parent has run our ops on all its threads before; a worker uses one."""
+    """A worker, which has one thread, works after the parent has run our ops on all its threads."""
     data = Batches()
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
@@ -614,12 +602,12 @@ def test_data_loader_workers(context):
 
 
 def test_copies(device):
-    """A model and its optimizer in the middle of a run, by pickle, torch.save and deepcopy, train on alike."""
-    model = model_of(device, dtype=torch.float64)
+    """Copies of a model and its optimizer by pickle, torch.save and deepcopy continue the run with the same bits."""
+    model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
 
     def step(model, optimizer, seed):
-        model(*batch(device, seed=seed))[1].backward()
+        model(*make_batch(device, seed=seed))[1].backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -640,14 +628,14 @@ def test_copies(device):
         assert_all_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
 
 
-def test_functions_are_pickled():
+def test_functions_can_be_pickled():
     for name in functional.__all__:
         assert pickle.loads(pickle.dumps(getattr(functional, name))) is getattr(functional, name)
 
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrization, device):
-    """Torch's own, of our linear layer, alone and inside an MLP: what they make of the weight is what is used."""
+    """torch's parametrizations of our linear layer, alone and inside an MLP, compute the weight that is used."""
     found = []
     for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
         torch.manual_seed(2)
@@ -667,15 +655,3 @@ def test_parametrizations(parametrization, device):
     x = torch.randn(3, 8, dtype=torch.float64, device=device)
     expected = F.linear(F.gelu(F.linear(x, mlp.c_fc.weight, mlp.c_fc.bias), approximate="tanh"), mlp.c_proj.weight)
     torch.testing.assert_close(mlp(x), expected + mlp.c_proj.bias)
-
-
-def test_clip_grad_norm_of_a_model(device):
-    """Ours and torch's agree on a model's gradients."""
-    norms, found = [], []
-    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-        model = model_of(device)
-        model(*batch(device))[1].backward()
-        norms.append(clip(model.parameters(), 0.1))
-        found.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*norms)
-    assert_all_close(*found)

@@ -1,6 +1,6 @@
-"""Two processes on the CPU find the losses of one: DDP, FSDP2, its checkpoints, our optimizer on DTensors.
+"""Two processes on the CPU have the losses of one: DDP, FSDP2, its checkpoints, our optimizer on DTensors.
 
-``torch.multiprocessing.spawn`` runs all of it once; the tests read what the processes wrote down.
+``torch.multiprocessing.spawn`` runs every way of training once; the tests read the results that the processes saved.
 """
 
 import copy
@@ -28,7 +28,7 @@ STEPS, CLIP, LR = 4, 0.5, 1e-2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def model_of(dtype=torch.float64):
+def make_model(dtype=torch.float64):
     torch.manual_seed(3)
     model = GPT2(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16), dtype=dtype)
     with torch.no_grad():
@@ -37,13 +37,13 @@ def model_of(dtype=torch.float64):
     return model
 
 
-def swapped_model():
+def make_swapped_model():
     torch.manual_seed(3)
     config = published.Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16, dropout=0.0)
     return gptkernels.swap(published.GPT(config).double())
 
 
-def batch(i, rows):
+def make_batch(i, rows):
     generator = torch.Generator().manual_seed(i)
     tokens = torch.randint(60, (4, 17), generator=generator)[rows]
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
@@ -55,11 +55,11 @@ def rows_of_this_process():
     return slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
 
 
-def train(model, optimizer, steps=STEPS, first=0, clip=None):
-    """The losses, of all processes together; and the gradients' norms where the optimizer clips."""
+def train(model, optimizer, steps=STEPS, first=0, clip=None, **options):
+    """Return the losses, averaged over all processes, and the gradients' norms if they are clipped."""
     losses, norms = [], []
     for i in range(first, first + steps):
-        loss = model(*batch(i, rows_of_this_process()))[1]
+        loss = model(*make_batch(i, rows_of_this_process()), **options)[1]
         loss.backward()
         if clip is not None:
             norms.append(clip(model.parameters(), CLIP))
@@ -75,29 +75,29 @@ def train(model, optimizer, steps=STEPS, first=0, clip=None):
     return losses, [float(norm) for norm in norms]
 
 
-def ours(model):
+def make_optimizer(model):
     return AdamW(model.parameters(), lr=LR, max_grad_norm=CLIP)
 
 
-def sharded(model, **options):
-    """FSDP2 as its tutorial has it."""
+def shard_model(model, **options):
+    """Shard as FSDP2's tutorial does."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-# ---- what the processes do: each function returns what the tests compare ---------------------------------------------
+# ---- ways of training: each process runs them all, and the tests compare their results -------------------------------
 
 
 def ddp(folder):
-    model = DistributedDataParallel(model_of())
-    return train(model, ours(model))
+    model = DistributedDataParallel(make_model())
+    return train(model, make_optimizer(model))
 
 
 def fsdp(folder):
-    model = sharded(model_of())
-    optimizer = ours(model)
+    model = shard_model(make_model())
+    optimizer = make_optimizer(model)
     found = train(model, optimizer)
     parameter = model.transformer.h[0].attn.c_attn.weight
     assert isinstance(parameter, DTensor)
@@ -109,24 +109,34 @@ def fsdp(folder):
     return found
 
 
+def sharded_layers(folder):
+    """FSDP2 shards every layer of a block by itself; the loss is fused with the head."""
+    mesh, model = init_device_mesh("cpu", (2,)), make_model()
+    for block in model.transformer.h:
+        for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
+            fully_shard(layer, mesh=mesh)
+    model = fully_shard(model, mesh=mesh)
+    return train(model, make_optimizer(model), return_logits=False)
+
+
 def clipped_by_ours(folder):
-    model = sharded(model_of())
+    model = shard_model(make_model())
     return train(model, AdamW(model.parameters(), lr=LR), clip=clip_grad_norm_)
 
 
 def replicated_and_sharded(folder):
-    """Hybrid sharding: a mesh of 2 x 1 devices."""
+    """Hybrid sharding uses a mesh of 2 x 1 devices."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = model_of()
+    model = make_model()
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
     model = fully_shard(model, mesh=mesh)
-    return train(model, ours(model))
+    return train(model, make_optimizer(model))
 
 
 def to_torchs(folder):
-    """Two steps with our optimizer, two with torch's on its state."""
-    model = sharded(model_of())
+    """Two steps use our optimizer, two torch's with its state."""
+    model = shard_model(make_model())
     first = AdamW(model.parameters(), lr=LR)
     losses = train(model, first, 2)[0]
     second = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -135,7 +145,7 @@ def to_torchs(folder):
 
 
 def from_torchs(folder):
-    model = sharded(model_of())
+    model = shard_model(make_model())
     first = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = train(model, first, 2)[0]
     second = AdamW(model.parameters())
@@ -144,13 +154,13 @@ def from_torchs(folder):
 
 
 def swapped(folder):
-    model = sharded(swapped_model())
+    model = shard_model(make_swapped_model())
     assert model.gptkernels_report.replaced
-    return train(model, ours(model))
+    return train(model, make_optimizer(model))
 
 
 def regression(model, optimizer, clip=None):
-    """The norms of a small model's gradients, and its parameters in the end."""
+    """Return the norms of a small model's gradients, and its parameters after the last step."""
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
     norms = []
     for _ in range(STEPS):
@@ -163,21 +173,21 @@ def regression(model, optimizer, clip=None):
     return torch.cat([p.detach().flatten() for p in whole]).tolist(), [float(norm) for norm in norms]
 
 
-def uneven_model():
+def make_uneven_model():
     torch.manual_seed(3)
     return torch.nn.Sequential(nn.Linear(8, 3), nn.GELU(), nn.Linear(3, 1)).double()
 
 
 def uneven(folder):
-    """Parameters of 3 rows, and of 1: one process has more, or all."""
-    model = fully_shard(uneven_model(), mesh=init_device_mesh("cpu", (2,)))
+    """Parameters have 3 rows or 1, so the processes' parts differ in size or are empty."""
+    model = fully_shard(make_uneven_model(), mesh=init_device_mesh("cpu", (2,)))
     assert min(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 1)
     return regression(model, AdamW(model.parameters(), lr=LR, max_grad_norm=0.01))
 
 
 def masters(folder):
-    """bfloat16 parameters with float32 copies, which are split alike."""
-    model = uneven_model().bfloat16()
+    """bfloat16 parameters have float32 copies, which are sharded alike."""
+    model = make_uneven_model().bfloat16()
     if dist.is_initialized():
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = AdamW(model.parameters(), lr=1e-4, master_weights=True)
@@ -193,12 +203,12 @@ def masters(folder):
 
 
 def mixed_precision(folder):
-    """bfloat16 in the forward and the backward, float32 gradients, parameters and state."""
-    model = model_of(torch.float32)
+    """Forward and backward are in bfloat16; gradients, parameters and state in float32."""
+    model = make_model(torch.float32)
     seen = []
     model.transformer.h[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    model = sharded(model, mp_policy=BF16)
-    optimizer = ours(model)
+    model = shard_model(model, mp_policy=BF16)
+    optimizer = make_optimizer(model)
     found = train(model, optimizer)
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -207,7 +217,7 @@ def mixed_precision(folder):
 
 
 def mixed_precision_with_torchs(folder):
-    model = sharded(model_of(torch.float32), mp_policy=BF16)
+    model = shard_model(make_model(torch.float32), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 
     def clip(parameters, most):
@@ -217,20 +227,20 @@ def mixed_precision_with_torchs(folder):
 
 
 def saved(folder):
-    """Two steps, a checkpoint, and two more steps of what is loaded from it into other objects."""
-    model = sharded(model_of())
-    optimizer = ours(model)
+    """Two steps and a checkpoint are followed by two steps of another model and optimizer, loaded from it."""
+    model = shard_model(make_model())
+    optimizer = make_optimizer(model)
     losses, norms = train(model, optimizer, 2)
     state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=f"{folder}/checkpoint")
-    again = restored(sharded(model_of()), f"{folder}/checkpoint")
+    again = load_checkpoint(shard_model(make_model()), f"{folder}/checkpoint")
     more = train(*again, 2, first=2)
     return losses + more[0], norms + more[1]
 
 
-def restored(model, folder):
-    """The model and an optimizer with what a checkpoint says, whatever it was sharded like."""
-    optimizer = ours(model)
+def load_checkpoint(model, folder):
+    """Return the model and an optimizer with a checkpoint's state, however that was sharded."""
+    optimizer = make_optimizer(model)
     for p in model.parameters():
         p.requires_grad_()
     state, optimizer_state = get_state_dict(model, optimizer)
@@ -241,12 +251,12 @@ def restored(model, folder):
 
 
 WAYS = [
-    ddp, fsdp, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, uneven, masters,
-    mixed_precision, mixed_precision_with_torchs, saved,
+    ddp, fsdp, sharded_layers, clipped_by_ours, replicated_and_sharded, to_torchs, from_torchs, swapped, uneven,
+    masters, mixed_precision, mixed_precision_with_torchs, saved,
 ]  # fmt: skip
 
 
-def one_process(rank, folder):
+def run_process(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     found = {}
@@ -258,13 +268,13 @@ def one_process(rank, folder):
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
-    os._exit(0)  # torch's threads may still be running, and end the process by SIGABRT where it ends as usual
+    os._exit(0)  # torch's threads may still run, and abort a process that exits normally
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(one_process, (str(folder),), nprocs=2)
+    torch.multiprocessing.spawn(run_process, (str(folder),), nprocs=2)
     return folder
 
 
@@ -273,7 +283,7 @@ def results(folder):
     return torch.load(folder / "found.pt")
 
 
-def losses_of(results, way):
+def check_result(results, way):
     found = results[way.__name__]
     assert not isinstance(found, str), found
     return found
@@ -281,58 +291,60 @@ def losses_of(results, way):
 
 @pytest.fixture(scope="module")
 def alone():
-    """One process with the whole batch, torch's optimizer and torch's clipping."""
-    model = model_of()
+    """Train in one process on the whole batch, with torch's optimizer and clipping."""
+    model = make_model()
     return train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
 
 
 @pytest.fixture(scope="module")
 def alone_without_clipping():
-    model = model_of()
+    model = make_model()
     return train(model, torch.optim.AdamW(model.parameters(), lr=LR))
 
 
-@pytest.mark.parametrize("way", [ddp, fsdp, clipped_by_ours, replicated_and_sharded], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way", [ddp, fsdp, sharded_layers, clipped_by_ours, replicated_and_sharded], ids=lambda way: way.__name__
+)
 def test_two_processes_have_the_losses_of_one(way, results, alone):
-    losses, norms = losses_of(results, way)
+    losses, norms = check_result(results, way)
     assert losses == pytest.approx(alone[0], rel=1e-7)  # the norms are float32
     assert norms == pytest.approx(alone[1], rel=1e-6)
     assert min(norms) > CLIP  # it is clipped
 
 
 @pytest.mark.parametrize("way", [to_torchs, from_torchs], ids=lambda way: way.__name__)
-def test_sharded_optimizer_state_is_exchanged_with_torchs(way, results, alone_without_clipping):
-    assert losses_of(results, way)[0] == pytest.approx(alone_without_clipping[0], rel=1e-10)
+def test_sharded_optimizer_state_is_torchs(way, results, alone_without_clipping):
+    assert check_result(results, way)[0] == pytest.approx(alone_without_clipping[0], rel=1e-10)
 
 
 def test_a_swapped_model_is_sharded(results):
-    model = swapped_model()
+    model = make_swapped_model()
     gptkernels.unswap(model)
     expected = train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
-    assert losses_of(results, swapped)[0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
+    assert check_result(results, swapped)[0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
 
 
-def test_parts_of_different_sizes(results):
-    """None of it for one process too."""
-    model = uneven_model()
+def test_uneven_and_empty_shards(results):
+    """A shard may be larger than another, or empty."""
+    model = make_uneven_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     parameters, norms = regression(model, optimizer, torch.nn.utils.clip_grad_norm_)
-    found = losses_of(results, uneven)
+    found = check_result(results, uneven)
     assert found[0] == pytest.approx(parameters, rel=1e-6, abs=1e-9)
     assert found[1] == pytest.approx(norms, rel=1e-6)
 
 
 def test_master_weights(results):
-    """To the bit: the update of an element is a matter of its own."""
-    for a, b in zip(losses_of(results, masters), masters(None), strict=True):
+    """The bits are those of one process, because each element's update is independent."""
+    for a, b in zip(check_result(results, masters), masters(None), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):
-    """Beside torch's optimizer, and within bfloat16's noise of float64."""
-    losses, norms = losses_of(results, mixed_precision)
-    torchs, torchs_norms = losses_of(results, mixed_precision_with_torchs)
+    """The losses are those of torch's optimizer, and within bfloat16's rounding of float64."""
+    losses, norms = check_result(results, mixed_precision)
+    torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
     assert losses == pytest.approx(torchs, rel=1e-4)
     assert norms == pytest.approx(torchs_norms, rel=1e-3)
     assert losses == pytest.approx(alone[0], rel=2e-2)
@@ -340,9 +352,9 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    """By two processes, to the bit; and by one that is not sharded at all."""
-    losses, _ = losses_of(results, saved)
-    assert losses == losses_of(results, fsdp)[0]
-    model, optimizer = restored(model_of(), str(folder / "checkpoint"))
+    """Two processes continue it with the same bits, and one unsharded process within roundings."""
+    losses, _ = check_result(results, saved)
+    assert losses == check_result(results, fsdp)[0]
+    model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))
     assert train(model, optimizer, 2, first=2)[0] == pytest.approx(losses[2:], rel=1e-7)
     assert copy.deepcopy(optimizer).state_dict()["state"][0]["step"] == 4

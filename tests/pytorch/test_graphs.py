@@ -1,4 +1,4 @@
-"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of the eager one; on the CPU it is that."""
+"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of the eager one; on the CPU it is eager."""
 
 import copy
 import logging
@@ -9,9 +9,10 @@ import torch
 import gptkernels
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW
+from helpers import assert_raises
 
 CONFIG = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 500, "block_size": 64}
-STEPS = 6  # of which the first two are eager everywhere
+STEPS = 6  # the first two are eager on every device
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +20,7 @@ def _reports(caplog):
     caplog.set_level(logging.INFO, logger="gptkernels.graphs")
 
 
-def make(device, dtype=torch.bfloat16, dropout=0.0, **options):
+def make_training(device, dtype=torch.bfloat16, dropout=0.0, **options):
     torch.manual_seed(7)
     model = GPT2(GPT2Config(**CONFIG), device=device, dtype=dtype)
     for block in model.transformer.h:
@@ -31,7 +32,7 @@ def make(device, dtype=torch.bfloat16, dropout=0.0, **options):
     return model, AdamW(groups, **options)
 
 
-def loss_of(model, autocast=False):
+def make_loss(model, autocast=False):
     def loss(tokens, targets):
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             return model(tokens, targets, return_logits=False)[1]
@@ -39,14 +40,14 @@ def loss_of(model, autocast=False):
     return loss
 
 
-def batches(count, batch=3, length=64, seed=1):
+def make_batches(count, batch=3, length=64, seed=1):
     generator = torch.Generator().manual_seed(seed)
     windows = torch.randint(500, (count, batch, length + 1), generator=generator)
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in windows]
 
 
 def plain_step(model, optimizer, loss, *micro):
-    """The loop that people write."""
+    """Run the usual training loop's step."""
     device = next(model.parameters()).device
     total = 0
     for batch in micro:
@@ -68,14 +69,14 @@ def assert_same(a, b):
 
 
 def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
-    """Plain and graphed steps on the same batches, each step (micro-batch, ...); everything must be equal bit by bit.
+    """Assert that plain and graphed steps on the same batches, (micro-batch, ...) each, have the same bits.
 
     Returns:
         The graphed step, and the losses.
     """
-    plain, graphed = make(device, **options), make(device, **options)
-    loss, losses = loss_of(plain[0], autocast), []
-    step = gptkernels.graphed_step(loss_of(graphed[0], autocast), graphed[1])
+    plain, graphed = make_training(device, **options), make_training(device, **options)
+    loss, losses = make_loss(plain[0], autocast), []
+    step = gptkernels.graphed_step(make_loss(graphed[0], autocast), graphed[1])
     torch.manual_seed(3)
     numbers = []
     for i, micro in enumerate(steps):
@@ -105,7 +106,7 @@ def expect_captures(step, device, count):
 
 @pytest.mark.parametrize("accumulation", [1, 2, 3])
 def test_has_the_bits_of_the_eager_step(device, accumulation):
-    data = batches(STEPS * accumulation)
+    data = make_batches(STEPS * accumulation)
     step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)])
     expect_captures(step, device, 1)
     assert len(set(losses)) == STEPS
@@ -122,33 +123,20 @@ def test_learning_rates_change(device, where):
                 "device": lambda rate=rate: torch.tensor(rate, device=device),
             }[where]()
 
-    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], change)
+    step, _ = run_both(device, [[batch] for batch in make_batches(STEPS)], change)
     expect_captures(step, device, 1)
 
 
-def test_schedulers_change_the_learning_rate(device):
-    schedulers = {}
-
-    def change(i, model, optimizer):
-        if i == 0:
-            schedulers[optimizer] = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-        else:
-            schedulers[optimizer].step()
-
-    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], change)
-    expect_captures(step, device, 1)
-
-
-def test_every_replay_drops_anew_and_as_eager(device):
-    """The same batch at a learning rate of 0: only the masks can differ."""
-    (batch,) = batches(1)
+def test_each_replay_draws_eagers_next_mask(device):
+    """The batch is the same and the learning rate 0, so only masks differ."""
+    (batch,) = make_batches(1)
     step, losses = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
     assert len(set(losses)) == STEPS
     expect_captures(step, device, 1)
 
 
 def test_a_replay_waits_for_its_capture(device, monkeypatch):
-    """The stream of the capture is late with what torch does there before it captures."""
+    """The capture's stream is delayed by work that torch launches before the capture."""
     if device.type == "cpu":
         pytest.skip("graphs are CUDA's")
     begin = torch.cuda.CUDAGraph.capture_begin
@@ -158,14 +146,14 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
         return begin(graph, *args, **kwargs)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
-    (batch,) = batches(1)
+    (batch,) = make_batches(1)
     step, _ = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
     expect_captures(step, device, 1)
 
 
 def test_a_change_of_shape_captures_again(device):
-    """Two shapes in turn, and one whose last batch of a step is shorter."""
-    long, short = batches(8), batches(8, batch=2, length=32, seed=2)
+    """Steps alternate between two shapes; then a step ends with a shorter batch."""
+    long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
     step, _ = run_both(device, [*one, *both])
@@ -173,31 +161,26 @@ def test_a_change_of_shape_captures_again(device):
 
 
 def test_autocast(device):
-    """Parameters in float32, cast inside the graph: each step must see their new values."""
-    step, losses = run_both(device, [[b] for b in batches(1) * STEPS], autocast=True, dtype=torch.float32)
+    """float32 parameters are cast inside the graph, so each step sees their new values."""
+    step, losses = run_both(device, [[b] for b in make_batches(1) * STEPS], autocast=True, dtype=torch.float32)
     assert len(set(losses)) == STEPS
     expect_captures(step, device, 1)
 
 
 def test_autocast_around_the_step(device):
-    """One context around all steps; autocast's cache of casts must not outlive an update."""
-    plain, graphed = make(device, dtype=torch.float32), make(device, dtype=torch.float32)
-    step = gptkernels.graphed_step(loss_of(graphed[0], autocast=False), graphed[1])
-    inside = loss_of(plain[0], autocast=True)
-
-    def loss(tokens, targets):
-        return plain[0](tokens, targets, return_logits=False)[1]
-
-    step = gptkernels.graphed_step(lambda *b: graphed[0](*b, return_logits=False)[1], graphed[1])
-    numbers = [plain_step(*plain, inside, batch) for batch in batches(STEPS)]
+    """Autocast's cache, in one context around all steps, does not outlive an update."""
+    plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
+    step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
+    inside = make_loss(plain[0], autocast=True)
+    numbers = [plain_step(*plain, inside, batch) for batch in make_batches(STEPS)]
     with torch.autocast(device.type, torch.bfloat16):
-        found = [step(batch).read() for batch in batches(STEPS)]
+        found = [step(batch).read() for batch in make_batches(STEPS)]
     assert [tuple(n) for n in found] == numbers
     assert_same(plain, graphed)
 
 
 @pytest.mark.parametrize("option", ["weight_decay", "max_grad_norm", "requires_grad"])
-def test_options_that_change(device, option):
+def test_changed_options_capture_again(device, option):
     def change(i, model, optimizer):
         if i != 4:
             return
@@ -208,12 +191,12 @@ def test_options_that_change(device, option):
         else:
             model.transformer.ln_f.bias.requires_grad_(False)
 
-    step, _ = run_both(device, [[batch] for batch in batches(8)], change)
+    step, _ = run_both(device, [[batch] for batch in make_batches(8)], change)
     expect_captures(step, device, 2)
 
 
 def test_load_state_dict(device):
-    """Back to an earlier state in the middle: the graph must not go on with the old moments and masters."""
+    """The graph does not continue with old moments and masters when an earlier state is loaded."""
     saved = {}
 
     def change(i, model, optimizer):
@@ -223,34 +206,34 @@ def test_load_state_dict(device):
             model.load_state_dict(saved[model][0])
             optimizer.load_state_dict(saved[model][1])
 
-    step, _ = run_both(device, [[batch] for batch in batches(9)], change)
+    step, _ = run_both(device, [[batch] for batch in make_batches(9)], change)
     expect_captures(step, device, 2)
 
 
-def test_a_run_that_is_resumed(device):
-    """In a new process the first steps are eager; they are the ones that would have been replayed."""
-    data = batches(8)
-    model, optimizer = make(device)
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
+def test_a_resumed_run_has_the_same_bits(device):
+    """The first steps of a new process are eager, where the first run replays."""
+    data = make_batches(8)
+    model, optimizer = make_training(device)
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
     for batch in data[:4]:
         step(batch)
-    model_2, optimizer_2 = make(device)
+    model_2, optimizer_2 = make_training(device)
     model_2.load_state_dict(copy.deepcopy(model.state_dict()))
     optimizer_2.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    step_2 = gptkernels.graphed_step(loss_of(model_2), optimizer_2)
+    step_2 = gptkernels.graphed_step(make_loss(model_2), optimizer_2)
     for batch in data[4:]:
         assert step(batch).read() == step_2(batch).read()
     assert_same((model, optimizer), (model_2, optimizer_2))
 
 
-def test_batches_on_the_device_and_memory_that_is_used_again(device):
-    """The caller's memory may change as soon as the step has been launched, unless it is on the device."""
-    plain, graphed = make(device), make(device)
-    step = gptkernels.graphed_step(loss_of(graphed[0]), graphed[1])
-    data = batches(2 * STEPS)
+def test_batch_memory_may_be_reused(device):
+    """The caller may overwrite a batch on the host as soon as the step is launched."""
+    plain, graphed = make_training(device), make_training(device)
+    step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
+    data = make_batches(2 * STEPS)
     buffer = [t.clone() for t in data[0]]
     for i, batch in enumerate(data):
-        numbers = plain_step(*plain, loss_of(plain[0]), batch)
+        numbers = plain_step(*plain, make_loss(plain[0]), batch)
         if i % 3 == 0:
             result = step([t.to(device) for t in batch])
         else:
@@ -264,25 +247,25 @@ def test_batches_on_the_device_and_memory_that_is_used_again(device):
     assert_same(plain, graphed)
 
 
-def test_results_are_read_late(device):
-    model, optimizer = make(device)
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    results = [step(batch) for batch in batches(STEPS)]
+def test_results_can_be_read_late(device):
+    model, optimizer = make_training(device)
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    results = [step(batch) for batch in make_batches(STEPS)]
     read = [result.read() for result in results]
     assert len({numbers.loss for numbers in read}) == STEPS
     assert [(r.loss.item(), r.grad_norm.item()) for r in results] == [tuple(n) for n in read]
 
 
-def test_without_a_norm(device):
-    model, optimizer = make(device, max_grad_norm=None)
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    for batch in batches(4):
+def test_without_clipping_there_is_no_norm(device):
+    model, optimizer = make_training(device, max_grad_norm=None)
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    for batch in make_batches(4):
         result = step(batch)
         assert result.grad_norm is None
         assert result.read().grad_norm is None
 
 
-def test_a_model_that_is_not_ours(device):
+def test_a_model_of_torchs_layers(device):
     def build():
         torch.manual_seed(5)
         layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1)]
@@ -305,8 +288,8 @@ def test_a_model_that_is_not_ours(device):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_before_update(device, accumulation):
-    """It sees the gradients, and what it does to them counts: halved, they have half the norm."""
-    plain, graphed = make(device), make(device)
+    """The callback sees the gradients and may change them: halved, they have half the norm."""
+    plain, graphed = make_training(device), make_training(device)
     norms = []
 
     def halve(model):
@@ -314,9 +297,11 @@ def test_before_update(device, accumulation):
             p.grad.mul_(0.5)
         norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()))
 
-    steps = [gptkernels.graphed_step(loss_of(plain[0]), plain[1], before_update=lambda: halve(plain[0]), capture=False)]
-    steps += [gptkernels.graphed_step(loss_of(graphed[0]), graphed[1], before_update=lambda: halve(graphed[0]))]
-    data = batches(STEPS * accumulation)
+    steps = [
+        gptkernels.graphed_step(make_loss(plain[0]), plain[1], before_update=lambda: halve(plain[0]), capture=False)
+    ]
+    steps += [gptkernels.graphed_step(make_loss(graphed[0]), graphed[1], before_update=lambda: halve(graphed[0]))]
+    data = make_batches(STEPS * accumulation)
     for i in range(STEPS):
         results = [step(*data[i::STEPS]).read() for step in steps]
         assert results[0] == results[1]
@@ -326,7 +311,7 @@ def test_before_update(device, accumulation):
     assert_same(plain, graphed)
 
 
-# ---- where it stays eager --------------------------------------------------------------------------------------------
+# ---- steps that stay eager -------------------------------------------------------------------------------------------
 
 
 def only_record(caplog):
@@ -334,29 +319,29 @@ def only_record(caplog):
     return record.getMessage()
 
 
-def train_eagerly(step, model, optimizer, loss, expected):
-    """The step is the plain one, whatever made it so."""
+def assert_trains_eagerly(step, model, optimizer, loss, expected):
+    """The step is the plain one, and gives the expected reason."""
     plain_model = copy.deepcopy(model)
     plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
-    for batch in batches(5):
+    for batch in make_batches(5):
         assert step(batch).read() == plain_step(plain_model, plain_optimizer, loss(plain_model), batch)
     assert expected in (step.eager_because or "")
     assert step.captures == 0
 
 
-def test_the_cpu_is_eager_with_one_line(caplog):
-    model, optimizer = make(torch.device("cpu"))
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    for batch in batches(4):
+def test_the_cpu_logs_one_line(caplog):
+    model, optimizer = make_training(torch.device("cpu"))
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    for batch in make_batches(4):
         step(batch)
     assert only_record(caplog) == "the training step runs eagerly: the parameters are on the CPU"
 
 
 def test_another_optimizer(device, caplog):
-    model, _ = make(device, dtype=torch.float32)
+    model, _ = make_training(device, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    losses = [step(batch).read() for batch in batches(1) * 4]
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    losses = [step(batch).read() for batch in make_batches(1) * 4]
     assert losses[0].loss > losses[-1].loss
     assert all(numbers.grad_norm is None for numbers in losses)
     assert ("SGD" if device.type == "cuda" else "CPU") in only_record(caplog)
@@ -365,34 +350,34 @@ def test_another_optimizer(device, caplog):
 def test_step_hooks(device, caplog):
     if device.type != "cuda":
         pytest.skip("CUDA only")
-    model, optimizer = make(device)
+    model, optimizer = make_training(device)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    for batch in batches(4):
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    for batch in make_batches(4):
         step(batch)
     assert len(calls) == 4
     assert "step hooks" in only_record(caplog)
 
 
-def test_a_hook_that_waits_for_the_device(device, caplog):
+def test_a_hook_that_synchronises_stays_eager(device, caplog):
     if device.type != "cuda":
         pytest.skip("CUDA only")
-    model, _ = make(device, dtype=torch.float32)
+    model, _ = make_training(device, dtype=torch.float32)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     seen = []
     model.transformer.ln_f.register_forward_hook(lambda module, inputs, out: seen.append(out.mean().item()))
-    train_eagerly(
-        gptkernels.graphed_step(loss_of(model), optimizer), model, optimizer, loss_of, "waits for the device, at"
+    assert_trains_eagerly(
+        gptkernels.graphed_step(make_loss(model), optimizer), model, optimizer, make_loss, "waits for the device, at"
     )
     assert "test_graphs.py" in only_record(caplog)
 
 
-def test_a_capture_that_fails(device, caplog):
-    """A wait that the eager steps do not have, and the capture refuses. The generators work afterwards."""
+def test_a_failed_capture_stays_eager(device, caplog):
+    """A wait outside of the eager steps makes the capture fail; the generators work afterwards."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
-    model, _ = make(device, dtype=torch.float32)
+    model, _ = make_training(device, dtype=torch.float32)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
 
     def waiting(model):
@@ -404,21 +389,18 @@ def test_a_capture_that_fails(device, caplog):
 
         return loss
 
-    train_eagerly(
-        gptkernels.graphed_step(waiting(model), optimizer), model, optimizer, loss_of, "it cannot be captured"
+    assert_trains_eagerly(
+        gptkernels.graphed_step(waiting(model), optimizer), model, optimizer, make_loss, "it cannot be captured"
     )
     assert "it cannot be captured" in only_record(caplog)
     assert torch.rand(3, device=device).isfinite().all()
-    step, _ = run_both(device, [[batch] for batch in batches(STEPS)], dropout=0.1)
+    step, _ = run_both(device, [[batch] for batch in make_batches(STEPS)], dropout=0.1)
     expect_captures(step, device, 1)
 
 
-def test_what_it_refuses(device):
-    model, optimizer = make(device)
-    step = gptkernels.graphed_step(loss_of(model), optimizer)
-    with pytest.raises(ValueError, match="at least one batch"):
-        step()
-    with pytest.raises(TypeError, match="tuple or list of tensors, got Tensor"):
-        step(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="are more than block_size"):
-        step(batches(1, length=65)[0])
+def test_refuses_bad_batches(device):
+    model, optimizer = make_training(device)
+    step = gptkernels.graphed_step(make_loss(model), optimizer)
+    assert_raises(ValueError, "at least one batch", step)
+    assert_raises(TypeError, "tuple or list of tensors, got Tensor", step, torch.zeros(2, 3))
+    assert_raises(ValueError, "are more than block_size", step, make_batches(1, length=65)[0])

@@ -1,7 +1,7 @@
-"""What a call has allocated on the heap is freed, but for its results.
+"""A call frees all heap memory but its results.
 
-A few bytes are enough to matter: small blocks that stay, among the large ones that a training step frees, keep the heap
-from using these again, so that a process grows by megabytes a step.
+A few bytes matter: small blocks that stay between the large ones that a training step frees keep the heap from using
+these again, so that a process grows by megabytes with each step.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gptkernels.models import GPT2, GPT2Config
-from gptkernels.testing.cases import CASES, SMALL, Draw
+from gptkernels.testing.cases import CASES, SMALL
 
 CALLS = 300
 
@@ -29,19 +29,19 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_garbage():
-    """The collector skips what is there already: hundreds of thousands of objects, which would take it a second."""
+    """Freeze the objects that exist, hundreds of thousands, so that the collector does not spend a second on them."""
     gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()
 
 
-def bytes_kept(call):
-    """By a call, on an average: what malloc has handed out and not got back."""
+def leaked_bytes(call):
+    """Return how many bytes of malloc's a call leaves allocated, on average."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        pytest.skip("glibc's malloc from 2.33 on says it")
+        pytest.skip("mallinfo2 is glibc's, from 2.33 on")
     mallinfo2.restype = Mallinfo2
     for _ in range(CALLS // 4):
         call()
@@ -54,24 +54,23 @@ def bytes_kept(call):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_of_every_op(case, device, one_thread):
+def test_every_op_leaks_nothing(case, device, one_thread):
     if device.type != "cpu":
-        pytest.skip("of the host's memory, and the same code")
-    dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
-    for op, args, kwargs in case.draw(Draw(SMALL, dtype, device, 0)).calls:
+        pytest.skip("the host code is the same on every device")
+    for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         with torch.no_grad():
-            assert bytes_kept(partial(called_on_copies, op, args, kwargs)) < 24, op
+            assert leaked_bytes(partial(call_on_copies, op, args, kwargs)) < 24, op
 
 
-def called_on_copies(op, args, kwargs):
-    """So that an op that writes to its arguments can be called again."""
+def call_on_copies(op, args, kwargs):
+    """Call an op on copies of its tensors, because it may write to its arguments."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     op(*args, **kwargs)
 
 
-def test_of_a_training_step(device, one_thread):
+def test_a_training_step_leaks_nothing(device, one_thread):
     if device.type != "cpu":
-        pytest.skip("of the host's memory, and the same code")
+        pytest.skip("the host code is the same on every device")
     model = GPT2(GPT2Config(block_size=16, vocab_size=64, n_layer=2, n_head=2, n_embd=16))
     tokens = torch.randint(64, (2, 16))
 
@@ -79,4 +78,4 @@ def test_of_a_training_step(device, one_thread):
         model(tokens, tokens, return_logits=False)[1].backward()
         model.zero_grad()
 
-    assert bytes_kept(step) < 24
+    assert leaked_bytes(step) < 24

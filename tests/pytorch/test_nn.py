@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import gptkernels.nn as nn
-from helpers import randn, tolerance
+from helpers import assert_raises, randn, tolerance
 
 LAYERS = [
     ("LayerNorm", (8,), {}, (3, 8)),
@@ -27,8 +27,8 @@ LAYERS = [
 all_layers = pytest.mark.parametrize(("name", "args", "options", "shape"), LAYERS, ids=lambda value: str(value))
 
 
-def pair(name, args, options, device):
-    """Our layer and torch's, each made under the same seed."""
+def make_pair(name, args, options, device):
+    """Make our layer and torch's from the same seed."""
     made = []
     for module in (nn, torch.nn):
         torch.manual_seed(5)
@@ -39,17 +39,17 @@ def pair(name, args, options, device):
 OPTIONS_OF_OURS = {"Linear": [("fp8", False)]}
 
 
-def parameters(layer):
-    """Names and defaults, in order."""
+def list_parameters(layer):
+    """List names and defaults of the parameters, in order."""
     return [(p.name, p.default) for p in inspect.signature(layer).parameters.values()]
 
 
 @all_layers
-def test_is_torchs_layer(name, args, options, shape, device):
-    ours, torchs = pair(name, args, options, device)
+def test_is_a_drop_in_for_torchs_layer(name, args, options, shape, device):
+    ours, torchs = make_pair(name, args, options, device)
     assert isinstance(ours, type(torchs))
     assert repr(ours) == repr(torchs)
-    assert parameters(type(ours)) == parameters(type(torchs)) + OPTIONS_OF_OURS.get(name, [])
+    assert list_parameters(type(ours)) == list_parameters(type(torchs)) + OPTIONS_OF_OURS.get(name, [])
     assert ours.state_dict().keys() == torchs.state_dict().keys()
     for a, b in zip(ours.state_dict().values(), torchs.state_dict().values(), strict=True):
         assert a.dtype == b.dtype
@@ -58,8 +58,8 @@ def test_is_torchs_layer(name, args, options, shape, device):
 
 @pytest.mark.parametrize("traced", [False, True], ids=["eager", "symbolic_trace"])
 @all_layers
-def test_computes_as_torchs_layer(name, args, options, shape, traced, device):
-    ours, torchs = pair(name, args, options, device)
+def test_computes_what_torchs_layer_computes(name, args, options, shape, traced, device):
+    ours, torchs = make_pair(name, args, options, device)
     if traced:
         ours = torch.fx.symbolic_trace(ours)
     dtype = options.get("dtype", torch.float32)
@@ -73,7 +73,7 @@ def test_computes_as_torchs_layer(name, args, options, shape, traced, device):
     torch.testing.assert_close(out, expected)
     dout = randn(*out.shape, dtype=out.dtype, device=device)
     for module, result in ((ours, out), (torchs, expected)):
-        named = [t for _, t in sorted(module.named_parameters())]  # a traced module has them in another order
+        named = [t for _, t in sorted(module.named_parameters())]  # a traced module lists them in another order
         leaves = [t for t in (*inputs, *named) if t.requires_grad]
         module.found = torch.autograd.grad(result, leaves, dout)
     for a, b in zip(ours.found, torchs.found, strict=True):
@@ -82,7 +82,7 @@ def test_computes_as_torchs_layer(name, args, options, shape, traced, device):
 
 @all_layers
 def test_copies_and_pickles(name, args, options, shape, device):
-    ours, _ = pair(name, args, options, device)
+    ours, _ = make_pair(name, args, options, device)
     for again in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert type(again) is type(ours)
         assert repr(again) == repr(ours)
@@ -111,23 +111,20 @@ def test_softmax_without_dim_warns(device):
 
 
 @pytest.mark.parametrize(
-    ("layer", "options", "name"),
+    ("layer", "option"),
     [
-        ("Embedding", {"padding_idx": 0}, "padding_idx"),
-        ("Embedding", {"max_norm": 1.0}, "max_norm"),
-        ("Embedding", {"scale_grad_by_freq": True}, "scale_grad_by_freq"),
-        ("Embedding", {"sparse": True}, "sparse"),
-        ("CrossEntropyLoss", {"weight": torch.ones(3)}, "weight"),
-        ("CrossEntropyLoss", {"label_smoothing": 0.1}, "label_smoothing"),
+        *(("Embedding", option) for option in ({"padding_idx": 0}, {"max_norm": 1.0}, {"sparse": True})),
+        ("Embedding", {"scale_grad_by_freq": True}),
+        *(("CrossEntropyLoss", option) for option in ({"weight": torch.ones(3)}, {"label_smoothing": 0.1})),
     ],
 )
-def test_options_that_are_refused(layer, options, name):
+def test_refuses_options(layer, option):
     args = (3, 4) if layer == "Embedding" else ()
-    with pytest.raises(ValueError, match=f"{layer}: the option {name} is not supported"):
-        getattr(nn, layer)(*args, **options)
+    with pytest.raises(ValueError, match=f"{layer}: the option {next(iter(option))} is not supported"):
+        getattr(nn, layer)(*args, **option)
 
 
-# ---- the layers that torch does not have -----------------------------------------------------------------------------
+# ---- layers that torch lacks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu"])
@@ -141,10 +138,9 @@ def test_mlp(bias, activation, device):
     fc, proj = layer.c_fc, layer.c_proj
     approximate = "tanh" if activation == "gelu_tanh" else "none"
     expected = F.linear(F.gelu(F.linear(x, fc.weight, fc.bias), approximate=approximate), proj.weight, proj.bias)
-    same_with_gradients(layer(x), expected, (x, *layer.parameters()))
+    assert_same_with_gradients(layer(x), expected, (x, *layer.parameters()))
     assert ("activation='gelu'" in repr(layer)) == (activation == "gelu")
-    with pytest.raises(ValueError, match="activation must be 'gelu_tanh' or 'gelu', got 'relu'"):
-        nn.MLP(8, activation="relu")
+    assert_raises(ValueError, "activation must be 'gelu_tanh' or 'gelu', got 'relu'", nn.MLP, 8, activation="relu")
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -158,12 +154,11 @@ def test_causal_self_attention(bias, device):
     q, k, v = qkv.view(3, 5, 3, 2, 4).permute(2, 0, 3, 1, 4)
     heads = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(3, 5, 8)
     expected = F.linear(heads, layer.c_proj.weight, layer.c_proj.bias)
-    same_with_gradients(layer(x), expected, (x, *layer.parameters()))
-    with pytest.raises(ValueError, match="n_embd must be a multiple of n_head, got 8 and 3"):
-        nn.CausalSelfAttention(8, 3)
+    assert_same_with_gradients(layer(x), expected, (x, *layer.parameters()))
+    assert_raises(ValueError, "n_embd must be a multiple of n_head, got 8 and 3", nn.CausalSelfAttention, 8, 3)
 
 
-def same_with_gradients(out, expected, leaves):
+def assert_same_with_gradients(out, expected, leaves):
     torch.testing.assert_close(out, expected)
     dout = torch.randn_like(expected)
     for a, b in zip(*(torch.autograd.grad(t, leaves, dout) for t in (out, expected)), strict=True):
@@ -171,44 +166,29 @@ def same_with_gradients(out, expected, leaves):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("prompt", [1, 4, 9])
-def test_key_value_cache(prompt, dtype, device):
+@pytest.mark.parametrize("chunks", [[1] * 9, [4, 1, 1, 1, 1, 1], [9], [4, 5], [1, 7, 1], [3, 3, 3]], ids=str)
+def test_key_value_cache(chunks, dtype, device):
     layer = nn.CausalSelfAttention(8, 2, device=device, dtype=dtype)
     x = randn(3, 9, 8, dtype=dtype, device=device)
-    with torch.no_grad():
-        expected = layer(x)
-        cache = nn.KeyValueCache(9)
-        parts = [layer(x[:, :prompt], cache)]
-        parts += [layer(x[:, t : t + 1], cache) for t in range(prompt, 9)]
-    assert cache.length == 9
-    torch.testing.assert_close(torch.cat(parts, 1), expected, **tolerance(dtype))
-
-
-def test_key_value_cache_bad_input(device):
-    layer = nn.CausalSelfAttention(8, 2, device=device)
-    x = randn(3, 9, 8, dtype=torch.float32, device=device)
-    cache = nn.KeyValueCache(4)
-    with pytest.raises(ValueError, match=r"0 \+ 9 tokens are more than its capacity 4"):
-        layer(x, cache)
-    layer(x[:, :2], cache)
-    with pytest.raises(ValueError, match="it holds 3 sequences, got 2"):
-        layer(x[:2, 2:4], cache)
-    with pytest.raises(ValueError, match=r"2 \+ 3 tokens are more than its capacity 4"):
-        layer(x[:, 2:5], cache)
-
-
-@pytest.mark.parametrize("chunks", [[9], [4, 5], [1, 7, 1], [3, 3, 3]], ids=str)
-def test_key_value_cache_takes_chunks(chunks, device):
-    layer = nn.CausalSelfAttention(16, 2, device=device)
-    x = randn(3, 9, 16, dtype=torch.float32, device=device)
     cache = nn.KeyValueCache(9)
     with torch.no_grad():
         out = torch.cat([layer(part, cache) for part in x.split(chunks, 1)], 1)
-        torch.testing.assert_close(out, layer(x))
+        torch.testing.assert_close(out, layer(x), **tolerance(dtype))
+    assert cache.length == 9
+
+
+def test_key_value_cache_refuses_bad_input(device):
+    layer = nn.CausalSelfAttention(8, 2, device=device)
+    x = randn(3, 9, 8, dtype=torch.float32, device=device)
+    cache = nn.KeyValueCache(4)
+    assert_raises(ValueError, r"0 \+ 9 tokens are more than its capacity 4", layer, x, cache)
+    layer(x[:, :2], cache)
+    assert_raises(ValueError, "it holds 3 sequences, got 2", layer, x[:2, 2:4], cache)
+    assert_raises(ValueError, r"2 \+ 3 tokens are more than its capacity 4", layer, x[:, 2:5], cache)
 
 
 def test_dropout(device):
-    """Torch's layer but for the numbers it draws."""
+    """The layer is torch's but for the random numbers that it draws."""
     ours, torchs = (module.Dropout(0.3).to(device) for module in (nn, torch.nn))
     assert repr(ours) == repr(torchs)
     assert inspect.signature(nn.Dropout) == inspect.signature(torch.nn.Dropout)
@@ -219,12 +199,11 @@ def test_dropout(device):
     for layer in (ours.eval(), nn.Dropout(0.0)):
         assert layer(x) is x
     for bad in ({"p": 1.5}, {"inplace": True}):
-        with pytest.raises(ValueError, match=r"1\.5|the option inplace is not supported"):
-            nn.Dropout(**bad)
+        assert_raises(ValueError, r"1\.5|the option inplace is not supported", nn.Dropout, **bad)
 
 
 def test_causal_self_attention_dropout(device):
-    """In training only, and another mask each time."""
+    """Dropout acts in training only, with another mask each time."""
     layer = nn.CausalSelfAttention(16, 2, device=device, dropout=0.5)
     plain = nn.CausalSelfAttention(16, 2, device=device)
     plain.load_state_dict(layer.state_dict())
@@ -232,5 +211,4 @@ def test_causal_self_attention_dropout(device):
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), plain(x))
     assert "dropout=0.5" in repr(layer)
-    with pytest.raises(ValueError, match=r"dropout must be from 0 to 1, got 1\.5"):
-        nn.CausalSelfAttention(16, 2, dropout=1.5)
+    assert_raises(ValueError, r"dropout must be from 0 to 1, got 1\.5", nn.CausalSelfAttention, 16, 2, dropout=1.5)

@@ -27,20 +27,20 @@ def predict(self, x, targets):
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def parameter(name, *values):
-    """A set-up that gives a module a parameter."""
+def set_parameter(name, *values):
+    """Return a set-up that gives a module a parameter."""
     return lambda self, model, i: self.register_parameter(name, nn.Parameter(torch.tensor(values)))
 
 
-def trained(name, value):
-    """What training would do to a parameter that starts as the identity."""
+def set_trained(name, value):
+    """Return a set-up with a value that training gives to a parameter that starts as the identity."""
     return lambda model: nn.init.constant_(model.get_parameter(name), value)
 
 
 # ---- skips across layers ---------------------------------------------------------------------------------------------
 
 
-@edit(nano, "GPT", parameter("skip_weights", 1.0))
+@edit(nano, "GPT", set_parameter("skip_weights", 1.0))
 def unet_skips(self, forward, idx, targets=None):
     """modded-nanogpt: the last layers add the outputs of the first ones, in reverse order."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
@@ -48,7 +48,7 @@ def unet_skips(self, forward, idx, targets=None):
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
 
 
-@edit(nano, "GPT", parameter("skip_weights", 0.0), trained("skip_weights", 0.5))
+@edit(nano, "GPT", set_parameter("skip_weights", 0.0), set_trained("skip_weights", 0.5))
 def unet_skips_from_zero(self, forward, idx, targets=None):
     """The same, with weights that start at 0, so that at first the model is a GPT-2."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
@@ -56,7 +56,7 @@ def unet_skips_from_zero(self, forward, idx, targets=None):
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
 
 
-@edit(nano, "GPT", parameter("lambdas", 1.0, 0.0), trained("lambdas", 0.6))
+@edit(nano, "GPT", set_parameter("lambdas", 1.0, 0.0), set_trained("lambdas", 0.6))
 def embedding_in_every_layer(self, forward, idx, targets=None):
     """modded-nanogpt: each layer's input is a mixture of the stream and the embedding."""
     x = x0 = embed(self, idx)
@@ -65,7 +65,7 @@ def embedding_in_every_layer(self, forward, idx, targets=None):
     return predict(self, x, targets)
 
 
-@edit(nano, "GPT", parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), trained("depth_weights", 0.25))
+@edit(nano, "GPT", set_parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), set_trained("depth_weights", 0.25))
 def denseformer(self, forward, idx, targets=None):
     """DenseFormer: the last layer's output is averaged with all earlier ones, by weights that start as the identity."""
     states = [embed(self, idx)]
@@ -75,7 +75,7 @@ def denseformer(self, forward, idx, targets=None):
 
 
 class ValueEmbeddingAttention(nn.Module):
-    """Values are mixed with an embedding of the tokens, where it is given."""
+    """Mixes values with an embedding of the tokens, if one is given."""
 
     def forward(self, x, ve=None):
         q, k, v = heads(self, x)
@@ -83,7 +83,7 @@ class ValueEmbeddingAttention(nn.Module):
 
 
 class ValueEmbeddingBlock(nn.Module):
-    """Hands the embedding on."""
+    """Passes the embedding to its attention."""
 
     def forward(self, x, ve=None):
         x = x + self.attn(self.ln_1(x), ve)
@@ -136,7 +136,7 @@ def immediate_repeat(self, forward, idx, targets=None):
 
 @register
 def shared_block():
-    """ALBERT: there is one block, three times."""
+    """ALBERT: one block is used three times."""
     model = nano()
     model.transformer.h = nn.ModuleList([model.transformer.h[0]] * 3)
     return model, run
@@ -144,7 +144,7 @@ def shared_block():
 
 @edit(nano, "GPT")
 def layer_drop(self, forward, idx, targets=None):
-    """LayerDrop: in training a layer is left out now and then."""
+    """LayerDrop: in training, layers are skipped at random."""
     x = embed(self, idx)
     for block in self.transformer.h:
         if not (self.training and torch.rand(()) < 0.02):
@@ -165,7 +165,7 @@ def confident_exit(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shallow_for_long(self, forward, idx, targets=None):
-    """The last layer is left out for sequences of more than 60 tokens."""
+    """The last layer is skipped for sequences of more than 60 tokens."""
     x = embed(self, idx)
     for block in self.transformer.h[: 3 if idx.size(1) <= 60 else 2]:
         x = block(x)
@@ -181,7 +181,7 @@ def progressive_depth(self, forward, idx, targets=None):
     return predict(self, x, targets)
 
 
-@edit(nano, "Block", parameter("router", *torch.linspace(-1, 1, 32).tolist()))
+@edit(nano, "Block", set_parameter("router", *torch.linspace(-1, 1, 32).tolist()))
 def mixture_of_depths(self, forward, x):
     """Mixture-of-Depths: half of the tokens, chosen by a router, are changed by the block."""
     chosen = (x @ self.router).topk(-(-x.size(1) // 2), dim=1).indices.sort(dim=1).values[..., None].expand(-1, -1, 32)
@@ -218,19 +218,24 @@ def sandwich_norm(self, forward, x):
     return x + F.layer_norm(self.mlp(self.ln_2(x)), (32,))
 
 
-@edit(nano, "CausalSelfAttention", parameter("head_scale", 1.0, 1.0), trained("transformer.h.1.attn.head_scale", 1.5))
+@edit(
+    nano,
+    "CausalSelfAttention",
+    set_parameter("head_scale", 1.0, 1.0),
+    set_trained("transformer.h.1.attn.head_scale", 1.5),
+)
 def normformer_head_scale(self, forward, x):
     """NormFormer: each head's output has a scale, which starts at 1."""
     q, k, v = heads(self, x)
     return attend(self, q, k, v * self.head_scale.view(-1, 1, 1))
 
 
-# ---- what is kept between layers or calls ----------------------------------------------------------------------------
+# ---- state between layers or calls -----------------------------------------------------------------------------------
 
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "first", i == 0))
 def residual_scores(self, forward, x):
-    """RealFormer: the scores of the layer before are added; they are handed on through the class."""
+    """RealFormer: the previous layer's scores, kept in the class, are added."""
     q, k, v = heads(self, x)
     scores = q @ k.mT * q.size(-1) ** -0.5
     if not self.first:
@@ -262,7 +267,7 @@ def forget(model):
 
 @edit(nano, "CausalSelfAttention", before=forget, calls=2)
 def memory_of_the_last_call(self, forward, x):
-    """Transformer-XL: queries see the keys and values of the call before too, if it had as many sequences."""
+    """Transformer-XL: queries also see the previous call's keys and values, if it had as many sequences."""
     q, k, v = heads(self, x)
     old, self.kept = getattr(self, "kept", None), (k.detach(), v.detach())
     if old is None or old[0].size(0) != x.size(0):
@@ -274,7 +279,7 @@ def memory_of_the_last_call(self, forward, x):
 
 @edit(nano, "GPT", before=lambda model: vars(model).pop("before", None), calls=2)
 def last_hidden_state_of_the_call_before(self, forward, idx, targets=None):
-    """A recurrent memory: the mean hidden state of the call before is added to the embedding."""
+    """A recurrent memory: the mean hidden state of the previous call is added to the embedding."""
     x = embed(self, idx) + self.__dict__.get("before", 0.0)
     for block in self.transformer.h:
         x = block(x)
@@ -287,7 +292,7 @@ def last_hidden_state_of_the_call_before(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "prefix", nn.Parameter(torch.randn(2, 32))))
 def prefix_tokens(self, forward, idx, targets=None):
-    """Prompt tuning: two learned vectors stand before the tokens of each sequence."""
+    """Prompt tuning: two learned vectors precede the tokens of each sequence."""
     x = torch.cat([self.prefix.expand(idx.size(0), -1, -1), embed(self, idx)], dim=1)
     for block in self.transformer.h:
         x = block(x)
@@ -296,7 +301,7 @@ def prefix_tokens(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def centred_over_the_batch(self, forward, idx, targets=None):
-    """With more than one sequence, the mean over them is taken off the stream before the last layer."""
+    """With more than one sequence, the mean over them is subtracted from the stream before the last layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     x = middle(first(x))
     return predict(self, last(x - x.mean(0) if idx.size(0) > 1 else x), targets)
@@ -328,7 +333,7 @@ def shrunk_embedding_gradient(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def loop_by_index(self, forward, idx, targets=None):
-    """The layers by their index, and the positions from the table."""
+    """Layers are called by their index, and positions are rows of the table."""
     x = self.transformer.wte(idx) + self.transformer.wpe.weight[None, : idx.size(1)]
     x = self.transformer.drop(x)
     for i in range(len(self.transformer.h)):
@@ -338,7 +343,7 @@ def loop_by_index(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def all_logits(self, forward, idx, targets=None):
-    """build-nanogpt: logits of all positions also without targets."""
+    """build-nanogpt: all positions have logits without targets, too."""
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(x)

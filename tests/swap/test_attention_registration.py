@@ -1,4 +1,4 @@
-"""The doors of other libraries: torch's flash attention implementations, and Hugging Face's Kernel Hub."""
+"""Attention registered with torch's flash attention implementations, and layers in Hugging Face's Kernel Hub."""
 
 import json
 import shutil
@@ -17,46 +17,46 @@ ROOT = Path(__file__).parents[2]
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
 
-has_door = hasattr(torch.nn.attention, "register_flash_attention_impl")
-has_way_back = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # torch 2.10 has the one alone
+has_registration = hasattr(torch.nn.attention, "register_flash_attention_impl")
+has_restore = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # torch 2.10 lacks it
 
 
-def attention(inputs, causal, dtype=None):
-    """Out and gradients."""
+def compute(inputs, causal, dtype=None):
+    """Return attention's output and gradients."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
+@pytest.mark.skipif(not has_restore, reason="this torch has no restore_flash_attention_impl")
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("causal", [True, False])
-def test_torchs_own_attention_is_ours(causal, device):
-    """Unmodified code, until torch's is restored."""
+def test_torchs_attention_calls_ours(causal, device):
+    """Unmodified code calls our kernels until torch's implementation is restored."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     inputs = [torch.randn(2, 3, 37, 16, device=device, dtype=dtype) for _ in range(3)]
     with sdpa_kernel(SDPBackend.MATH):
-        exact = attention(inputs, causal, torch.float64)
+        exact = compute(inputs, causal, torch.float64)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        theirs = attention(inputs, causal)
+        theirs = compute(inputs, causal)
         gptkernels.register_attention("torch")
         try:
             assert torch.nn.attention.current_flash_attention_impl() == "gptkernels"
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                ours = attention(inputs, causal)
+                ours = compute(inputs, causal)
         finally:
             torch.nn.attention.restore_flash_attention_impl()
         seen = {event.key for event in profile.key_averages()}
         assert {f"gptkernels::scaled_dot_product_attention{end}" for end in ("", "_backward")} <= seen
-        assert all(torch.equal(a, b) for a, b in zip(attention(inputs, causal), theirs, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(compute(inputs, causal), theirs, strict=True))
     for a, b, c in zip(ours, theirs, exact, strict=True):
         assert_as_exact_as_torch(a, b, c)
 
 
-@pytest.mark.skipif(not has_way_back, reason="this torch has no restore_flash_attention_impl")
+@pytest.mark.skipif(not has_restore, reason="this torch has no restore_flash_attention_impl")
 @pytest.mark.filterwarnings("ignore:Warning only once")
-def test_torchs_own_attention_with_dropout(device):
-    """On the CPU torch's flash attention has no dropout, and is not asked."""
+def test_torchs_attention_with_dropout(device):
+    """On the CPU torch's flash attention has no dropout and is not selected."""
     if device.type == "cpu":
         pytest.skip("CUDA only")
     q = torch.eye(64, device=device, dtype=torch.bfloat16).expand(1, 2, 64, 64).contiguous().requires_grad_()
@@ -70,13 +70,13 @@ def test_torchs_own_attention_with_dropout(device):
         torch.nn.attention.restore_flash_attention_impl()
 
 
-@pytest.mark.skipif(has_door, reason="this torch has register_flash_attention_impl")
-def test_an_older_torch_has_no_door():
+@pytest.mark.skipif(has_registration, reason="this torch has register_flash_attention_impl")
+def test_an_older_torch_is_refused():
     with pytest.raises(RuntimeError, match=r"has no torch\.nn.attention\.register_flash_attention_impl"):
         gptkernels.register_attention("torch")
 
 
-def test_unknown_library():
+def test_an_unknown_library_is_refused():
     with pytest.raises(ValueError, match="'transformers' or 'torch', got 'jax'"):
         gptkernels.register_attention("jax")
 
@@ -86,7 +86,7 @@ def test_unknown_library():
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository as ``kernel-builder`` makes it of ``kernel-hub``."""
+    """Make a repository of ``kernel-hub`` as ``kernel-builder`` does."""
     pytest.importorskip("kernels")
     (tmp_path / "build").mkdir()
     for backend in ("cpu", "cuda"):
@@ -101,14 +101,14 @@ def repository(tmp_path):
 
 
 def test_kernel_hub(repository, device):
-    """Layers of a model by their local repository class."""
+    """A local repository replaces layers of a model."""
     from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     class Norm(torch.nn.LayerNorm):
-        """A layer that lets itself be replaced."""
+        """A layer that can be replaced."""
 
     class NewGELU(torch.nn.Module):
-        """Another."""
+        """Another layer that can be replaced."""
 
         def forward(self, input):
             return F.gelu(input, approximate="tanh")
@@ -133,7 +133,7 @@ def test_kernel_hub(repository, device):
 
 
 def test_build_toml():
-    """The file names what is there."""
+    """Names in the file exist."""
     tomllib = pytest.importorskip("tomllib")
     build = tomllib.loads((ROOT / "kernel-hub" / "build.toml").read_text())
     assert build["general"]["name"].replace("-", "_") == "gptkernels_layers"

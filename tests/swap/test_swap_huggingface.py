@@ -1,4 +1,4 @@
-"""What Hugging Face's GPT-2 can be asked for keeps its meaning when the model is swapped."""
+"""Swapped Hugging Face GPT-2 models support the same options with the same results."""
 
 import copy
 import functools
@@ -17,15 +17,15 @@ from swapped import T, V, hf_config, needs_transformers, randomised, tokens, tra
 pytestmark = needs_transformers
 
 
-def pair(device, kind="GPT2LMHeadModel", implementation="sdpa", dtype=torch.float64, **config):
-    """A swapped model and the same one unswapped, in evaluation."""
+def make_pair(device, kind="GPT2LMHeadModel", implementation="sdpa", dtype=torch.float64, **config):
+    """Return a swapped and an unswapped copy of a model, in evaluation."""
     model = getattr(transformers, kind)._from_config(hf_config(**config), attn_implementation=implementation)
     model = randomised(model).to(device, dtype).eval()
     return gptkernels.swap(copy.deepcopy(model)), model
 
 
 def assert_same(a, b, mask=None):
-    """Of two outputs, every tensor there is; of logits, where the mask (B, T) is not 0."""
+    """Compare all tensors of two outputs; logits only where the mask (B, T) is not 0."""
     assert type(a) is type(b)
     for name, expected in b.items():
         found = a[name]
@@ -47,8 +47,8 @@ def assert_same(a, b, mask=None):
             assert_close_in_scale(found, expected, torch.float32)
 
 
-def masks(device):
-    """(B, T) masks of each kind."""
+def make_masks(device):
+    """Return (B, T) masks of each kind."""
     ones = torch.ones(2, T, dtype=torch.long, device=device)
     left, right, holes = ones.clone(), ones.clone(), ones.clone()
     left[0, :5], left[1, :2] = 0, 0
@@ -60,8 +60,8 @@ def masks(device):
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attention_mask(kind, implementation, device):
-    ours, theirs = pair(device, implementation=implementation)
-    mask, x = masks(device)[kind], tokens(device, 0)
+    ours, theirs = make_pair(device, implementation=implementation)
+    mask, x = make_masks(device)[kind], tokens(device, 0)
     labels = x.masked_fill(mask == 0, -100)
     found, expected = (m(x, attention_mask=mask, labels=labels) for m in (ours, theirs))
     assert_same(found, expected, mask)
@@ -96,10 +96,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option(name, device):
+def test_options_have_the_same_results(name, device):
     if transformers.__version__.startswith("4.") and "shift" in name:
         pytest.skip("transformers 4.57 gives its loss no ignore_index")
-    ours, theirs = pair(device)
+    ours, theirs = make_pair(device)
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
     x = tokens(device, 0)
     found, expected = ours(x, **options), theirs(x, **options)
@@ -112,8 +112,8 @@ def test_an_option(name, device):
         assert_same(found, expected)
 
 
-def test_after_hidden_states_the_whole_model_is_served_again(device):
-    ours, _ = pair(device)
+def test_output_hidden_states_affects_one_call(device):
+    ours, _ = make_pair(device)
     x = tokens(device, 0)
     ours(x, output_hidden_states=True)
     assert dict(ours.gptkernels_report.calls) == {("GPT2Model", "output_hidden_states"): 1}
@@ -122,7 +122,7 @@ def test_after_hidden_states_the_whole_model_is_served_again(device):
 
 
 def test_output_attentions(device):
-    ours, theirs = pair(device, implementation="eager")
+    ours, theirs = make_pair(device, implementation="eager")
     x = tokens(device, 0)
     found, expected = ours(x, output_attentions=True), theirs(x, output_attentions=True)
     assert len(found.attentions) == 2
@@ -143,8 +143,8 @@ def test_output_attentions(device):
     ids=str,
 )  # fmt: skip
 def test_configuration(config, implementation, device):
-    dtype = torch.float32 if "reorder_and_upcast_attn" in config else torch.float64  # theirs refuses float64
-    ours, theirs = pair(device, implementation=implementation, dtype=dtype, **config)
+    dtype = torch.float32 if "reorder_and_upcast_attn" in config else torch.float64  # transformers refuses float64
+    ours, theirs = make_pair(device, implementation=implementation, dtype=dtype, **config)
     x = tokens(device, 0)
     found, expected = ours(x, labels=x), theirs(x, labels=x)
     assert_same(found, expected)
@@ -154,20 +154,20 @@ def test_configuration(config, implementation, device):
 
 
 def test_inputs_embeds(device):
-    ours, theirs = pair(device)
+    ours, theirs = make_pair(device)
     x = torch.randn(2, 9, 32, dtype=torch.float64, device=device)
     assert_same(ours(inputs_embeds=x), theirs(inputs_embeds=x))
 
 
 def test_cross_attention(device):
-    ours, theirs = pair(device, kind="GPT2Model", add_cross_attention=True)
+    ours, theirs = make_pair(device, kind="GPT2Model", add_cross_attention=True)
     x, encoded = tokens(device, 0), torch.randn(2, 5, 32, dtype=torch.float64, device=device)
     assert_same(ours(x, encoder_hidden_states=encoded), theirs(x, encoder_hidden_states=encoded))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(reentrant, device):
-    ours, theirs = pair(device)
+    ours, theirs = make_pair(device)
     x = tokens(device, 0)
     for model in (ours, theirs):
         model.train()
@@ -197,8 +197,8 @@ WAYS = {
 @pytest.mark.parametrize("padding", ["ones", "left"])
 @pytest.mark.parametrize("way", WAYS)
 def test_generation_gives_the_same_tokens(way, padding, implementation, device):
-    ours, theirs = pair(device, implementation=implementation)
-    x, mask = tokens(device, 0), masks(device)[padding]
+    ours, theirs = make_pair(device, implementation=implementation)
+    x, mask = tokens(device, 0), make_masks(device)[padding]
     x = x.masked_fill(mask == 0, 0)
     found = []
     for model in (ours, theirs):
@@ -207,9 +207,9 @@ def test_generation_gives_the_same_tokens(way, padding, implementation, device):
     assert torch.equal(*found)
 
 
-def test_a_cache_goes_back_and_forth(device):
-    """Prompt, chunk and token with a cache that the other model has filled."""
-    ours, theirs = pair(device)
+def test_a_cache_can_be_shared_with_the_original(device):
+    """Prompt, chunk and token are computed with a cache that the other model filled."""
+    ours, theirs = make_pair(device)
     x = tokens(device, 0)
     whole = theirs(x).logits
     for first, second in ((ours, theirs), (theirs, ours)):
@@ -225,12 +225,12 @@ def test_a_cache_goes_back_and_forth(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """A gradient arrives at qkv from outside a block. Only an eager block runs its layer again for it."""
+    """qkv has a gradient from outside a block; only an eager block reruns its layer for it."""
     torch._dynamo.reset()
     again = []
     differentiably = node._differentiably
     monkeypatch.setattr(node, "_differentiably", lambda *args: again.append(args) or differentiably(*args))
-    ours, theirs = pair(device)
+    ours, theirs = make_pair(device)
     x = tokens(device, 0)
     call = ours if backend is None else torch.compile(ours, backend=backend)
     for uses_cache in (False, True):
@@ -247,8 +247,8 @@ def test_gradients_through_the_cache(backend, device, monkeypatch):
 # ---- the loss --------------------------------------------------------------------------------------------------------
 
 
-def test_the_loss_function_is_ours_unless_it_is_the_users(device):
-    ours, theirs = pair(device)
+def test_the_users_loss_function_is_called(device):
+    ours, theirs = make_pair(device)
     x = tokens(device, 0)
     logits = torch.randn(2, T, V, dtype=torch.float64, device=device)
     assert ours.loss_function is not theirs.loss_function
@@ -264,8 +264,8 @@ def test_the_loss_function_is_ours_unless_it_is_the_users(device):
 
 
 @pytest.mark.parametrize("count", [None, 11])
-def test_logits_may_be_left_out_in_training(count, device):
-    _, theirs = pair(device)
+def test_logits_can_be_omitted_in_training(count, device):
+    _, theirs = make_pair(device)
     ours = gptkernels.swap(copy.deepcopy(theirs), return_logits=False)
     x = tokens(device, 0)
     options = {} if count is None else {"num_items_in_batch": count}
@@ -282,7 +282,7 @@ def test_logits_may_be_left_out_in_training(count, device):
 
 
 def test_save_pretrained(tmp_path, device):
-    ours, theirs = pair(device, dtype=torch.float32)
+    ours, theirs = make_pair(device, dtype=torch.float32)
     ours.save_pretrained(tmp_path / "ours"), theirs.save_pretrained(tmp_path / "theirs")
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")]
     assert configs[0] == configs[1]
@@ -293,11 +293,11 @@ def test_save_pretrained(tmp_path, device):
 
 
 def test_trainer(tmp_path, device):
-    """Ten steps of their Trainer, with its own mixed precision and accumulation, arrive where the unswapped do."""
+    """Ten steps of transformers' Trainer, with mixed precision and accumulation, have the unswapped model's losses."""
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens("cpu", 0, 4)]
     final = []
-    for model in pair(device, dtype=torch.float32):
+    for model in make_pair(device, dtype=torch.float32):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), max_steps=10, per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-3, bf16=True, report_to=[], save_strategy="no", use_cpu=device.type == "cpu",
@@ -318,14 +318,14 @@ def test_trainer(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attn_implementation(kind, device):
-    """A model with shared key heads that we do not know otherwise."""
+    """A model with shared key heads of another architecture has the same results."""
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config).to(device).eval()
-    x, mask = tokens(device, 0), masks(device)[kind]
+    x, mask = tokens(device, 0), make_masks(device)[kind]
     expected = model(x, attention_mask=mask).logits
     tokens_before = model.generate(x, attention_mask=mask, max_new_tokens=8, do_sample=False)
     model.set_attn_implementation("gptkernels")
@@ -336,8 +336,8 @@ def test_attn_implementation(kind, device):
     assert torch.equal(model.generate(x, attention_mask=mask, max_new_tokens=8, do_sample=False), tokens_before)
 
 
-def model_of(name, device, **options):
-    """A small model of theirs with random weights."""
+def make_model(name, device, **options):
+    """Make a small model of transformers with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         name, vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -348,9 +348,9 @@ def model_of(name, device, **options):
 
 @pytest.mark.parametrize("length", [5, T])
 def test_attn_implementation_with_a_sliding_window(length, device):
-    """The mask that transformers makes for the name holds the window, shorter and longer than the sequence."""
+    """transformers passes the window in the mask, shorter or longer than the sequence."""
     gptkernels.register_attention("transformers")
-    model, x = model_of("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
+    model, x = make_model("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
     expected = model(x).logits
     model.set_attn_implementation("gptkernels")
     assert_close_in_scale(model(x).logits, expected, torch.float32)
@@ -365,10 +365,10 @@ def test_attn_implementation_with_a_sliding_window(length, device):
         ("llama", {}, {"cu_seq_lens_q": torch.tensor([0, 4, T])}, "cu_seq_lens_q of several sequences takes a mask"),
     ],
 )
-def test_attn_implementation_refuses(name, options, call, message, device):
-    """What would be ignored, and make another result than eager attention."""
+def test_attn_implementation_refuses_options(name, options, call, message, device):
+    """Ignoring the option would give another result than eager attention."""
     gptkernels.register_attention("transformers")
-    model = model_of(name, device, **options)
+    model = make_model(name, device, **options)
     model.set_attn_implementation("gptkernels")
     with pytest.raises(ValueError, match=f"transformers_attention: .*{message}"):
         model(tokens(device, 0), **call)
@@ -399,7 +399,7 @@ def test_attention_keywords(keyword, value, served, device):
 
 
 def test_attention_with_a_position_bias(device, monkeypatch):
-    """Transformers' sdpa serves it, and no release that lacks the argument is given it."""
+    """transformers' sdpa computes it; a release without the argument raises an error."""
     from transformers.integrations import sdpa_attention
 
     gptkernels.register_attention("transformers")
@@ -412,9 +412,9 @@ def test_attention_with_a_position_bias(device, monkeypatch):
         transformers_attention(*args, position_bias=bias)
 
 
-def test_a_swapped_model_takes_that_name_too(device):
+def test_a_swapped_model_with_attn_implementation(device):
     gptkernels.register_attention("transformers")
-    ours, theirs = pair(device, implementation="gptkernels")
+    ours, theirs = make_pair(device, implementation="gptkernels")
     x = tokens(device, 0)
     assert_same(ours(x, labels=x), theirs(x, labels=x))
     assert not ours.gptkernels_report.calls

@@ -1,4 +1,4 @@
-"""``gptkernels.swap`` on torch.nn's layers and on modules of the user's own; its report and its errors."""
+"""``gptkernels.swap`` on torch.nn's layers and on users' modules; its report and its errors."""
 
 import contextlib
 import copy
@@ -14,7 +14,6 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
 import published
@@ -22,25 +21,25 @@ from gptkernels import functional
 from gptkernels.swapping import Report, head
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.head import head_and_loss
-from helpers import assert_as_exact_as_torch, gradients, raises
+from helpers import CountCalls, assert_as_exact_as_torch, assert_raises, gradients, raises
 
 
 class Sub(nn.Linear):
-    """Changes nothing."""
+    """A subclass that changes nothing."""
 
 
 class Scaled(nn.Linear):
-    """A forward of its own."""
+    """A subclass with a forward of its own."""
 
     def forward(self, input):
         return 2 * super().forward(input)
 
 
-def left(model):
+def list_left(model):
     return {entry.name: entry.note for entry in model.gptkernels_report.left}
 
 
-def replaced(model):
+def list_replaced(model):
     return {entry.name for entry in model.gptkernels_report.replaced}
 
 
@@ -59,11 +58,11 @@ LAYERS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer(name, dtype, device):
+def test_a_swapped_layer_is_as_exact_as_torch(name, dtype, device):
     layer, shape = LAYERS[name]
     torchs = copy.deepcopy(layer).to(device, dtype)
     ours, exact = gptkernels.swap(copy.deepcopy(torchs)), copy.deepcopy(torchs).double()
-    assert replaced(ours) == {""}
+    assert list_replaced(ours) == {""}
     x = torch.randn(shape, device=device).to(dtype)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         out = ours(x)
@@ -76,7 +75,7 @@ def test_a_layer(name, dtype, device):
     assert_as_exact_as_torch(*found)
 
 
-def test_embedding_and_cross_entropy(device):
+def test_swapped_embedding_and_cross_entropy(device):
     model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11)).to(device)
     loss = nn.CrossEntropyLoss(ignore_index=3)
     x = torch.randint(11, (4, 5), device=device)
@@ -89,7 +88,7 @@ def test_embedding_and_cross_entropy(device):
     assert loss.gptkernels_report.calls == {("CrossEntropyLoss", "the targets are torch.float32"): 1}
 
 
-def test_what_is_left_has_a_reason():
+def test_modules_that_are_left_have_a_reason():
     model = nn.ModuleDict(
         dict(
             padded=nn.Embedding(5, 4, padding_idx=0), sparse=nn.Embedding(5, 4, sparse=True), scaled=Scaled(4, 4),
@@ -100,13 +99,13 @@ def test_what_is_left_has_a_reason():
     )  # fmt: skip
     model["own"].forward = lambda x: x
     gptkernels.swap(model, leave="ask*")
-    reasons = left(model)
+    reasons = list_left(model)
     assert {name: reasons[name] for name in model} == {
-        "padded": "no kernel serves its option padding_idx",
-        "sparse": "no kernel serves its option sparse",
+        "padded": "no kernel supports its option padding_idx",
+        "sparse": "no kernel supports its option sparse",
         "scaled": "its forward is not torch.nn.Linear's",
-        "weighted": "no kernel serves its option weight",
-        "smooth": "no kernel serves its option label_smoothing",
+        "weighted": "no kernel supports its option weight",
+        "smooth": "no kernel supports its option label_smoothing",
         "drop": "it stays torch's; a swapped parent reads its p",
         "conv": "there is no kernel for it",
         "lazy": "it is lazy: run the model once, then swap",
@@ -114,7 +113,7 @@ def test_what_is_left_has_a_reason():
         "parametrised": "it is parametrised",
         "asked": "as asked",
     }
-    assert not replaced(model)
+    assert not list_replaced(model)
 
 
 def test_report(caplog):
@@ -140,21 +139,18 @@ def test_report(caplog):
 
 def test_errors():
     model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match=r"leave='1\*' names no module"):
-        gptkernels.swap(model, leave="1*")
+    assert_raises(ValueError, r"leave='1\*' names no module", gptkernels.swap, model, leave="1*")
     gptkernels.swap(model)
-    with pytest.raises(ValueError, match="swapped already"):
-        gptkernels.swap(model)
+    assert_raises(ValueError, "swapped already", gptkernels.swap, model)
     nn.utils.parametrizations.weight_norm(model[0])
-    with pytest.raises(ValueError, match="0 was given another class since the swap"):
-        gptkernels.unswap(model)
+    assert_raises(ValueError, "0 was given another class since the swap", gptkernels.unswap, model)
     nn.utils.parametrize.remove_parametrizations(model[0], "weight")
     gptkernels.unswap(model)
     assert type(model[0]) is nn.Linear
-    gptkernels.unswap(model)  # of what is not swapped: nothing
+    gptkernels.unswap(model)  # does nothing to a model that is not swapped
 
 
-def test_tensors_that_no_kernel_serves_go_to_the_original():
+def test_unsupported_tensors_go_to_the_original():
     class Mine(torch.Tensor):
         pass
 
@@ -164,15 +160,15 @@ def test_tensors_that_no_kernel_serves_go_to_the_original():
     assert dict(model.gptkernels_report.calls) == {("Linear", "a tensor is a Mine"): 1}
 
 
-# ---- modules of the user's own ---------------------------------------------------------------------------------------
+# ---- users' modules --------------------------------------------------------------------------------------------------
 
 
-def small(kind=published.GPT, **changes):
+def make_small(kind=published.GPT, **changes):
     return kind(published.Config(**{**dict(block_size=16, vocab_size=23, n_layer=2, n_head=2, n_embd=8), **changes}))
 
 
 class RmsNorm(nn.Module):
-    """Not layer_norm."""
+    """A norm other than layer_norm."""
 
     def __init__(self, width):
         super().__init__()
@@ -183,32 +179,32 @@ class RmsNorm(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """Not a GELU that there is a kernel for."""
+    """A GELU without a kernel."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
 
 
-def rotated(q, k):
-    """Another attention: queries and keys depend on positions."""
+def rotate(q, k):
+    """Make queries and keys depend on positions, as another attention does."""
     t = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[:, None].cos()
     return q * t, k * t
 
 
 class RotatedAttention(published.CausalSelfAttention):
-    """nanoGPT's attributes, another function."""
+    """An attention with nanoGPT's attributes that computes another function."""
 
     def forward(self, x):
         B, T, C = x.size()
         q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, dim=2))
-        q, k = rotated(q, k)
+        q, k = rotate(q, k)
         y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C)))
 
 
-def test_a_module_that_computes_something_else_is_not_replaced():
+def test_modules_with_another_function_are_not_replaced():
     """The same names and sizes are not enough."""
-    model = small()
+    model = make_small()
     model.transformer.h[1].attn = RotatedAttention(model.config)
     model.transformer.h[0].mlp.gelu = QuickGELU()
     model.transformer.ln_f = RmsNorm(8)
@@ -216,20 +212,20 @@ def test_a_module_that_computes_something_else_is_not_replaced():
     x = torch.randint(23, (2, 9))
     expected = model(x, x)
     gptkernels.swap(model)
-    reasons = left(model)
+    reasons = list_left(model)
     assert reasons["transformer.ln_f"] == "its forward is not layer_norm"
     assert reasons["transformer.h.0.mlp.gelu"] == "its forward is not gelu"
     notes = {entry.name: entry.note for entry in model.gptkernels_report.replaced}
-    assert notes["transformer.h.1"] == "gpt block"  # which calls its attention
+    assert notes["transformer.h.1"] == "gpt block"  # the block calls its attention
     assert notes["transformer.h.1.attn"] == "attention calls"
     assert notes["transformer.h.0.attn"] == "gpt attention"
     torch.testing.assert_close(model(x, x), expected)
 
 
 @pytest.mark.parametrize("name", ["attn_dropout", "resid_dropout"])
-def test_dropout_in_another_place_is_not_replaced(name):
+def test_attention_with_other_dropouts_is_not_replaced(name):
     class Elsewhere(published.CausalSelfAttention):
-        """Once more, or in a place where nanoGPT has none."""
+        """Applies a dropout twice, or in a place where nanoGPT has none."""
 
         def forward(self, x):
             return self._modules[name](super().forward(x))
@@ -238,13 +234,13 @@ def test_dropout_in_another_place_is_not_replaced(name):
         class block(published.Block):
             attention = Elsewhere
 
-    reason = left(gptkernels.swap(small(Model)))["transformer.h.0.attn"]
+    reason = list_left(gptkernels.swap(make_small(Model)))["transformer.h.0.attn"]
     expected = {"attn_dropout": "in training with the dropout attn_dropout", "resid_dropout": "more than once"}
     assert expected[name] in reason
 
 
 class Calls(nn.Module):
-    """Attention by the function's three names, in a method beside forward and under super()."""
+    """Calls attention by the function's three names, in a method other than forward and after super()."""
 
     def forward(self, q, k, v):
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -252,13 +248,13 @@ class Calls(nn.Module):
         return a + b + self.third(q, k, v)
 
     def third(self, q, k, v, *, causal=True):
-        inherited = super().extra_repr()  # not in an assert: pytest's rewriting parts super() from its attribute,
-        assert inherited == ""  # and from Python 3.12 on Dynamo knows the two together only
+        inherited = super().extra_repr()  # pytest rewrites asserts, and separates super() from its attribute,
+        assert inherited == ""  # which Dynamo does not trace from Python 3.12 on
         return imported(q, k, v, is_causal=causal)
 
 
 class CallsOfItsOwn(nn.Module):
-    """The name is a method's too."""
+    """A module with a method of the function's name."""
 
     def forward(self, q, k, v):
         return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
@@ -267,42 +263,42 @@ class CallsOfItsOwn(nn.Module):
         return q + k + v
 
 
-def ours_in(function):
+def count_calls(function):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     return sum(e.count for e in profile.key_averages() if e.key == "gptkernels::scaled_dot_product_attention")
 
 
-def test_calls_of_scaled_dot_product_attention(device):
+def test_calls_of_scaled_dot_product_attention_are_replaced(device):
     q, k, v = (torch.randn(2, 3, 9, 8, device=device) for _ in range(3))
     module, untouched = Calls(), Calls()
     expected = module(q, k, v)
     gptkernels.swap(module)
     torch.testing.assert_close(module(q, k, v), expected)
-    assert ours_in(lambda: module(q, k, v)) == 3
-    assert ours_in(lambda: untouched(q, k, v)) == 0  # nobody else's calls
-    assert ours_in(lambda: F.scaled_dot_product_attention(q, k, v)) == 0
+    assert count_calls(lambda: module(q, k, v)) == 3
+    assert count_calls(lambda: untouched(q, k, v)) == 0  # other modules' calls stay torch's
+    assert count_calls(lambda: F.scaled_dot_product_attention(q, k, v)) == 0
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), expected)
-    assert ours_in(lambda: compiled(q, k, v)) == 3
+    assert count_calls(lambda: compiled(q, k, v)) == 3
     other = pickle.loads(pickle.dumps(module))
-    assert ours_in(lambda: other(q, k, v)) == 3
+    assert count_calls(lambda: other(q, k, v)) == 3
     gptkernels.unswap(module)
     assert type(module) is Calls
-    assert ours_in(lambda: module(q, k, v)) == 0
+    assert count_calls(lambda: module(q, k, v)) == 0
 
 
-def test_a_name_that_is_not_only_the_functions_is_left():
+def test_a_method_of_the_functions_name_is_not_replaced():
     module = gptkernels.swap(CallsOfItsOwn())
-    assert not replaced(module)
+    assert not list_replaced(module)
 
 
-# ---- what has been changed since is called ---------------------------------------------------------------------------
+# ---- changes after the swap ------------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
-    """As LoRA wraps a layer."""
+    """Wraps a layer as LoRA does."""
 
     def __init__(self, inner):
         super().__init__()
@@ -322,9 +318,9 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 def test_hooks_and_wrappers_are_called(part):
-    """A hook or an adapter put on any submodule after the swap has the effect that it has without."""
+    """A hook or an adapter added to a submodule after the swap has its usual effect."""
     x = torch.randint(23, (2, 9))
-    torchs = small(published.SlowGPT).eval()
+    torchs = make_small(published.SlowGPT).eval()
     ours = gptkernels.swap(copy.deepcopy(torchs))
     plain = torchs(x, x)[1]
     for model in (torchs, ours):
@@ -341,7 +337,7 @@ def test_hooks_and_wrappers_are_called(part):
 
 
 def test_global_hooks_are_called():
-    x, model = torch.randint(23, (2, 9)), gptkernels.swap(small())
+    x, model = torch.randint(23, (2, 9)), gptkernels.swap(make_small())
     seen = []
     handle = nn.modules.module.register_module_forward_hook(
         lambda module, args, out: seen.append(type(module).__name__)
@@ -353,9 +349,9 @@ def test_global_hooks_are_called():
     assert seen.count("Linear") == 9
 
 
-def test_optimizers_and_ties_stay(device):
+def test_optimizers_and_tied_weights_stay_valid(device):
     x = torch.randint(23, (2, 9), device=device)
-    model = small().to(device)
+    model = make_small().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gptkernels.swap(model)
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -363,13 +359,13 @@ def test_optimizers_and_ties_stay(device):
     model(x, x)[1].backward()
     optimizer.step()
     assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    model.load_state_dict(small().state_dict())
+    model.load_state_dict(make_small().state_dict())
 
 
 @pytest.mark.parametrize("kind", [published.GPT, published.LlmcGPT])
-def test_logits_may_be_left_out(kind, device):
+def test_logits_can_be_omitted(kind, device):
     x = torch.randint(23, (2, 9), device=device)
-    model = small(kind).to(device).train()
+    model = make_small(kind).to(device).train()
     expected = model(x, x)[1]
     gptkernels.swap(model, return_logits=False)
     logits, loss = model(x, x)
@@ -384,9 +380,9 @@ def test_logits_may_be_left_out(kind, device):
             model(x, x, return_logits=False)
 
 
-def test_logits_may_be_detached(device):
+def test_logits_can_be_detached(device):
     x = torch.randint(23, (2, 9), device=device)
-    model = small(published.GPT).to(device).train()
+    model = make_small(published.GPT).to(device).train()
     expected, loss = model(x, x)
     expected_gradients = torch.autograd.grad(loss, [*model.parameters()])
     gptkernels.swap(model, return_logits="detached")
@@ -396,17 +392,16 @@ def test_logits_may_be_detached(device):
     torch.testing.assert_close(torch.autograd.grad(loss, [*model.parameters()]), expected_gradients)
     assert model.eval()(x, x)[0].requires_grad
     with pytest.raises(ValueError, match="return_logits is True, False or 'detached', not 'no'"):
-        gptkernels.swap(small(published.GPT), return_logits="no")
+        gptkernels.swap(make_small(published.GPT), return_logits="no")
 
 
-def test_errors_are_the_models_own():
-    model = gptkernels.swap(small())
-    with pytest.raises(AssertionError, match="17 tokens are more than 16"):
-        model(torch.zeros(1, 17, dtype=torch.long))
+def test_a_swapped_model_keeps_its_errors():
+    model = gptkernels.swap(make_small())
+    assert_raises(AssertionError, "17 tokens are more than 16", model, torch.zeros(1, 17, dtype=torch.long))
 
 
 def test_generate_gives_the_same_tokens():
-    model, x = small(vocab_size=50).eval(), torch.randint(50, (2, 3))
+    model, x = make_small(vocab_size=50).eval(), torch.randint(50, (2, 3))
 
     def run():
         torch.manual_seed(0)
@@ -417,9 +412,9 @@ def test_generate_gives_the_same_tokens():
     assert torch.equal(run(), expected)
 
 
-def test_swapping_calls_nothing_and_draws_nothing():
-    """The model itself is not run, and random numbers are as they would have been."""
-    model = small(dropout=0.1)
+def test_swapping_has_no_side_effects():
+    """Swap neither runs the model nor changes the state of random generators."""
+    model = make_small(dropout=0.1)
     state, training = torch.get_rng_state(), [m.training for m in model.modules()]
     model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
     with warnings.catch_warnings():
@@ -441,15 +436,15 @@ def test_swapping_calls_nothing_and_draws_nothing():
     ],
     ids=["inference", "no_grad", "bfloat16", "meta", "nan"],
 )  # fmt: skip
-def test_is_replaced_in_whatever_state_it_is(change, context):
-    """Nor does the comparison of the whole model refuse parameters that are yet to be loaded, or an odd size."""
+def test_models_in_any_state_are_replaced(change, context):
+    """The comparison of the whole model accepts parameters that are not loaded yet, and unusual sizes."""
     with context:
         for sizes in ({}, dict(block_size=1, n_layer=1), dict(vocab_size=2)):
-            assert "" not in left(gptkernels.swap(change(small(**sizes))))
+            assert "" not in list_left(gptkernels.swap(change(make_small(**sizes))))
 
 
-def test_arguments_that_no_trial_gave_go_to_the_original():
-    """A block whose forward has one more argument, which GPT-2's does not give."""
+def test_unknown_arguments_go_to_the_original():
+    """A block's forward has an argument that GPT-2 does not pass."""
 
     class Scaled(published.Block):
         def forward(self, x, scale=1.0):
@@ -463,11 +458,11 @@ def test_arguments_that_no_trial_gave_go_to_the_original():
     torch.testing.assert_close(found, expected)
 
 
-# ---- dropout's numbers -----------------------------------------------------------------------------------------------
+# ---- random numbers of dropout ---------------------------------------------------------------------------------------
 
 
-def test_a_forwards_numbers_are_one_draw(device, monkeypatch):
-    """One launch for all of a model's dropouts, none without dropout, and another mask each."""
+def test_a_forward_draws_once(device, monkeypatch):
+    """One launch draws for all of a model's dropouts, which have different masks; without dropout there is none."""
     config = published.Config(16, 64, 3, 2, 16, 0.5)
     model = gptkernels.swap(published.GPT(config).to(device))
     tokens = torch.arange(32, device=device).view(2, 16)
@@ -484,7 +479,7 @@ def test_a_forwards_numbers_are_one_draw(device, monkeypatch):
     assert len(counts) == 1
 
 
-def test_dropouts_numbers(device):
+def test_seeds_and_offsets_of_dropouts(device):
     like = torch.empty(0, device=device)
     torch.manual_seed(0)
     draws = Draws(3, like)
@@ -501,7 +496,7 @@ def test_dropouts_numbers(device):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_no_mask_is_stored(compiled, device):
-    """Dropout keeps nothing of its data's size for the backward."""
+    """Dropout saves nothing of its data's size for the backward."""
     kept = []
     for p in (0.0, 0.5):
         model = gptkernels.swap(published.GPT(published.Config(16, 64, 2, 2, 16, p)).to(device))
@@ -514,7 +509,7 @@ def test_no_mask_is_stored(compiled, device):
     assert kept[1] <= kept[0]
 
 
-# ---- the head --------------------------------------------------------------------------------------------------------
+# ---- the LM head -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("used", ["loss", "a part of the loss", "logits", "both"])
@@ -524,12 +519,12 @@ def test_no_mask_is_stored(compiled, device):
 )
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_head_and_loss(autocast, how, divisor, used, device, monkeypatch):
-    """Against the formula in float64, beside torch: outputs, and the gradients by either output or both."""
+    """Outputs, and gradients through either or both, are as exact as torch's against float64."""
     hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 100, 16), (77, 16)])
     targets = torch.randint(77, (3, 100), device=device)
     targets[1, 2] = -1
     outside = 1e-2 * torch.randn(3, 100, 77, device=device)
-    if how == "chunks":  # of 128 rows, the last shorter
+    if how == "chunks":  # they have 128 rows, the last one fewer
         monkeypatch.setattr(head, "CHUNK", 128)
 
     def ours(hidden, weight):
@@ -573,20 +568,15 @@ def test_head_and_loss(autocast, how, divisor, used, device, monkeypatch):
 
 
 def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
-    """In eager training: it exists in chunks, and is not kept for the backward."""
+    """In eager training it exists in chunks only, and is not saved for the backward."""
     monkeypatch.setattr(head, "CHUNK", 128)
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(1000, 16), (256, 16)])
     targets = torch.randint(256, (1000,), device=device)
-    kept, called = [], []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            called.append(str(op))
-            return op(*args, **(kwargs or {}))
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t), Calls():
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t)
+    with hooks, CountCalls() as calls:
         head_and_loss(hidden, weight, targets, -1)
-    assert [name for name in called if "gptkernels" in name] == ["gptkernels.linear_cross_entropy_with_logits.default"]
+    assert calls.kernels() == {"linear_cross_entropy_with_logits": 1}
     assert max(kept) < 1000 * 256
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
@@ -597,7 +587,7 @@ def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
 
 @pytest.mark.parametrize("returned", ["loss", "detached logits"])
 def test_compiled_head_and_loss_are_one_pass(returned, device):
-    """Where no gradient of the logits comes from outside: the classifier's pass over them is the only one."""
+    """If the logits have no other gradient, only the classifier's kernel reads them."""
     torch._dynamo.reset()
     graphs = []
 
@@ -629,7 +619,7 @@ def test_compiled_head_and_loss_under_func(device):
     torch.testing.assert_close(found, gradient(hidden, weight))
 
 
-def test_the_heads_second_derivative(device):
+def test_second_derivative_of_the_head(device):
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(3, 5, 16), (77, 16)])
     targets = torch.randint(77, (3, 5), device=device)
 

@@ -1,7 +1,4 @@
-"""Models that are only like GPT-2: after the swap they compute what they did before.
-
-`swap_lookalikes.py` was written by somebody who did not know by which rule `swap` decides.
-"""
+"""Models that only resemble GPT-2 compute the same after the swap."""
 
 import copy
 import random
@@ -19,7 +16,7 @@ from swapped import hf_config, needs_transformers, transformers
 
 
 def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
-    """Logits, loss and gradients of the swapped model are the unswapped one's, in evaluation and in training."""
+    """Logits, loss and gradients of the swapped model are the unswapped one's, in evaluation and training."""
     for training in (False, True):
         swapped = gptkernels.swap(copy.deepcopy(model)).train(training)
         model.train(training)
@@ -32,15 +29,15 @@ def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
                 one.zero_grad()
                 loss.backward()
                 results.append([logits, loss, *(p.grad for p in one.parameters() if p.grad is not None)])
-            largest = max(t.abs().max().item() for t in results[0][2:])  # a gradient may be 0 but for roundings
+            largest = max(t.abs().max().item() for t in results[0][2:])  # the exact value of a gradient may be 0
             for expected, found in zip(*results, strict=True):
                 scale = max(expected.abs().max().item(), 1e-3 * largest)
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_lookalikes(name, device):
-    """Models that others wrote."""
+def test_lookalikes_are_unchanged(name, device):
+    """The models are those of swap_lookalikes."""
     if device.type != "cpu":
         pytest.skip("what swap decides does not depend on the device")
     if name.startswith("hf_") and transformers is None:
@@ -51,8 +48,8 @@ def test_lookalikes(name, device):
 
 
 @pytest.mark.parametrize("name", architectures.MODELS)
-def test_architectures(name, device):
-    """Published ones are what they were, and those that compute what GPT-2 does are served."""
+def test_architectures_are_unchanged(name, device):
+    """Published architectures keep their results, and those that compute what GPT-2 does are replaced."""
     if device.type != "cpu":
         pytest.skip("what swap decides does not depend on the device")
     torch.manual_seed(0)
@@ -62,8 +59,8 @@ def test_architectures(name, device):
         assert gptkernels.swap(model).gptkernels_report.replaced[0].note.startswith("gpt model")
 
 
-def test_a_model_that_is_another_one_as_a_whole_is_left_alone():
-    """No trial of one module finds that layers hand something on through a global variable."""
+def test_a_model_with_state_outside_its_modules_is_left():
+    """A trial of one module does not reveal that layers share values through a global variable."""
     torch.manual_seed(0)
     model, _ = architectures.MODELS["values_through_a_global"]()
     classes = [type(module) for module in model.modules()]
@@ -74,7 +71,7 @@ def test_a_model_that_is_another_one_as_a_whole_is_left_alone():
 
 
 def test_random_generators_keep_their_state():
-    """Python's, NumPy's and torch's, also where a trial ends early."""
+    """Python's, NumPy's and torch's generators are restored even if a trial ends early."""
     for name in ("layer_drop", "loop_by_index"):
         model, _ = architectures.MODELS[name]()
         torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
@@ -87,8 +84,8 @@ def test_random_generators_keep_their_state():
 # ---- differences in some layers, lengths or values -------------------------------------------------------------------
 
 
-def local(x, c_attn, heads, window):
-    """Attention of each query to the last ``window`` keys."""
+def attend_locally(x, c_attn, heads, window):
+    """Compute attention of each query to the last ``window`` keys."""
     q, k, v = c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     i = torch.arange(x.shape[1])
     seen = (i[:, None] >= i) & (i[:, None] - i < window)
@@ -97,7 +94,7 @@ def local(x, c_attn, heads, window):
 
 class Local(published.CausalSelfAttention):
     def forward(self, x):
-        return self.c_proj(local(x, self.c_attn, self.n_head, self.window()))
+        return self.c_proj(attend_locally(x, self.c_attn, self.n_head, self.window()))
 
 
 class Window(Local):
@@ -136,14 +133,14 @@ class Skips(published.Block):
         return x if getattr(self, "skip", False) else super().forward(x)
 
 
-def gpt():
+def make_gpt():
     torch.manual_seed(0)
     return published.GPT(published.Config(64, 65, 3, 2, 32))
 
 
-def with_parts(path, kind, set_up=lambda part, i: None):
-    """A model of which the parts have another class."""
-    model = gpt()
+def make_changed(path, kind, set_up=lambda part, i: None):
+    """Make a model whose blocks, or their parts, have another class."""
+    model = make_gpt()
     for i, block in enumerate(model.transformer.h):
         part = block.get_submodule(path) if path else block
         part.__class__ = kind
@@ -152,19 +149,21 @@ def with_parts(path, kind, set_up=lambda part, i: None):
 
 
 CHANGED = {
-    "a window": lambda: with_parts("attn", Window),
-    "a window in every other layer": lambda: with_parts("attn", EveryOther, lambda a, i: setattr(a, "layer_idx", i)),
-    "a window by a tuple": lambda: with_parts("attn", Windows, lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2]))),
-    "a window by a buffer": lambda: with_parts(
+    "a window": lambda: make_changed("attn", Window),
+    "a window in every other layer": lambda: make_changed("attn", EveryOther, lambda a, i: setattr(a, "layer_idx", i)),
+    "a window by a tuple": lambda: make_changed(
+        "attn", Windows, lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2]))
+    ),
+    "a window by a buffer": lambda: make_changed(
         "attn", Buffer, lambda a, i: a.register_buffer("limit", torch.tensor((99, 6)[i % 2]))
     ),
-    "another function of long sequences": lambda: with_parts("mlp", LongOnly),
-    "another function of large values": lambda: with_parts("mlp", LargeOnly),
+    "another function of long sequences": lambda: make_changed("mlp", LongOnly),
+    "another function of large values": lambda: make_changed("mlp", LargeOnly),
 }
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_changed_parts(name, device):
+def test_changed_parts_are_unchanged_by_the_swap(name, device):
     if device.type != "cpu":
         pytest.skip("what swap decides does not depend on the device")
     model = CHANGED[name]()
@@ -176,7 +175,7 @@ def test_changed_parts(name, device):
     assert_unchanged(model, lambda m, tokens: m(tokens, tokens), (3, 17, 40))
 
 
-def test_attribute_set_after_the_swap(device):
+def test_attributes_set_after_the_swap_have_effect(device):
     if device.type != "cpu":
         pytest.skip("what swap decides does not depend on the device")
 
@@ -184,8 +183,8 @@ def test_attribute_set_after_the_swap(device):
         model.transformer.h[1].skip = True
         return model(tokens, tokens)
 
-    assert_unchanged(with_parts("", Skips), run)
-    swapped = gptkernels.swap(with_parts("", Skips))
+    assert_unchanged(make_changed("", Skips), run)
+    swapped = gptkernels.swap(make_changed("", Skips))
     tokens = torch.arange(8)[None]
     before = swapped(tokens, tokens)[1]
     assert swapped.gptkernels_report.replaced

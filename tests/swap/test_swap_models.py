@@ -1,4 +1,4 @@
-"""Every family of models: swapped, it computes what it did."""
+"""A swapped model of every family computes what it did before."""
 
 import contextlib
 import copy
@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gptkernels
 from swapped import (
-    FAMILIES,
     all_families,
     assert_as_exact,
     made,
@@ -31,7 +30,7 @@ both = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autoc
 @both
 @all_families
 def test_matches_float64(family, autocast, device):
-    """Outputs, loss and every gradient, in evaluation and in training without dropout."""
+    """Outputs, loss and gradients are as exact as torch's, in evaluation and in training without dropout."""
     ours, torchs, exact, call = three(family, device)
     for model in (ours, torchs, exact):
         model.train(autocast)
@@ -42,26 +41,26 @@ def test_matches_float64(family, autocast, device):
     pairs, found = [pair(draw) for draw in range(4)], results(ours, call, device, autocast)
     try:
         assert_as_exact(found, *pairs[0], pairs[1:])
-    except AssertionError:  # torch may be exact by luck: the gradient of one number that is 0 but for roundings
+    except AssertionError:  # torch may be exact by luck, as in a gradient whose exact value is 0
         assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_meta_tensors(family):
-    """Outputs, loss and gradients have the shapes and dtypes that they have on the CPU."""
+    """Outputs, loss and gradients have their shapes and dtypes on the CPU."""
     found = {}
     for device in map(torch.device, ("cpu", "meta")):
         model, call = made(family, "cpu")
         model = gptkernels.swap(model).to(device)
-        model.config.pad_token_id = None  # transformers would search the tokens for it
+        model.config.pad_token_id = None  # otherwise transformers searches the tokens for it
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
     assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the head
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_pipelining(family, device):
-    """Stages of a swapped model compute what it does."""
+    """Stages of a swapped model compute what the model computes."""
     model, _ = made(family, device)
     model.config.use_cache = False
     model = gptkernels.swap(model).eval()
@@ -75,8 +74,8 @@ def test_pipelining(family, device):
 
 @both
 @all_families
-def test_ten_steps(family, autocast, device):
-    """The parameters after ten steps of AdamW, and the losses on the way."""
+def test_ten_steps_of_training(family, autocast, device):
+    """The losses of ten steps of AdamW are as near float64's as torch's are."""
     models = three(family, device)[:3]
     _, call = made(family, device)
     losses = []
@@ -98,7 +97,7 @@ def test_ten_steps(family, autocast, device):
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
 def test_dropout(family, autocast, device, monkeypatch):
-    """With the masks taken from our ops, a training step with dropout everywhere is the same.
+    """A training step with dropout everywhere is the same, with the masks taken from our ops.
 
     llm.c has no dropout, and nanoGPT before torch 2 applies a dropout layer whose mask it alone draws.
     """
@@ -118,7 +117,7 @@ def test_dropout(family, autocast, device, monkeypatch):
 
 
 @all_families
-def test_unswap_restores(family, device):
+def test_unswap_restores_the_model(family, device):
     model, call = made(family, device)
     classes, parameters = [type(m) for m in model.modules()], list(model.parameters())
     keys, dicts = list(model.state_dict()), [set(vars(m)) for m in model.modules()]
@@ -141,8 +140,8 @@ def test_unswap_restores(family, device):
 
 
 @all_families
-def test_is_all_ours(family, device):
-    """Whatever a kernel serves is replaced: only dropouts are left."""
+def test_all_supported_modules_are_replaced(family, device):
+    """Only dropouts are left."""
     model = gptkernels.swap(made(family, device)[0])
     assert {entry.kind for entry in model.gptkernels_report.left} <= {"Dropout", "Identity", "GPT2SequenceSummary"}
 
@@ -162,8 +161,8 @@ def test_copies_and_pickles_are_swapped_too(family, device):
         assert "gptkernels_report" in vars(model)
 
 
-def once_on_a_cpu(family, device):
-    """Of the families that share their blocks one is enough there."""
+def skip_shared_blocks(family, device):
+    """On the CPU, test only one of the families that share their blocks."""
     if device.type == "cpu" and family not in ("GPT2LMHeadModel", "nanoGPT", "llm.c"):
         pytest.skip("its blocks are another family's")
 
@@ -171,9 +170,9 @@ def once_on_a_cpu(family, device):
 @both
 @all_families
 def test_compiles_whole(family, autocast, device):
-    """No graph break, and the same results: in autocast as near those of float32 as the eager model's."""
+    """There is no graph break; the results are eager's, or in autocast as near to float32's."""
     if autocast:
-        once_on_a_cpu(family, device)
+        skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = made(family, device)
     gptkernels.swap(model)
@@ -190,8 +189,8 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """With other parameters than the model's, and their gradients."""
-    once_on_a_cpu(family, device)
+    """The parameters are not the model's; their gradients are compared, too."""
+    skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = made(family, device)
     gptkernels.swap(model)
@@ -217,7 +216,7 @@ COMPILED = pytest.mark.parametrize(
 
 
 def operators(calls, exact_gelu):
-    """How often each of our operators is called, by those that call others too."""
+    """Count the calls of our operators, each operator that calls others as these."""
     mlp, mlp_backward = ["mlp"], ["mlp_backward"]
     if exact_gelu:
         mlp, mlp_backward = ["linear", "gelu", "linear"], ["linear_backward", "gelu_backward", "linear_backward"]
@@ -241,8 +240,8 @@ def operators(calls, exact_gelu):
     return found
 
 
-def name_of(node):
-    """A graph's call; a layer without values is the first."""
+def name_call(node):
+    """Return the name of a graph's call; a layer without values is the first layer."""
     has_values = True
     if node.target in (torch.ops.gptkernels.layer.default, torch.ops.gptkernels.layer_backward.default):
         names = [argument.name for argument in node.target._schema.arguments]
@@ -253,9 +252,9 @@ def name_of(node):
 
 @COMPILED
 def test_compiled_training(family, device):
-    """Under autocast and with dropout: one graph each way for all steps, of the operators that eager mode calls.
+    """All steps under autocast with dropout have one graph each way, with the operators that eager mode calls.
 
-    Those that are calls of others count as these: eager mode calls a block's one by one where a mode looks at them.
+    An operator that calls others counts as these, because eager mode calls them one by one under a dispatch mode.
     """
     torch._dynamo.reset()
     found, called, graphs = [], Counter(), []
@@ -266,7 +265,7 @@ def test_compiled_training(family, device):
             return op(*args, **(kwargs or {}))
 
     def keep(graph, inputs):
-        graphs.append(Counter(map(name_of, graph.graph.nodes)))
+        graphs.append(Counter(map(name_call, graph.graph.nodes)))
         return make_boxed_func(graph.forward)
 
     for compiles in (False, True):
@@ -300,7 +299,7 @@ def test_compiled_training(family, device):
 @both
 @COMPILED
 def test_compiled_frozen_parameters(family, autocast, device):
-    """The same gradients as in eager mode, and no others."""
+    """The same parameters have gradients as in eager mode, with the same values."""
     torch._dynamo.reset()
     model, call = made(family, device)
     gptkernels.swap(model).train()
@@ -328,7 +327,7 @@ def test_compiled_frozen_parameters(family, autocast, device):
 
 @COMPILED
 def test_reduce_overhead(family, device):
-    """Inductor's CUDA graphs: losses as in eager mode without dropout, and others at each step with it."""
+    """With Inductor's CUDA graphs losses are as in eager mode; with dropout they differ at each step."""
     if device.type == "cpu":
         pytest.skip("CUDA graphs")
     found = {}
@@ -356,13 +355,13 @@ def test_reduce_overhead(family, device):
 
 @all_families
 def test_second_derivative(family, device):
-    """The gradient of the gradient's norm."""
+    """The norm of a gradient has the gradient that it has without the swap."""
     found = []
     for swapped in (True, False):
         model, call = made(family, device)
         model = (gptkernels.swap(model) if swapped else model).double().eval()
         parameters = [p for p in model.parameters() if p.requires_grad]
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):  # the others have none
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             loss = call(model, device)[1]
         first = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
         norm = sum(g.square().sum() for g in first if g is not None)
@@ -370,13 +369,13 @@ def test_second_derivative(family, device):
     for a, b in zip(*found, strict=True):
         if b is not None:
             scale = b.abs().max().item()
-            # Theirs computes some losses in float32.
+            # transformers computes some losses in float32.
             torch.testing.assert_close(a, b, rtol=0, atol=1e-5 * scale + 1e-9)
 
 
 @all_families
 def test_frozen_parameters(family, device):
-    """Gradients of what is trained, none of the rest, and as before."""
+    """Only the trained parameters have gradients, with the values of the unswapped model."""
     found = []
     for swapped in (True, False):
         model, call = made(family, device)
@@ -393,12 +392,12 @@ def test_frozen_parameters(family, device):
 
 @all_families
 def test_activation_checkpointing(family, device):
-    """Of the whole model, with dropout: the recomputation drops the same."""
+    """The recomputation of the whole model draws the same dropout masks."""
     model, call = made(family, device, dropout=0.2)
     gptkernels.swap(model).train()
 
     def checkpointed(model, device, draw=0):
-        # torch keeps the state of the generators of those devices that tensors among the arguments are on.
+        # torch keeps the generators' states of the devices of tensor arguments.
         def run(_):
             return call(model, device, draw)
 
@@ -413,7 +412,7 @@ def test_activation_checkpointing(family, device):
 
 @all_families
 def test_half_precision_parameters(family, device):
-    """A model in bfloat16 without autocast."""
+    """A model in bfloat16 without autocast is as exact as torch's."""
     ours, torchs, exact, call = three(family, device)
     for model in (ours, torchs):
         model.to(torch.bfloat16)
@@ -422,7 +421,3 @@ def test_half_precision_parameters(family, device):
             wide.copy_(rounded)
     draws = [[results(model.eval(), call, device, draw=draw) for model in (ours, torchs, exact)] for draw in range(4)]
     assert_as_exact(*draws[0], [pair[1:] for pair in draws[1:]])
-
-
-def test_the_families_are_all_there():
-    assert len(FAMILIES) == 8

@@ -1,4 +1,4 @@
-"""Checkpoints: llm.c's model files, safetensors, training states, and what damaged ones are answered with."""
+"""Checkpoints: llm.c's model files, safetensors, training states, and the errors for damaged ones."""
 
 import dataclasses
 import json
@@ -24,6 +24,7 @@ from gptkernels import checkpoint
 from gptkernels.files import writing as _files
 from gptkernels.files.safetensors import write_safetensors
 from gptkernels.models import GPT2, GPT2Config
+from helpers import assert_raises
 
 CONFIG = {"block_size": 6, "vocab_size": 11, "n_layer": 2, "n_head": 2, "n_embd": 8, "bias": True}
 WTE, LM_HEAD = "transformer.wte.weight", "lm_head.weight"
@@ -53,8 +54,8 @@ def assert_same(one, other):
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=0, msg=name)
 
 
-def refused(path, *words, load=checkpoint.load_model):
-    """Loading raises a ValueError that names the file and holds `words`, and takes no memory to speak of."""
+def expect_error(path, *words, load=checkpoint.load_model):
+    """Assert that loading takes little memory and raises a ValueError with the file's name and `words`."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=re.escape(str(path))) as info:
@@ -74,7 +75,7 @@ configs = st.builds(
 )
 
 
-# llm.c's .bin
+# ---- llm.c's .bin ----------------------------------------------------------------------------------------------------
 
 
 @given(configs, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 2**31))
@@ -90,7 +91,7 @@ def test_bin_round_trip(tmp_path_factory, config, dtype, seed):
 
 
 def test_bin_layout(tmp_path):
-    """The bytes are llm.c's, as its own writer lays them out."""
+    """The bytes are laid out as by llm.c's own writer."""
     path = tmp_path / "model.bin"
     state = make_state()
     checkpoint.save_model(path, state, CONFIG)
@@ -112,7 +113,7 @@ def test_bin_layout(tmp_path):
     assert raw[1024:] == b"".join(tensor.numpy().tobytes() for tensor in tensors)
 
 
-def test_the_exact_gelu_is_kept_where_it_can_be(tmp_path):
+def test_the_exact_gelu_needs_safetensors(tmp_path):
     config = CONFIG | {"activation": "gelu"}
     checkpoint.save_model(tmp_path / "model.safetensors", make_state(), config)
     assert checkpoint.load_model(tmp_path / "model.safetensors")[0] == config
@@ -141,12 +142,12 @@ def test_bin_truncated_or_too_long(tmp_path):
     path = tmp_path / "model.bin"
     for size in (0, 1, 3, 4, 1023):
         path.write_bytes(raw[:size])
-        refused(path, "header", "truncated")
+        expect_error(path, "header", "truncated")
     for size in (1024, 1025, 1024 + 128 * 8 * 4, len(raw) - 4, len(raw) - 1):
         path.write_bytes(raw[:size])
-        refused(path, "truncated", "n_layer 2")
+        expect_error(path, "truncated", "n_layer 2")
     path.write_bytes(raw + b"\0")
-    refused(path, "too long")
+    expect_error(path, "too long")
 
 
 @pytest.mark.parametrize(
@@ -164,24 +165,24 @@ def test_bin_truncated_or_too_long(tmp_path):
         (7, 2**31 - 1, "padded_vocab_size"),
     ],
 )
-def test_bin_hostile_header(tmp_path, index, value, field):
+def test_bin_refuses_wrong_headers(tmp_path, index, value, field):
     path = tmp_path / "model.bin"
     checkpoint.save_model(path, make_state(), CONFIG)
     raw = bytearray(path.read_bytes())
     raw[4 * index : 4 * index + 4] = struct.pack("<i", value)
     path.write_bytes(raw)
-    refused(path, field)
+    expect_error(path, field)
 
 
-def test_bin_all_fields_huge(tmp_path):
+def test_bin_refuses_a_huge_header(tmp_path):
     path = tmp_path / "model.bin"
     huge = 2**31 - 1
     path.write_bytes(_files.make_header(20240326, 3, huge, huge, huge, 1, huge, huge).tobytes())
-    refused(path, "truncated")
+    expect_error(path, "truncated")
 
 
 @pytest.mark.parametrize(("dtype", "version"), [(torch.bfloat16, 5), (torch.float32, 3), (torch.float16, 3)])
-def test_a_bin_has_the_dtype_of_the_model(tmp_path, dtype, version):
+def test_bin_has_the_models_dtype(tmp_path, dtype, version):
     path = tmp_path / "model.bin"
     model = GPT2(GPT2Config(**CONFIG), dtype=dtype)
     model.save_checkpoint(path)
@@ -192,7 +193,7 @@ def test_a_bin_has_the_dtype_of_the_model(tmp_path, dtype, version):
         assert saved[name].equal(tensor[: len(saved[name])].to(saved[name].dtype))
 
 
-def test_what_a_bin_cannot_hold(tmp_path):
+def test_bin_refuses_unsupported_models(tmp_path):
     path = tmp_path / "model.bin"
     config = {**CONFIG, "bias": False}
     with pytest.raises(ValueError, match=r"no biases: save it as \.safetensors"):
@@ -206,7 +207,7 @@ def test_what_a_bin_cannot_hold(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-# Both formats
+# ---- both formats ----------------------------------------------------------------------------------------------------
 
 both = pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
 
@@ -222,36 +223,31 @@ both = pytest.mark.parametrize("suffix", [".bin", ".safetensors"])
         (lambda s: s.update({"transformer.wpe.weight": None}), "NoneType, must be a tensor"),
     ],
 )
-def test_wrong_state_dicts(tmp_path, suffix, change, message):
+def test_wrong_state_dicts_are_refused(tmp_path, suffix, change, message):
     state = make_state()
     change(state)
-    with pytest.raises(ValueError, match=message):
-        checkpoint.save_model(tmp_path / f"model{suffix}", state, CONFIG)
+    assert_raises(ValueError, message, checkpoint.save_model, tmp_path / f"model{suffix}", state, CONFIG)
 
 
 @both
-def test_wrong_configurations(tmp_path, suffix):
+def test_wrong_configurations_are_refused(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
     for change in ({"n_embd": 9}, {"n_layer": 0}, {"n_layer": 2**30}, {"vocab_size": 1.5}, {"n_head": None}):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            checkpoint.save_model(path, make_state(), {**CONFIG, **change})
+        assert_raises(ValueError, next(iter(change)), checkpoint.save_model, path, make_state(), {**CONFIG, **change})
 
 
 @both
-def test_buffers_are_left_out_and_lm_head_may_be(tmp_path, suffix):
+def test_buffers_are_not_saved_and_lm_head_is_optional(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
     state = make_state()
-    buffers = {
-        "transformer.h.0.attn.bias": torch.ones(6, 6),
-        "transformer.h.0.attn.masked_bias": torch.ones(1),
-    }
+    buffers = {"transformer.h.0.attn.bias": torch.ones(6, 6), "transformer.h.0.attn.masked_bias": torch.ones(1)}
     given = {name: tensor for name, tensor in state.items() if name != LM_HEAD}
     checkpoint.save_model(path, {**given, **buffers}, CONFIG)
     assert_same(checkpoint.load_model(path)[1], state)
 
 
 @both
-def test_nan_weights_are_still_tied(tmp_path, suffix):
+def test_weights_with_nan_stay_tied(tmp_path, suffix):
     path = tmp_path / f"model{suffix}"
     state = make_state()
     state[WTE][0, 0] = torch.nan
@@ -259,7 +255,7 @@ def test_nan_weights_are_still_tied(tmp_path, suffix):
     assert checkpoint.load_model(path)[1][WTE][0, 0].isnan()
 
 
-# safetensors
+# ---- safetensors -----------------------------------------------------------------------------------------------------
 
 
 @given(configs, st.booleans(), st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16]))
@@ -274,8 +270,8 @@ def test_safetensors_round_trip(tmp_path_factory, config, bias, dtype):
     assert_same(loaded, {name: tensor.to(dtype or tensor.dtype) for name, tensor in state.items()})
 
 
-def test_safetensors_are_plain(tmp_path):
-    """Other programs read the file: nanoGPT's names, the configuration as JSON."""
+def test_safetensors_can_be_read_by_other_programs(tmp_path):
+    """The names are nanoGPT's, the configuration is JSON."""
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG)
     assert load_file(path).keys() == checkpoint.parameter_shapes(CONFIG).keys()
@@ -283,7 +279,7 @@ def test_safetensors_are_plain(tmp_path):
         assert json.loads(file.metadata()["config"]) == CONFIG
 
 
-def test_safetensors_truncated(tmp_path):
+def test_safetensors_refuse_truncation(tmp_path):
     whole = tmp_path / "whole.safetensors"
     checkpoint.save_model(whole, make_state(), CONFIG)
     raw = whole.read_bytes()
@@ -291,11 +287,11 @@ def test_safetensors_truncated(tmp_path):
     header = 8 + int.from_bytes(raw[:8], "little")
     for size in (0, 1, 7, 8, 9, header - 1, header, header + 1, len(raw) - 1):
         path.write_bytes(raw[:size])
-        refused(path, "not a whole safetensors file")
+        expect_error(path, "not a whole safetensors file")
     path.write_bytes(raw + b"\0")
-    refused(path, "not a whole safetensors file")
+    expect_error(path, "not a whole safetensors file")
     path.write_bytes(b"\xff" * 8 + raw[8:])
-    refused(path, "not a whole safetensors file")
+    expect_error(path, "not a whole safetensors file")
 
 
 @pytest.mark.parametrize(
@@ -308,10 +304,10 @@ def test_safetensors_truncated(tmp_path):
         ({"kind": "gptkernels.model", "version": "2", "checksum": "00000000"}, "was 00000000"),
     ],
 )
-def test_safetensors_of_other_programs(tmp_path, metadata, word):
+def test_safetensors_of_other_programs_are_refused(tmp_path, metadata, word):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1)}, path, metadata)
-    refused(path, word)
+    expect_error(path, word)
 
 
 @pytest.mark.parametrize(
@@ -327,23 +323,23 @@ def test_safetensors_of_other_programs(tmp_path, metadata, word):
         ({"config": json.dumps({**CONFIG, "block_size": True})}, "block_size is True"),
     ],
 )
-def test_safetensors_hostile_metadata(tmp_path, fields, word):
-    """The checksums are right."""
+def test_safetensors_refuse_wrong_metadata(tmp_path, fields, word):
+    """The files' checksums are right."""
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"x": torch.ones(1)}, "model", fields)
-    refused(path, word)
+    expect_error(path, word)
 
 
-def test_safetensors_of_integers(tmp_path):
+def test_safetensors_of_integers_are_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     state = {name: tensor.to(torch.int32) for name, tensor in make_state().items() if name != LM_HEAD}
     write_safetensors(path, state, "model", {"config": json.dumps(CONFIG)})
-    refused(path, "is of torch.int32, must be of a floating-point dtype")
+    expect_error(path, "is of torch.int32, must be of a floating-point dtype")
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_are_refused(tmp_path, seed):
-    """Wherever they are: in the sizes, names and metadata of the header, and in every tensor."""
+    """Bits are flipped in the header's sizes, names and metadata, and in every tensor."""
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG, torch.bfloat16)
     whole = path.read_bytes()
@@ -355,8 +351,7 @@ def test_flipped_bits_are_refused(tmp_path, seed):
         damaged = bytearray(whole)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            checkpoint.load_model(path)
+        assert_raises(ValueError, re.escape(str(path)), checkpoint.load_model, path)
     path.write_bytes(whole)
     assert_same(checkpoint.load_model(path)[1], {name: t.bfloat16() for name, t in make_state().items()})
 
@@ -370,10 +365,10 @@ def test_a_damaged_tensor_is_named(tmp_path):
         assert file.get_tensor("transformer.h.1.mlp.c_proj.bias").tobytes() == last
     raw[raw.rindex(last)] ^= 1
     path.write_bytes(raw)
-    refused(path, "transformer.h.1.mlp.c_proj.bias is damaged: its checksum is")
+    expect_error(path, "transformer.h.1.mlp.c_proj.bias is damaged: its checksum is")
 
 
-def test_tensors_of_every_dtype_are_aligned_and_come_back(tmp_path):
+def test_tensors_of_every_dtype_are_aligned(tmp_path):
     path = tmp_path / "state.safetensors"
     dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     model = {str(dtype): torch.ones(3, dtype=dtype) for dtype in (*dtypes, *checkpoint._DTYPES)}
@@ -391,7 +386,7 @@ def test_tensors_of_every_dtype_are_aligned_and_come_back(tmp_path):
         checkpoint.save_training_state(path, config={}, model=model, optimizer={}, trainer={})
 
 
-# Hugging Face
+# ---- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
 def test_huggingface():
@@ -404,11 +399,10 @@ def test_huggingface():
     bare = {name.removeprefix("transformer."): tensor for name, tensor in hf.items() if name != LM_HEAD}
     bare["h.0.attn.bias"] = torch.ones(1, 1, 6, 6)
     assert_same(checkpoint.from_huggingface(bare), state)
-    with pytest.raises(ValueError, match=r"no wte\.weight"):
-        checkpoint.from_huggingface({"x": torch.ones(1)})
+    assert_raises(ValueError, r"no wte\.weight", checkpoint.from_huggingface, {"x": torch.ones(1)})
 
 
-# Training states
+# ---- training states -------------------------------------------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
@@ -434,18 +428,13 @@ def train(model, optimizer, steps):
     return losses
 
 
-def test_training_goes_on_bit_for_bit(tmp_path):
+def test_training_continues_with_the_same_bits(tmp_path):
     path = tmp_path / "state.safetensors"
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / 3)
     train(model, optimizer, 3)
-    trainer = {
-        "step": 3,
-        "best_loss": 0.1 + 0.2,
-        "losses": [float("inf"), -0.0],
-        "loader": {"position": 2**61},
-    }
+    trainer = {"step": 3, "best_loss": 0.1 + 0.2, "losses": [float("inf"), -0.0], "loader": {"position": 2**61}}
     checkpoint.save_training_state(
         path, config=Config(), model=model, optimizer=optimizer.state_dict(), trainer=trainer
     )
@@ -511,13 +500,13 @@ def assert_equal(one, other):
 
 @given(trees)
 @settings(max_examples=60, deadline=None)
-def test_anything_nested_comes_back(tmp_path_factory, tree):
+def test_nested_values_round_trip(tmp_path_factory, tree):
     path = tmp_path_factory.mktemp("state") / "state.safetensors"
     checkpoint.save_training_state(path, config={}, model={}, optimizer={}, trainer={"tree": tree})
     assert_equal(checkpoint.load_training_state(path).trainer["tree"], tree)
 
 
-def test_views_and_shared_storages(tmp_path):
+def test_views_round_trip(tmp_path):
     path = tmp_path / "state.safetensors"
     flat = torch.arange(12.0)
     views = {"flat": flat, "square": flat.view(3, 4), "part": flat[2:5], "turned": flat.view(3, 4).t()}
@@ -525,7 +514,7 @@ def test_views_and_shared_storages(tmp_path):
     assert_equal(checkpoint.load_training_state(path).model, views)
 
 
-def test_what_a_training_state_cannot_hold(tmp_path):
+def test_training_states_refuse_unsupported_values(tmp_path):
     for value, message in (
         ({"a": [torch.device("cpu")]}, r"trainer/a/0: cannot save a device"),
         ({1.5: 0}, "trainer: cannot save keys"),
@@ -549,26 +538,19 @@ def test_model_of_a_training_state(tmp_path):
     assert_same(loaded, state)
     model = tmp_path / "model.safetensors"
     checkpoint.save_model(model, state, CONFIG)
-    refused(model, "kind", "gptkernels.training", load=checkpoint.load_training_state)
+    expect_error(model, "kind", "gptkernels.training", load=checkpoint.load_training_state)
 
 
 @pytest.mark.parametrize(
-    "tree",
-    [
-        '{"x": {"$tensor": "absent"}}',
-        '{"$tensor": []}',
-        '{"x": {"$tuple": 1}}',
-        '{"$dict": [[[], 1]]}',
-        "nul",
-    ],
+    "tree", ['{"x": {"$tensor": "absent"}}', '{"$tensor": []}', '{"x": {"$tuple": 1}}', '{"$dict": [[[], 1]]}', "nul"]
 )
-def test_hostile_training_state(tmp_path, tree):
+def test_training_states_refuse_wrong_metadata(tmp_path, tree):
     path = tmp_path / "state.safetensors"
     write_safetensors(path, {"x": torch.ones(1)}, "training", {"config": "{}", "model": tree})
-    refused(path, "model in the metadata", load=checkpoint.load_training_state)
+    expect_error(path, "model in the metadata", load=checkpoint.load_training_state)
 
 
-# Whole or not at all
+# ---- atomic writes ---------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
@@ -576,15 +558,14 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
     checkpoint.save_model(path, make_state(), CONFIG)
     before = path.read_bytes()
     monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
-    with pytest.raises(OSError, match="no space left"):
-        checkpoint.save_model(path, make_state(seed=1), CONFIG)
+    assert_raises(OSError, "no space left", checkpoint.save_model, path, make_state(seed=1), CONFIG)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["model.bin"]
 
 
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
 def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
-    """Wherever in the file the disk is full; the limit of a file's size stands for the disk's."""
+    """The disk is full at various sizes; a limit on a file's size stands for it."""
     path = tmp_path / name
     checkpoint.save_model(path, make_state(), CONFIG)
     before = path.read_bytes()
@@ -624,12 +605,11 @@ def test_only_a_regular_file_is_replaced(tmp_path, suffix, kind):
     if kind == "folder":
         path.mkdir()
     before = path.lstat()
-    with pytest.raises(ValueError, match="which is not replaced"):
-        checkpoint.save_model(path, make_state(), CONFIG)
+    assert_raises(ValueError, "which is not replaced", checkpoint.save_model, path, make_state(), CONFIG)
     assert path.lstat() == before
     assert kind != "link" or target.read_text() == "precious"
     if kind in ("fifo", "folder"):
-        refused(path, "must be a regular file")
+        expect_error(path, "must be a regular file")
 
 
 def test_a_planted_temporary_file_is_not_written_through(tmp_path):
@@ -681,7 +661,7 @@ for _ in range(12):
     check(state.model, step)
     saved = model["transformer.wpe.weight"][0, 0]
     check(model, saved)
-    assert previous <= saved <= step  # several children in a row may have been killed before this file's turn
+    assert previous <= saved <= step  # several children may have been killed before they wrote this file
     previous = saved
 print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 """
@@ -689,7 +669,7 @@ print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_kill_while_saving(tmp_path):
-    """Killed again and again at random moments, most of them in the middle of writing a file of 10 MB."""
+    """A process is killed at random moments, most of them while it writes a file of 10 MB."""
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr

@@ -1,4 +1,4 @@
-"""The command line: its flags, and the answers that bad input gets."""
+"""The command line: its flags, and its errors for bad input."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
 @pytest.fixture
 def prefix(tmp_path):
-    """The prefix of 5000 tokens of bytes, and 100 for validation."""
+    """Write 5000 tokens of bytes, and 100 for validation; return the data prefix."""
     write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
     write_tokens(tmp_path / "data_val.bin", [list(range(100))])
     load_tokenizer("bytes").save(tmp_path / "data")
@@ -51,7 +51,7 @@ def test_help_explains_every_flag(capsys):
         assert f" -{short} " in text
 
 
-def test_the_original_flags(run_train, tmp_path):
+def test_the_original_programs_flags(run_train, tmp_path):
     assert run_train("-o", "losses.log", "-l", "1e-3") == 0
     lines = (tmp_path / "losses.log").read_text().splitlines()
     assert [line.rsplit(":", 1)[0] for line in lines] == [
@@ -77,7 +77,7 @@ def test_validation_can_be_switched_off(run_train, tmp_path, flags):
     assert "tel" not in (tmp_path / "runs" / "tiny" / "main.log").read_text()
 
 
-def test_no_steps_is_a_run(run_train, tmp_path):
+def test_zero_steps_write_a_checkpoint(run_train, tmp_path):
     assert run_train("--steps", "0") == 0
     assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
 
@@ -109,7 +109,7 @@ def test_no_steps_is_a_run(run_train, tmp_path):
         (["--resume", "elsewhere"], "elsewhere holds no checkpoint.safetensors"),
     ],
 )
-def test_bad_input_gets_a_sentence(run_train, flags, message, capsys):
+def test_bad_input_is_reported(run_train, flags, message, capsys):
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -124,25 +124,25 @@ def test_bad_input_leaves_no_folder(run_train, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_token_outside_the_vocabulary_gets_a_sentence(run_train, prefix, capsys):
+def test_a_token_outside_the_vocabulary_is_reported(run_train, prefix, capsys):
     write_tokens(f"{prefix}_train.bin", [[300] * 1000])
     assert run_train() == 2
     assert re.search(r"token 300 at position \d+ is outside the vocabulary of 256", capsys.readouterr().err)
 
 
-def test_a_checkpoint_of_another_trainer_gets_a_sentence(tmp_path, capsys):
+def test_a_checkpoint_of_another_trainer_is_reported(tmp_path, capsys):
     model = GPT2(GPT2Config(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
     save_training_state(tmp_path / "checkpoint.safetensors", config=model.config, model=model, optimizer={}, trainer={})
     assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "checkpoint.safetensors: options: not those of this trainer" in capsys.readouterr().err
 
 
-def test_traceback_when_asked(prefix):
+def test_the_traceback_flag(prefix):
     with pytest.raises(ValueError, match="--batch-size is 0"):
         main(["--traceback", "train", "-i", prefix, "-b", "0"])
 
 
-def test_prepare_writes_token_files_that_train_takes(tmp_path, capsys, device):
+def test_prepared_files_can_be_trained_on(tmp_path, capsys, device):
     (tmp_path / "text.txt").write_text("It is a truth universally acknowledged.\n" * 50)
     prefix = str(tmp_path / "out" / "truth")
     assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, "--val-fraction", "0.2"]) == 0
@@ -151,7 +151,7 @@ def test_prepare_writes_token_files_that_train_takes(tmp_path, capsys, device):
     assert main(["train", "-i", prefix, *SMALL, *output]) == 0
 
 
-def test_prepare_with_a_missing_file_gets_a_sentence(tmp_path, capsys):
+def test_prepare_reports_a_missing_file(tmp_path, capsys):
     assert main(["prepare", str(tmp_path / "no.txt"), "--output", str(tmp_path / "x")]) == 2
     assert "gptkernels prepare: error: no such file" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_prepare_with_characters_and_train_on_them(tmp_path, device, capsys):
     assert main(["train", "-i", prefix, *SMALL, *other]) == 0
 
 
-def test_prepare_of_text_with_nul_bytes_says_so(tmp_path, capsys):
+def test_prepare_reports_nul_bytes(tmp_path, capsys):
     (tmp_path / "binary").write_bytes(b"a\0b" * 100)
     assert main(["prepare", str(tmp_path / "binary"), "-o", str(tmp_path / "x")]) == 0
     assert "the text has NUL bytes" in capsys.readouterr().out
@@ -210,15 +210,15 @@ def test_prepare_of_text_with_nul_bytes_says_so(tmp_path, capsys):
         ("generate", ["x", "--dtype=bfloat16"], "did you mean nanoGPT's --dtype? There is none here"),
     ],
 )
-def test_flags_of_other_programs_are_answered(command, flags, answer, capsys):
+def test_flags_of_other_programs_have_suggestions(command, flags, answer, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, *flags])
     assert stop.value.code == 2
     assert answer in capsys.readouterr().err
 
 
-def test_no_flag_of_ours_is_taken_for_another_programs(capsys):
-    """And whatever a foreign flag is said to be exists."""
+def test_our_flags_are_not_taken_for_other_programs(capsys):
+    """Every suggested flag exists."""
     _, commands = cli._parser()
     flags = {name: commands[name]._option_string_actions for name in commands}
     for command, table in (("train", foreign_flags._TRAIN), ("generate", foreign_flags._GENERATE)):
@@ -230,7 +230,7 @@ def test_no_flag_of_ours_is_taken_for_another_programs(capsys):
         assert foreign_flags.explain_flag(command, given, flags[command]) is None
 
 
-# What train.py of nanoGPT, and train_gpt2.py and train_gpt2.cu of llm.c take.
+# These are the flags of nanoGPT's train.py and of llm.c's train_gpt2.py and train_gpt2.cu.
 THEIRS = """
     --out_dir --eval_interval --log_interval --eval_iters --eval_only --always_save_checkpoint --init_from --wandb_log
     --wandb_project --wandb_run_name --dataset --gradient_accumulation_steps --batch_size --block_size --n_layer
@@ -244,7 +244,7 @@ THEIRS = """
 
 
 @pytest.mark.parametrize("name", THEIRS.split())
-def test_every_flag_of_theirs_is_ours_or_answered(name):
+def test_every_flag_of_theirs_exists_or_has_a_suggestion(name):
     known = cli._parser()[1]["train"]._option_string_actions
     answer = foreign_flags.explain_flag("train", [name, "5"], known)
     assert (name in known) == (answer is None)
@@ -253,10 +253,9 @@ def test_every_flag_of_theirs_is_ours_or_answered(name):
 
 @pytest.mark.parametrize(("command", "advice"), [("info", "\n"), ("train", ". A smaller --batch-size")])
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-def test_no_memory_gets_a_sentence(error, command, advice, monkeypatch, capsys):
+def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
     def fail():
         raise error
 
@@ -279,7 +278,7 @@ def test_no_memory_gets_a_sentence(error, command, advice, monkeypatch, capsys):
     ],
 )
 def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
-    """A process's own memory is a regular file, whose first bytes cannot be read."""
+    """A process's own memory is a regular file whose first bytes cannot be read."""
     monkeypatch.chdir(tmp_path)
     for folder in ("texts", "hugging_face"):
         (tmp_path / folder).mkdir()
@@ -293,7 +292,7 @@ def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, c
     assert re.search(r"error: \[Errno 5\] Input/output error: '\S*(memory|config)\S*'", capsys.readouterr().err)
 
 
-def test_other_faults_keep_their_traceback(monkeypatch):
+def test_internal_errors_keep_their_traceback(monkeypatch):
     def fail():
         raise RuntimeError("a fault of this program")
 
@@ -303,7 +302,7 @@ def test_other_faults_keep_their_traceback(monkeypatch):
 
 
 class Unwritable(io.StringIO):
-    """A stdout that takes nothing."""
+    """A stdout whose writes fail."""
 
     def __init__(self, error):
         super().__init__()
@@ -319,29 +318,29 @@ def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_full_disk_gets_a_sentence(monkeypatch, capsys):
+def test_a_full_disk_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
     assert main(["info"]) == 3
     assert "gptkernels info: error: [Errno 28] No space left on device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
-def test_training_goes_on_when_it_cannot_print(run_train, tmp_path, monkeypatch, error):
+def test_training_continues_without_output(run_train, tmp_path, monkeypatch, error):
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert run_train("-s", "1") == 0
     assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 3
     assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
 
 
-def test_training_goes_on_in_an_ascii_locale(run_train, monkeypatch):
+def test_training_continues_in_an_ascii_locale(run_train, monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert run_train("-s", "1", "-g", "64", "--output", "é") == 0
     assert b"in \\xe9" in raw.getvalue()
-    assert b"\\ufffd" in raw.getvalue()  # of an untrained model's sample
+    assert b"\\ufffd" in raw.getvalue()  # the sample of an untrained model
 
 
-def test_closed_streams(monkeypatch):
+def test_commands_run_without_streams(monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     assert main(["info"]) == 0

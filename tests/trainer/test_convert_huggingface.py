@@ -1,4 +1,4 @@
-"""Hugging Face's folders: the same logits there and here, and what GPT-2 here cannot be."""
+"""Hugging Face's folders have the same logits there and here; models that GPT-2 here cannot be are refused."""
 
 import json
 import re
@@ -9,21 +9,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from conversions import (
-    HEAD,
-    WTE,
-    assert_same_bits,
-    make_model,
-    pickled,
-    weights,
-)
+from conversions import HEAD, WTE, assert_same_bits, make_model, pickle_state, unpad
 from gptkernels.checkpoint import to_huggingface
 from gptkernels.convert import convert
 from gptkernels.models import GPT2
+from helpers import assert_raises
 from swapped import needs_transformers, transformers
 
 
-def their_model(**changes):
+def make_their_model(**changes):
     sizes = {"n_positions": 8, "vocab_size": 50, "n_layer": 2, "n_head": 2, "n_embd": 16}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     torch.manual_seed(1)
@@ -40,11 +34,11 @@ def assert_same_logits(ours, theirs):
     torch.testing.assert_close(ours(tokens)[0], expected.detach(), rtol=1e-5, atol=2e-5)
 
 
-def pickled_as_before_1_6(state, folder):
+def pickle_as_before_1_6(state, folder):
     torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
 
 
-def pickled_in_shards(state, folder):
+def pickle_in_shards(state, folder):
     names = sorted(state)
     shards = {f"pytorch_model-0000{i}-of-00003.bin": names[i - 1 :: 3] for i in (1, 2, 3)}
     for shard, part in shards.items():
@@ -53,8 +47,8 @@ def pickled_in_shards(state, folder):
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
 
 
-def without_prefix(state, folder):
-    """As GPT2Model writes, and as the hub has OpenAI's, with the buffers of its time."""
+def save_without_prefix(state, folder):
+    """Save as GPT2Model does and as OpenAI's files on the hub are, with the buffers of their time."""
     mask = torch.ones(8, 8, dtype=torch.uint8).tril().view(1, 1, 8, 8)
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
     state |= {f"h.{i}.attn.bias": mask.clone() for i in (0, 1)}
@@ -62,10 +56,12 @@ def without_prefix(state, folder):
 
 
 @needs_transformers
-@pytest.mark.parametrize("kind", [None, pickled, pickled_as_before_1_6, pickled_in_shards, without_prefix, "shards"])
+@pytest.mark.parametrize(
+    "kind", [None, pickle_state, pickle_as_before_1_6, pickle_in_shards, save_without_prefix, "shards"]
+)
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
-def test_theirs_has_the_same_logits_here(tmp_path, kind, activation):
-    theirs = their_model(activation_function=activation)
+def test_their_models_have_the_same_logits_here(tmp_path, kind, activation):
+    theirs = make_their_model(activation_function=activation)
     theirs.save_pretrained(tmp_path, **({"max_shard_size": "8KB"} if kind == "shards" else {}))
     if callable(kind):
         state = load_file(tmp_path / "model.safetensors")
@@ -80,7 +76,7 @@ def test_theirs_has_the_same_logits_here(tmp_path, kind, activation):
 
 @needs_transformers
 @pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"bias": False}], ids=str)
-def test_ours_has_the_same_logits_there(tmp_path, changes):
+def test_our_models_have_the_same_logits_there(tmp_path, changes):
     ours = make_model(dropout=0.25, **changes).eval()
     ours.save_pretrained(tmp_path / "model")
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model", output_loading_info=True)
@@ -96,11 +92,11 @@ def test_bfloat16_is_bfloat16_there(tmp_path):
     model.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert theirs.dtype == torch.bfloat16
-    assert_same_bits(to_huggingface(weights(model)), dict(theirs.state_dict()))
+    assert_same_bits(to_huggingface(unpad(model)), dict(theirs.state_dict()))
 
 
 @needs_transformers
-def test_a_model_that_got_biases_there_has_them_here(tmp_path):
+def test_biases_added_there_are_loaded(tmp_path):
     make_model(bias=False).save_pretrained(tmp_path)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     theirs.transformer.h[0].attn.c_attn.bias.data.fill_(0.5)
@@ -111,7 +107,7 @@ def test_a_model_that_got_biases_there_has_them_here(tmp_path):
 
 
 @needs_transformers
-def test_a_saved_model_takes_the_place_of_the_last(tmp_path):
+def test_a_saved_model_replaces_the_previous_one(tmp_path):
     for seed in (0, 1):
         model = make_model(seed)
         model.save_pretrained(tmp_path / "model")
@@ -121,8 +117,8 @@ def test_a_saved_model_takes_the_place_of_the_last(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def their_folder(folder, **changes):
-    """A folder that `save_pretrained` wrote, with another configuration."""
+def write_their_folder(folder, **changes):
+    """Write a folder by `save_pretrained`, with changes of its configuration."""
     make_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -155,8 +151,8 @@ def their_folder(folder, **changes):
         ({"n_positions": 9}, "transformer.wpe.weight has shape (8, 16), must have (9, 16)"),
     ],
 )
-def test_what_gpt2_here_cannot_be_is_refused_by_name(tmp_path, changes, message):
-    folder = their_folder(tmp_path / "model", **changes)
+def test_unsupported_configurations_are_refused(tmp_path, changes, message):
+    folder = write_their_folder(tmp_path / "model", **changes)
     for read in (GPT2.from_pretrained, GPT2.from_checkpoint, lambda path: convert(path, tmp_path / "b.bin")):
         with pytest.raises(ValueError, match=re.escape(message)) as error:
             read(folder)
@@ -188,14 +184,13 @@ def write_weights(folder, change):
     ],
 )
 def test_weights_of_another_model_are_refused(tmp_path, change, message):
-    folder = their_folder(tmp_path / "model")
+    folder = write_their_folder(tmp_path / "model")
     write_weights(folder, change)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        GPT2.from_pretrained(folder)
+    assert_raises(ValueError, re.escape(message), GPT2.from_pretrained, folder)
 
 
-def shard(folder, **changes):
-    """The weights in two shards, and an index with changes."""
+def write_shards(folder, **changes):
+    """Write the weights as two shards, and an index with changes."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -208,46 +203,42 @@ def shard(folder, **changes):
 
 @pytest.mark.parametrize("place", ["../other.safetensors", "/etc/passwd", "..", "", "a/b", 7, None, ["x"]])
 def test_a_shard_is_a_file_of_the_folder(tmp_path, place):
-    folder = their_folder(tmp_path / "model")
-    shard(folder, **{WTE: place})
-    with pytest.raises(ValueError, match="is no name of a file in this folder"):
-        GPT2.from_pretrained(folder)
+    folder = write_their_folder(tmp_path / "model")
+    write_shards(folder, **{WTE: place})
+    assert_raises(ValueError, "is no name of a file in this folder", GPT2.from_pretrained, folder)
 
 
-def test_shards_that_lack_something(tmp_path):
-    folder = their_folder(tmp_path / "model")
-    shard(folder)
+def test_missing_shards_and_parameters_are_refused(tmp_path):
+    folder = write_their_folder(tmp_path / "model")
+    write_shards(folder)
     assert GPT2.from_pretrained(folder).config.n_layer == 2
     (folder / "model-2-of-2.safetensors").unlink()
-    with pytest.raises(OSError, match=re.escape("model-2-of-2.safetensors")):
-        GPT2.from_pretrained(folder)
+    assert_raises(OSError, re.escape("model-2-of-2.safetensors"), GPT2.from_pretrained, folder)
     save_file(load_file(folder / "model-1-of-2.safetensors"), folder / "model-2-of-2.safetensors")
     with pytest.raises(ValueError, match=r"is missing, which model.safetensors.index.json says is there"):
         GPT2.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '{"n_embd"', "[" * 100_000])
-def test_a_configuration_that_is_none(tmp_path, text):
-    folder = their_folder(tmp_path / "model")
+def test_malformed_configurations_are_refused(tmp_path, text):
+    folder = write_their_folder(tmp_path / "model")
     (folder / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json: "):
-        GPT2.from_pretrained(folder)
+    assert_raises(ValueError, r"config\.json: ", GPT2.from_pretrained, folder)
 
 
-def test_a_folder_without_weights(tmp_path):
-    folder = their_folder(tmp_path / "model")
+def test_a_folder_without_weights_is_refused(tmp_path):
+    folder = write_their_folder(tmp_path / "model")
     (folder / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no model\.safetensors or pytorch_model\.bin, whole or in shards"):
         GPT2.from_pretrained(folder)
-    with pytest.raises(ValueError, match="no model: neither config"):
-        GPT2.from_checkpoint(tmp_path)
+    assert_raises(ValueError, "no model: neither config", GPT2.from_checkpoint, tmp_path)
 
 
 # ---- the hub ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_name_on_the_hub_is_downloaded_by_its_library(tmp_path, monkeypatch):
-    """Safetensors first, and pickles only where there are none; the library is replaced: no network."""
+    """Pickles are requested only if there are no safetensors; a fake library replaces the network."""
     folder = tmp_path / "cache"
     make_model().save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -257,7 +248,7 @@ def test_a_name_on_the_hub_is_downloaded_by_its_library(tmp_path, monkeypatch):
     def snapshot_download(name, allow_patterns):
         asked.append((name, allow_patterns))
         if "pytorch_model.bin" in allow_patterns:
-            pickled(state, folder)
+            pickle_state(state, folder)
         return str(folder)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", type("Hub", (), {"snapshot_download": snapshot_download}))
@@ -267,15 +258,14 @@ def test_a_name_on_the_hub_is_downloaded_by_its_library(tmp_path, monkeypatch):
     assert "model.safetensors" in asked[0][1]
 
 
-def test_without_the_hubs_library_there_is_a_sentence(monkeypatch):
+def test_a_missing_hub_library_is_reported(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match="gpt2 is no folder here; as a name on the Hugging Face hub it takes"):
         GPT2.from_pretrained("gpt2")
 
 
 @pytest.mark.parametrize("name", ["", "../gpt2", "a/b/c", "model.bin", "/nowhere", "x y"])
-def test_what_is_no_folder_and_no_name(tmp_path, name, monkeypatch):
+def test_other_names_are_refused(tmp_path, name, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.bin").write_bytes(b"x")
-    with pytest.raises(ValueError, match="no folder of a Hugging Face model"):
-        GPT2.from_pretrained(name)
+    assert_raises(ValueError, "no folder of a Hugging Face model", GPT2.from_pretrained, name)

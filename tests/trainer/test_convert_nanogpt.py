@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints: the same logits there and here, runs that go on there, and pickles that are none."""
+"""nanoGPT's checkpoints have the same logits there and here; runs continue there; malicious pickles are refused."""
 
 import dataclasses
 import os
@@ -15,23 +15,24 @@ from conversions import (
     CONFIG,
     WTE,
     assert_same_bits,
+    make_checkpoint,
     make_model,
-    nanogpt,
+    make_nanogpt,
     nanogpt_groups,
-    their_checkpoint,
-    weights,
+    unpad,
     write_as,
 )
 from gptkernels.checkpoint import load_model, save_training_state
 from gptkernels.convert import convert, load
 from gptkernels.models import GPT2
+from helpers import assert_raises
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [published.GPT, published.SlowGPT])
 def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
-    theirs = kind(nanogpt(bias).config)
-    torch.save(their_checkpoint(theirs), tmp_path / "ckpt.pt")
+    theirs = kind(make_nanogpt(bias).config)
+    torch.save(make_checkpoint(theirs), tmp_path / "ckpt.pt")
     ours = GPT2.from_checkpoint(tmp_path / "ckpt.pt")
     assert (ours.config.bias, ours.config.activation) == (bias, "gelu")
     tokens = torch.randint(50, (2, 8))
@@ -41,7 +42,7 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpt_loads_ours(tmp_path, bias):
-    """As its train.py resumes: strictly, and with the optimizer."""
+    """It loads strictly and with the optimizer, as its train.py resumes."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
     done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
@@ -58,13 +59,13 @@ def test_nanogpt_loads_ours(tmp_path, bias):
     torch.testing.assert_close(theirs(tokens, tokens)[0], ours.eval()(tokens)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_nanogpt_goes_on_where_our_run_stopped(tmp_path):
-    """Three steps here, then three there, are six here; the embedding's moments lose their padding."""
+def test_nanogpt_continues_our_run(tmp_path):
+    """Three steps here and three there are six here; the embedding's moments lose their padding."""
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
     for group in optimizer.param_groups:
-        group["eps"] = 1e-3  # the gradient of the keys' bias is rounding noise, which Adam would make large
+        group["eps"] = 1e-3  # the keys' bias has a gradient of rounding noise, which Adam would amplify
     batches = torch.randint(50, (6, 2, 8))
 
     def train(model, optimizer, batches):
@@ -87,10 +88,10 @@ def test_nanogpt_goes_on_where_our_run_stopped(tmp_path):
     their_optimizer = torch.optim.AdamW(nanogpt_groups(theirs))
     their_optimizer.load_state_dict(checkpoint["optimizer"])
     train(theirs, their_optimizer, batches[3:])
-    for name, tensor in weights(ours).items():
+    for name, tensor in unpad(ours).items():
         torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
-    # And from nanoGPT's file to another: the compiled model's names and a part of the vocabulary are cut.
+    # A conversion to another of nanoGPT's files cuts the compiled model's names and a part of the vocabulary.
     checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in checkpoint["model"].items()}
     checkpoint["model_args"]["dropout"] = 0.0
     torch.save({**checkpoint, "best_val_loss": torch.tensor(2.5)}, tmp_path / "compiled.pt")
@@ -119,13 +120,13 @@ def test_nanogpt_goes_on_where_our_run_stopped(tmp_path):
         lambda o: o["state"][0].update(exp_avg=torch.ones(49, 16)),
     ],
 )
-def test_an_optimizer_of_another_kind_is_left_out(tmp_path, change):
-    model = nanogpt()
+def test_another_optimizers_state_is_left_out(tmp_path, change):
+    model = make_nanogpt()
     optimizer = torch.optim.AdamW(nanogpt_groups(model))
     tokens = torch.randint(50, (2, 8))
     model(tokens, tokens)[1].backward()
     optimizer.step()
-    checkpoint = their_checkpoint(model, optimizer=optimizer.state_dict())
+    checkpoint = make_checkpoint(model, optimizer=optimizer.state_dict())
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     assert convert(tmp_path / "ckpt.pt", tmp_path / "a.pt").notes == ()
     change(checkpoint["optimizer"])
@@ -136,31 +137,30 @@ def test_an_optimizer_of_another_kind_is_left_out(tmp_path, change):
 
 
 def test_a_parameter_twice_is_refused(tmp_path):
-    checkpoint = their_checkpoint(nanogpt())
+    checkpoint = make_checkpoint(make_nanogpt())
     checkpoint["model"]["transformer.ln_f.weight"] = torch.ones(16)
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=r"parameters both with and without '_orig_mod\.'"):
-        load(tmp_path / "ckpt.pt")
+    assert_raises(ValueError, r"parameters both with and without '_orig_mod\.'", load, tmp_path / "ckpt.pt")
 
 
-def test_the_options_of_torchs_adamw_are_all_there(tmp_path):
+def test_the_optimizer_has_all_options_of_torchs(tmp_path):
     make_model().save_checkpoint(tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
     groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
-    expected = torch.optim.AdamW(nanogpt_groups(nanogpt())).state_dict()["param_groups"]
+    expected = torch.optim.AdamW(nanogpt_groups(make_nanogpt())).state_dict()["param_groups"]
     assert [set(group) for group in groups] == [set(group) for group in expected]
     assert [group["params"] for group in groups] == [group["params"] for group in expected]
 
 
-def test_an_old_checkpoint_that_does_not_say_bias(tmp_path):
-    checkpoint = their_checkpoint(nanogpt())
+def test_an_old_checkpoint_has_biases(tmp_path):
+    checkpoint = make_checkpoint(make_nanogpt())
     del checkpoint["model_args"]["bias"], checkpoint["model_args"]["dropout"]
     torch.save(checkpoint, tmp_path / "ckpt.pt")
     assert GPT2.from_checkpoint(tmp_path / "ckpt.pt").config.bias
 
 
-def test_padding_that_nanogpt_takes_for_tokens(tmp_path):
-    """Its vocabulary of 50304 is GPT-2's with padding; only the user can say so."""
+def test_vocab_size_removes_nanogpts_padding(tmp_path):
+    """nanoGPT's vocabulary of 50304 includes padding, which only the user can tell."""
     model = make_model(vocab_size=50304, n_embd=2)
     path = write_as("nanogpt", tmp_path / "a", model)
     done = convert(path, tmp_path / "model.safetensors")
@@ -174,14 +174,14 @@ def test_padding_that_nanogpt_takes_for_tokens(tmp_path):
 
 
 class Payload:
-    """What runs code when it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __reduce__(self):
         return (os.system, ("touch /tmp/gptkernels_has_run_code",))
 
 
 def with_tensor(tensor):
-    checkpoint = their_checkpoint(nanogpt())
+    checkpoint = make_checkpoint(make_nanogpt())
     checkpoint["model"]["_orig_mod.transformer.ln_f.weight"] = tensor
     return checkpoint
 
@@ -189,24 +189,30 @@ def with_tensor(tensor):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (lambda: their_checkpoint(nanogpt(), config=Payload()), "holds posix.system, which is no tensor and no plain"),
+        (
+            lambda: make_checkpoint(make_nanogpt(), config=Payload()),
+            "holds posix.system, which is no tensor and no plain",
+        ),
         (lambda: Payload(), "holds posix.system"),
         (lambda: {"model": {}}, "it has no 'model_args'"),
-        (lambda: nanogpt().state_dict(), "it has no 'model'"),
+        (lambda: make_nanogpt().state_dict(), "it has no 'model'"),
         (lambda: [1, 2], "it has no 'model'"),
         (lambda: {"model": {1: torch.ones(1)}, "model_args": {}}, "it has no 'model' with names"),
-        (lambda: their_checkpoint(nanogpt(), model_args={"n_layer": 2}), "block_size is None, must be an integer"),
-        (lambda: their_checkpoint(nanogpt(), model={}), "but there are 0 parameters"),
+        (lambda: make_checkpoint(make_nanogpt(), model_args={"n_layer": 2}), "block_size is None, must be an integer"),
+        (lambda: make_checkpoint(make_nanogpt(), model={}), "but there are 0 parameters"),
         (lambda: with_tensor("x"), "is no dense tensor"),
-        # The second is torch's from 2.15 on, which does not load it.
+        # torch gives the second message from 2.15 on.
         (lambda: with_tensor(torch.ones(16).to_sparse()), "is no dense tensor|no whole file of torch.save"),
         (lambda: with_tensor(torch.ones(16, device="meta")), "is no dense tensor"),
         (lambda: with_tensor(torch.ones(16, dtype=torch.int64)), "torch.int64, must be of a floating-point dtype"),
         (lambda: with_tensor(torch.ones(17)), "has shape (17,), must have (16,)"),
-        (lambda: their_checkpoint(nanogpt(), config={"activation": "relu"}), "activation is 'relu', must be one of"),
+        (
+            lambda: make_checkpoint(make_nanogpt(), config={"activation": "relu"}),
+            "activation is 'relu', must be one of",
+        ),
     ],
 )
-def test_a_pickle_that_is_no_checkpoint(tmp_path, content, message):
+def test_other_pickles_are_refused(tmp_path, content, message):
     path = tmp_path / "ckpt.pt"
     expected = "|".join(map(re.escape, message.split("|")))
     for legacy in (False, True):
@@ -219,16 +225,15 @@ def test_a_pickle_that_is_no_checkpoint(tmp_path, content, message):
 
 
 @pytest.mark.parametrize("arguments", [{"rotary": True}, {"dropout": 2.0}, {"dropout": None}, {"bias": "yes"}])
-def test_arguments_that_gpt2_here_has_not(tmp_path, arguments):
-    checkpoint = their_checkpoint(nanogpt())
+def test_unsupported_arguments_are_refused(tmp_path, arguments):
+    checkpoint = make_checkpoint(make_nanogpt())
     checkpoint["model_args"] |= arguments
     torch.save(checkpoint, tmp_path / "ckpt.pt")
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        load(tmp_path / "ckpt.pt")
+    assert_raises(ValueError, next(iter(arguments)), load, tmp_path / "ckpt.pt")
 
 
 def test_claims_beyond_the_file_are_refused(tmp_path):
-    """Expanded tensors, compressed archives, and sizes that the older format would allocate before it reads."""
+    """Tensors are expanded, an archive is compressed, and the older format states sizes before its data."""
     C, huge = 2**14, torch.ones(1)
     config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
     names = {
@@ -243,23 +248,20 @@ def test_claims_beyond_the_file_are_refused(tmp_path):
     state = {f"transformer.{name}.weight": huge.expand(shape) for name, shape in names.items()}
     torch.save({"model": state, "model_args": config}, tmp_path / "expanded.pt")
     assert (tmp_path / "expanded.pt").stat().st_size < 10_000
-    with pytest.raises(ValueError, match=r"the parameters take 12\d+ bytes, the files have"):
-        load(tmp_path / "expanded.pt")
+    assert_raises(ValueError, r"the parameters take 12\d+ bytes, the files have", load, tmp_path / "expanded.pt")
 
-    torch.save(their_checkpoint(nanogpt()), tmp_path / "ckpt.pt")
+    torch.save(make_checkpoint(make_nanogpt()), tmp_path / "ckpt.pt")
     with zipfile.ZipFile(tmp_path / "ckpt.pt") as whole, zipfile.ZipFile(tmp_path / "small.pt", "w", 8) as compressed:
         for entry in whole.infolist():
             compressed.writestr(entry.filename, whole.read(entry))
-    with pytest.raises(ValueError, match="compressed"):
-        load(tmp_path / "small.pt")
+    assert_raises(ValueError, "compressed", load, tmp_path / "small.pt")
 
-    torch.save(their_checkpoint(nanogpt()), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(make_checkpoint(make_nanogpt()), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     raw = (tmp_path / "old.pt").read_bytes()
     storage = pickle.dumps(50 * 16, 2)[2:-1]  # the number of elements of the embedding's storage
     assert raw.count(storage) >= 1
     (tmp_path / "old.pt").write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
-    with pytest.raises(ValueError, match="bytes of tensors, the file has"):
-        load(tmp_path / "old.pt")
+    assert_raises(ValueError, "bytes of tensors, the file has", load, tmp_path / "old.pt")
 
 
 def test_a_run_before_its_first_step(tmp_path):

@@ -31,12 +31,13 @@ from gptkernels.data import tokens as tokens_module
 from gptkernels.data.corpus import Document, find_documents, split, standard_library, standard_library_text
 from gptkernels.data.loader import permute
 from gptkernels.data.tokenizer import train_bpe
+from helpers import assert_raises
 
 MAGIC = 20240520
 
 
 @contextmanager
-def little_memory(limit=1 << 20):
+def limit_memory(limit=1 << 20):
     tracemalloc.start()
     try:
         yield
@@ -45,8 +46,8 @@ def little_memory(limit=1 << 20):
         tracemalloc.stop()
 
 
-def refused(path, *words):
-    with little_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
+def expect_error(path, *words):
+    with limit_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
         TokenFile(path)
     for word in words:
         assert word in str(info.value)
@@ -62,7 +63,7 @@ def token_file(tmp_path):
     return write
 
 
-# Token files
+# ---- token files -----------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=20), min_size=1, max_size=6).filter(any))
@@ -93,27 +94,21 @@ def test_truncated_token_files(tmp_path):
     path = tmp_path / "tokens.bin"
     write_tokens(path, [[1, 2, 3]])
     raw = path.read_bytes()
-    for size, word in (
-        (0, "empty"),
-        (1, "multiple of 4"),
-        (3, "multiple of 4"),
-        (4, "header"),
-        (1023, "header"),
-    ):
+    for size, word in ((0, "empty"), (1, "multiple of 4"), (3, "multiple of 4"), (4, "header"), (1023, "header")):
         path.write_bytes(raw[:size])
-        refused(path, word)
+        expect_error(path, word)
     for size in (1024, 1025, 1026, len(raw) - 1):
         path.write_bytes(raw[:size])
-        refused(path, "truncated", "number of tokens is 3")
+        expect_error(path, "truncated", "number of tokens is 3")
     path.write_bytes(raw + b"\0\0")
-    refused(path, "too long", "number of tokens is 3")
+    expect_error(path, "too long", "number of tokens is 3")
 
 
 @pytest.mark.parametrize("count", [0, -1, -(2**31), 4, 2**31 - 1])
-def test_hostile_counts(tmp_path, count):
+def test_wrong_counts_are_refused(tmp_path, count):
     path = tmp_path / "tokens.bin"
     path.write_bytes(struct.pack("<256i", MAGIC, 1, count, *[0] * 253) + bytes(6))
-    refused(path, f"number of tokens is {count}")
+    expect_error(path, f"number of tokens is {count}")
 
 
 @pytest.mark.parametrize(
@@ -130,10 +125,10 @@ def test_hostile_counts(tmp_path, count):
         (np.array([5, -6], "<i4").tobytes(), "value -6 at position 1"),
     ],
 )
-def test_foreign_files(tmp_path, raw, word):
+def test_other_files_are_refused(tmp_path, raw, word):
     path = tmp_path / "tokens.bin"
     path.write_bytes(raw)
-    refused(path, word)
+    expect_error(path, word)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +142,8 @@ def test_foreign_files(tmp_path, raw, word):
         ([[], []], "no tokens to write"),
     ],
 )
-def test_what_write_tokens_refuses(tmp_path, chunks, message):
-    with pytest.raises(ValueError, match=message):
-        write_tokens(tmp_path / "tokens.bin", chunks)
+def test_write_tokens_refuses_bad_tokens(tmp_path, chunks, message):
+    assert_raises(ValueError, message, write_tokens, tmp_path / "tokens.bin", chunks)
     assert not list(tmp_path.iterdir())
 
 
@@ -157,13 +151,12 @@ def test_write_tokens_limits(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="vocab_size is 65537: token files hold 16-bit tokens"):
         write_tokens(tmp_path / "tokens.bin", [[1]], 65537)
     monkeypatch.setattr(tokens_module, "MAX_TOKENS", 3)
-    with pytest.raises(ValueError, match="more than 3 tokens"):
-        write_tokens(tmp_path / "tokens.bin", [[1, 2], [3, 4]])
+    assert_raises(ValueError, "more than 3 tokens", write_tokens, tmp_path / "tokens.bin", [[1, 2], [3, 4]])
     assert not list(tmp_path.iterdir())
 
 
 def test_write_tokens_streams(tmp_path):
-    with little_memory():
+    with limit_memory():
         write_tokens(tmp_path / "tokens.bin", (np.full(10_000, i) for i in range(200)))
     assert len(TokenFile(tmp_path / "tokens.bin")) == 2_000_000
 
@@ -171,20 +164,19 @@ def test_write_tokens_streams(tmp_path):
 def test_failed_write_leaves_the_previous_file(tmp_path):
     path = tmp_path / "tokens.bin"
     write_tokens(path, [[1, 2, 3]])
-    with pytest.raises(ValueError, match="token -1"):
-        write_tokens(path, [[4], [-1]])
+    assert_raises(ValueError, "token -1", write_tokens, path, [[4], [-1]])
     assert TokenFile(path)[:].tolist() == [1, 2, 3]
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_file_larger_than_memory(tmp_path):
-    """4 GiB of tokens (a sparse file): neither opening nor reading in random order takes memory or time."""
+    """Neither opening nor random reads of 4 GiB of tokens (a sparse file) take memory or time."""
     path = tmp_path / "large.bin"
     count = 2**31 - 1
     with open(path, "wb") as file:
         file.write(struct.pack("<256i", MAGIC, 1, count, *[0] * 253))
         file.truncate(1024 + 2 * count)
-    with little_memory(64 << 20):  # what numpy imports on first use included
+    with limit_memory(64 << 20):  # includes numpy's imports on first use
         loader = DataLoader(path, 4, 8, 256)
         tokens, _ = loader.next_batch()
         loader.position = 10**12
@@ -193,18 +185,18 @@ def test_file_larger_than_memory(tmp_path):
     assert loader.num_windows == count // 8
 
 
-# Several token files
+# ---- several token files ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """Three files of 40, 1 and 59 tokens: 0..99 when read as one."""
+    """Write three files of 40, 1 and 59 tokens: 0..99 when read as one."""
     for name, tokens in (("a", range(40)), ("b", [40]), ("c", range(41, 100))):
         write_tokens(tmp_path / f"text_{name}.bin", [list(tokens)])
     return str(tmp_path / "text_*.bin")
 
 
-def test_shards_are_one_text(shards):
+def test_shards_read_as_one_text(shards):
     files = TokenFiles(find_files(shards))
     assert [path.name for path in files.paths] == ["text_a.bin", "text_b.bin", "text_c.bin"]
     assert len(files) == 100
@@ -220,7 +212,7 @@ def test_shards_are_one_text(shards):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("random_offsets", [True, False])
-def test_batches_of_shards_are_those_of_one_file(shards, token_file, shuffle, random_offsets):
+def test_shards_have_the_batches_of_one_file(shards, token_file, shuffle, random_offsets):
     loaders = [
         DataLoader(data, 3, 7, 256, seed=4, shuffle=shuffle, random_offsets=random_offsets)
         for data in (TokenFiles(find_files(shards)), token_file(100))
@@ -230,10 +222,9 @@ def test_batches_of_shards_are_those_of_one_file(shards, token_file, shuffle, ra
             assert one.equal(other)
 
 
-def test_a_token_outside_the_vocabulary_is_said_with_its_own_file(shards):
+def test_an_error_in_a_shard_names_its_file(shards):
     loader = DataLoader(TokenFiles(find_files(shards)), 1, 99, 45)
-    with pytest.raises(ValueError, match=r"text_c.bin: token 45 at position 4 is outside the vocabulary of 45"):
-        loader.next_batch()
+    assert_raises(ValueError, r"text_c.bin: token 45 at position 4 is outside the vocabulary of 45", loader.next_batch)
 
 
 def test_shards_are_found(shards, tmp_path):
@@ -241,17 +232,15 @@ def test_shards_are_found(shards, tmp_path):
     write_tokens(tmp_path / "odd[1].bin", [[1]])
     assert find_files(str(tmp_path / "odd[1].bin")) == [tmp_path / "odd[1].bin"]
     for name, message in (("no_*.bin", "no file matches"), ("no.bin", "no file is called")):
-        with pytest.raises(ValueError, match=message):
-            find_files(str(tmp_path / name))
-    with pytest.raises(ValueError, match="no token files"):
-        TokenFiles([])
+        assert_raises(ValueError, message, find_files, str(tmp_path / name))
+    assert_raises(ValueError, "no token files", TokenFiles, [])
 
 
-# The loader
+# ---- the loader ------------------------------------------------------------------------------------------------------
 
 
 def test_random_offsets(token_file):
-    """Every offset, 0 to 57, comes up about as often; ranks share the draws; the state resumes them."""
+    """Every offset, 0 to 57, is about as frequent; ranks share the draws; the state resumes them."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -288,7 +277,7 @@ def test_permute_mixes(n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_few_windows_come_in_every_order(n):
+def test_few_windows_have_every_order(n):
     draws = 100 * len(list(itertools.permutations(range(n))))
     counts = dict.fromkeys(itertools.permutations(range(n)), 0)
     for seed in range(draws):
@@ -320,7 +309,7 @@ def test_batches(token_file):
 )
 @settings(max_examples=40, deadline=None)
 def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size, shuffle):
-    """Over all ranks, each epoch gives each window once, and in the order that one rank alone would see."""
+    """All ranks together see each window once per epoch, in the order that one rank alone sees."""
     T = 4
     path = tmp_path_factory.mktemp("data") / "tokens.bin"
     write_tokens(path, [np.arange(windows * T + 1 + tail)])
@@ -378,18 +367,16 @@ def test_seeds_differ(token_file):
         ({"random_offsets": 1}, "random_offsets is 1, must be True or False"),
     ],
 )
-def test_foreign_states(token_file, change, message):
+def test_states_of_other_loaders_are_refused(token_file, change, message):
     loader = DataLoader(token_file(1000), 3, 7, 256)
-    with pytest.raises(ValueError, match=message):
-        loader.load_state_dict({**loader.state_dict(), **change})
-    with pytest.raises(ValueError, match="it is a list, must be a mapping"):
-        loader.load_state_dict([])
+    assert_raises(ValueError, message, loader.load_state_dict, {**loader.state_dict(), **change})
+    assert_raises(ValueError, "it is a list, must be a mapping", loader.load_state_dict, [])
     with pytest.raises(ValueError, match="position, seed"):
         loader.load_state_dict({name: 1 for name in ("shuffle", "sequence_length", "num_tokens")})
 
 
 @pytest.mark.parametrize("value", [-3, 256, 2**31 - 1])
-def test_tokens_outside_the_vocabulary(tmp_path, value):
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path, value):
     path = tmp_path / "old.bin"
     tokens = np.zeros(1000, "<i4")
     tokens[777] = value
@@ -397,22 +384,19 @@ def test_tokens_outside_the_vocabulary(tmp_path, value):
     loader = DataLoader(path, 4, 16, 256, shuffle=False)
     for _ in range(777 // 64):
         loader.next_batch()
-    with pytest.raises(ValueError, match=rf"old.bin: token {value} at position 777 is outside .* of 256"):
-        loader.next_batch()
+    assert_raises(ValueError, rf"old.bin: token {value} at position 777 is outside .* of 256", loader.next_batch)
 
 
-def test_a_target_outside_the_vocabulary(tmp_path):
+def test_a_target_outside_the_vocabulary_is_refused(tmp_path):
     write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])
-    with pytest.raises(ValueError, match="token 300 at position 4"):
-        DataLoader(tmp_path / "tokens.bin", 1, 4, 256).next_batch()
+    assert_raises(ValueError, "token 300 at position 4", DataLoader(tmp_path / "tokens.bin", 1, 4, 256).next_batch)
 
 
-def test_too_little_data(token_file):
+def test_too_little_data_is_refused(token_file):
     path = token_file(64)
     with pytest.raises(ValueError, match=r"64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65"):
         DataLoader(path, 4, 16, 256)
-    with pytest.raises(ValueError, match=r"T=16 on each of 2 ranks: it takes 65"):
-        DataLoader(path, 2, 16, 256, world_size=2)
+    assert_raises(ValueError, r"T=16 on each of 2 ranks: it takes 65", DataLoader, path, 2, 16, 256, world_size=2)
     DataLoader(token_file(65), 4, 16, 256).next_batch()
 
 
@@ -428,31 +412,29 @@ def test_too_little_data(token_file):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_loader_arguments(token_file, arguments, message):
+def test_loader_refuses_bad_arguments(token_file, arguments, message):
     arguments = {"batch_size": 1, "sequence_length": 4, "vocab_size": 256, **arguments}
-    with pytest.raises(ValueError, match=message):
-        DataLoader(token_file(100), **arguments)
+    assert_raises(ValueError, message, DataLoader, token_file(100), **arguments)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
-def test_pinned(token_file):
+def test_pinned_batches(token_file):
     tokens, targets = DataLoader(token_file(100), 2, 4, 256, pin_memory=True).next_batch()
     assert tokens.is_pinned()
     assert targets.is_pinned()
 
 
-# The corpus
+# ---- the corpus ------------------------------------------------------------------------------------------------------
 
 WORDS = st.text(st.sampled_from("abз中!'7\N{PILE OF POO}"), min_size=1, max_size=4)
 BLANKS = st.text(st.sampled_from(" \t\n\r\x1c\u00a0\u3000"), max_size=3)
 
 
 @given(
-    words=st.lists(st.tuples(WORDS, st.sampled_from(" \n\t"), BLANKS), max_size=60),
-    chunk_bytes=st.integers(64, 200),
+    words=st.lists(st.tuples(WORDS, st.sampled_from(" \n\t"), BLANKS), max_size=60), chunk_bytes=st.integers(64, 200)
 )
 @settings(max_examples=60, deadline=None)
-def test_text_in_pieces_is_encoded_as_a_whole(tmp_path_factory, bpe, words, chunk_bytes):
+def test_chunks_of_text_encode_as_the_whole(tmp_path_factory, bpe, words, chunk_bytes):
     text = "".join(part for word in words for part in word)
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(text.encode())
@@ -489,12 +471,9 @@ def test_find_documents(tmp_path):
     assert find_documents(tmp_path) == find_documents(str(tmp_path)) == found
     named = find_documents([tmp_path / "b.txt", tmp_path / "a.txt", tmp_path / ".hidden"])
     assert [document.path.name for document in named] == ["b.txt", "a.txt", ".hidden"]
-    with pytest.raises(ValueError, match=r"no such file or folder: .*absent"):
-        find_documents([tmp_path / "absent"])
-    with pytest.raises(ValueError, match=r"no text in .*empty"):
-        find_documents([tmp_path / "empty"])
-    with pytest.raises(ValueError, match="no text in no files at all"):
-        find_documents([])
+    assert_raises(ValueError, r"no such file or folder: .*absent", find_documents, [tmp_path / "absent"])
+    assert_raises(ValueError, r"no text in .*empty", find_documents, [tmp_path / "empty"])
+    assert_raises(ValueError, "no text in no files at all", find_documents, [])
 
 
 @given(
@@ -509,8 +488,7 @@ def test_split(tmp_path_factory, texts, fraction):
     documents = [Document.whole(folder / str(i)) for i in range(len(texts))]
     total = sum(map(len, texts))
     if total == 1 or round(total * fraction) >= total:
-        with pytest.raises(ValueError, match="too few for training and validation"):
-            split(documents, fraction)
+        assert_raises(ValueError, "too few for training and validation", split, documents, fraction)
         return
     train, val = split(documents, fraction)
     assert train
@@ -519,7 +497,7 @@ def test_split(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """A line that is longer than anyone looks for its end is cut between two characters."""
+    """A line longer than the search for its end is cut between two characters."""
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
         raw = character.encode() * 30_000
@@ -539,8 +517,7 @@ def test_split_at_a_line(tmp_path):
     (train,), _ = split([Document.whole(path)], 0.103)
     assert train.stop == 720
     for fraction in (0, 1, -0.5, float("nan")):
-        with pytest.raises(ValueError, match="val_fraction is"):
-            split([Document.whole(path)], fraction)
+        assert_raises(ValueError, "val_fraction is", split, [Document.whole(path)], fraction)
 
 
 def test_standard_library():
@@ -563,13 +540,12 @@ def test_standard_library_text():
     assert b"import" in val
 
 
-def test_standard_library_that_is_not_there(tmp_path, monkeypatch):
+def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus_module.sysconfig, "get_path", lambda _: str(tmp_path))
-    with pytest.raises(ValueError, match="too little of the standard library"):
-        standard_library()
+    assert_raises(ValueError, "too little of the standard library", standard_library)
 
 
-# prepare
+# ---- prepare ---------------------------------------------------------------------------------------------------------
 
 
 def test_prepare_bytes(tmp_path):
@@ -625,8 +601,8 @@ def test_prepare_characters(tmp_path):
     assert len(tokens) == len(text.read_text())
 
 
-def test_nul_bytes_stay_what_they_are(tmp_path):
-    """NUL is the byte tokenizer's end-of-text token, but not for data that holds it."""
+def test_nul_bytes_are_kept(tmp_path):
+    """NUL is the byte tokenizer's end-of-text token, unless the data has it."""
     text = tmp_path / "binary"
     text.write_bytes(b"a\0b\n" * 100)
     summary = prepare([text], tmp_path / "data")
@@ -647,7 +623,7 @@ def test_prepare_never_overwrites_its_input(tmp_path):
     assert source.read_bytes() == before
 
 
-def test_prepare_overwrites_only_what_it_wrote(tmp_path):
+def test_prepare_overwrites_only_its_own_files(tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 20)
     for suffix, content in (
         ("train.bin", b"my notes"),
@@ -667,8 +643,8 @@ def test_prepare_overwrites_only_what_it_wrote(tmp_path):
         prepare([tmp_path / "text.txt"], tmp_path / "x")
 
 
-def test_prepare_fails_without_a_trace(tmp_path):
-    """A character that the tokenizer lacks, at the very end: what was there before is there still."""
+def test_a_failed_prepare_changes_nothing(tmp_path):
+    """The tokenizer lacks a character at the very end of the text."""
     (tmp_path / "text.txt").write_text("abc\n" * 100)
     first = prepare([tmp_path / "text.txt"], tmp_path / "x", "char")
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -699,17 +675,17 @@ def test_prepare_writes_through_a_link(tmp_path):
     assert len(TokenFile(tmp_path / "disk" / "tokens.bin")) > 100
 
 
-def test_a_stale_tokenizer_is_not_preferred(tmp_path):
+def test_the_newest_tokenizer_is_read(tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 20)
     prepare([tmp_path / "text.txt"], tmp_path / "x")
     stale = (tmp_path / "x_tokenizer.bin").read_bytes()
     prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", vocab_size=270)
-    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # as a killed run leaves it
+    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # a killed run leaves it
     os.utime(tmp_path / "x_tokenizer.bin", (1, 1))
     assert tokenizer_for_prefix(tmp_path / "x").vocab_size > 256
 
 
-def test_a_file_given_twice_is_taken_once(tmp_path):
+def test_a_file_given_twice_is_read_once(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.txt").symlink_to("a.txt")
     os.link(tmp_path / "a.txt", tmp_path / "c.txt")
@@ -720,7 +696,7 @@ def test_a_file_given_twice_is_taken_once(tmp_path):
 
 @pytest.fixture
 def odd_files(tmp_path):
-    """A FIFO, a socket, a dangling link, a loop of links and a link to its own folder."""
+    """Make a FIFO, a socket, a dangling link, a loop of links and a link to its own folder."""
     folder = tmp_path / "odd"
     folder.mkdir()
     os.mkfifo(folder / "fifo")
@@ -734,8 +710,7 @@ def odd_files(tmp_path):
 
 
 def test_odd_files_are_skipped_or_refused(odd_files):
-    with pytest.raises(ValueError, match="no text in"):
-        find_documents(odd_files)
+    assert_raises(ValueError, "no text in", find_documents, odd_files)
     (odd_files / "text.txt").write_text("text")
     assert [document.path.name for document in find_documents(odd_files)] == ["text.txt"]
     for name, message in (
@@ -744,17 +719,13 @@ def test_odd_files_are_skipped_or_refused(odd_files):
         ("dangling", "no such file or folder"),
         ("loop", "no such file or folder"),
     ):
-        with pytest.raises(ValueError, match=message):
-            find_documents([odd_files / name])
-        with pytest.raises((ValueError, OSError), match=name):
-            TokenFile(odd_files / name)
-        with pytest.raises((ValueError, OSError), match=name):
-            load_tokenizer(odd_files / name)
-    with pytest.raises(ValueError, match="is a character device"):
-        find_documents(["/dev/zero"])
+        assert_raises(ValueError, message, find_documents, [odd_files / name])
+        assert_raises((ValueError, OSError), name, TokenFile, odd_files / name)
+        assert_raises((ValueError, OSError), name, load_tokenizer, odd_files / name)
+    assert_raises(ValueError, "is a character device", find_documents, ["/dev/zero"])
 
 
-def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
+def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("text")
     (tmp_path / "closed").mkdir()
     scandir = os.scandir
@@ -764,12 +735,11 @@ def test_a_folder_that_cannot_be_read_is_not_left_out(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)  # root may read everything
-    with pytest.raises(PermissionError, match="closed"):
-        find_documents(tmp_path)
+    monkeypatch.setattr(os, "scandir", refuse)  # root can read every folder
+    assert_raises(PermissionError, "closed", find_documents, tmp_path)
 
 
-def test_prepare_tells_how_far_it_is(tmp_path):
+def test_prepare_reports_progress(tmp_path):
     (tmp_path / "text.txt").write_text("some text\n" * 20)
     calls = []
     prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", progress=lambda *call: calls.append(call))
@@ -786,7 +756,7 @@ def test_prepare_with_the_tokenizer_of_other_data(tmp_path):
     assert Path(first["tokenizer"]).read_bytes() == Path(second["tokenizer"]).read_bytes()
 
 
-def test_what_prepare_refuses(tmp_path):
+def test_prepare_refuses_bad_arguments(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("some text\n" * 20)
     prefix = tmp_path / "data"
@@ -802,11 +772,9 @@ def test_what_prepare_refuses(tmp_path):
         ({"files": [""]}, "name of a file is empty"),
         ({"tokenizer": ""}, "name of the tokenizer is empty"),
     ):
-        with pytest.raises(ValueError, match=message):
-            prepare(**{"files": [text], "out_prefix": prefix, **arguments})
+        assert_raises(ValueError, message, prepare, **{"files": [text], "out_prefix": prefix, **arguments})
     assert list(tmp_path.iterdir()) == [text]
-    with pytest.raises(ValueError, match="no tokenizer beside the data"):
-        tokenizer_for_prefix(prefix)
+    assert_raises(ValueError, "no tokenizer for the data", tokenizer_for_prefix, prefix)
 
 
 def test_prepare_standard_library(tmp_path):

@@ -1,6 +1,5 @@
 """Multiple-choice questions in llm.c's format, and the evaluation of models on them and on held-out data."""
 
-import csv
 import re
 import struct
 from pathlib import Path
@@ -16,15 +15,16 @@ from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.evaluation import answer
 from gptkernels.trainer.processes import Processes
 from gptkernels.trainer.train import train
-from small_runs import SMALL, TEXT, run_flags, write_text
+from helpers import assert_raises
+from small_runs import TEXT, make_options, read_log, run_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
 
 
-def words_of(context, endings, label, index):
-    """A question as `write_evalfile` in llm.c's dev/data/data_common.py lays it out."""
+def make_words(context, endings, label, index):
+    """Lay out a question as `write_evalfile` in llm.c's dev/data/data_common.py does."""
     words = [65535, 0, index, label, len(endings)]
     for part in (context, *endings):
         words += [len(part), *part]
@@ -34,7 +34,7 @@ def words_of(context, endings, label, index):
 
 def write_questions(path, questions, **changes):
     """Write (context, endings, label)s; `changes` are fields of the header."""
-    streams = [words_of(*question, i) for i, question in enumerate(questions)]
+    streams = [make_words(*question, i) for i, question in enumerate(questions)]
     header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
     flat = [word for stream in streams for word in stream]
     path.write_bytes(struct.pack("<256i", *header.values(), *[0] * 252) + struct.pack(f"<{len(flat)}H", *flat))
@@ -43,13 +43,13 @@ def write_questions(path, questions, **changes):
 
 @pytest.fixture
 def path(tmp_path):
-    """Three questions."""
+    """Write three questions."""
     return write_questions(
         tmp_path / "questions.bin", [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
     )
 
 
-# The file.
+# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def test_questions_are_read(path):
@@ -75,8 +75,7 @@ def test_a_wrong_header_is_refused(path, place, value, message):
     with open(path, "r+b") as file:
         file.seek(4 * place)
         file.write(struct.pack("<i", value))
-    with pytest.raises(ValueError, match=rf"questions.bin: ({message})"):
-        read_questions(path, 10)
+    assert_raises(ValueError, rf"questions.bin: ({message})", read_questions, path, 10)
 
 
 @pytest.mark.parametrize(
@@ -98,23 +97,21 @@ def test_a_damaged_question_is_refused(path, place, value, message):
     with open(path, "r+b") as file:
         file.seek(1024 + 2 * place)
         file.write(struct.pack("<H", value))
-    with pytest.raises(ValueError, match=rf"questions.bin: {message}"):
-        read_questions(path, 10)
+    assert_raises(ValueError, rf"questions.bin: {message}", read_questions, path, 10)
 
 
 def test_a_truncated_file_is_refused(path):
     whole = Path(path).read_bytes()
     for size in (0, 3, 1000, 1024, 1025, 1040, len(whole) - 1, len(whole) - 2):
         Path(path).write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"questions.bin: "):
-            read_questions(path, 10)
+        assert_raises(ValueError, r"questions.bin: ", read_questions, path, 10)
 
 
-# The answers.
+# ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def expected_answers(model, questions):
-    """The ending with the lowest mean loss of each question, one row at a time."""
+def find_answers(model, questions):
+    """Return for each question the ending with the lowest mean loss, computed one row at a time."""
     answers = []
     for context, endings, _ in questions:
         losses = []
@@ -139,7 +136,7 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
             parameter.mul_(8)
     draw = lambda longest: torch.randint(40, (int(torch.randint(1, longest, ())),)).tolist()  # noqa: E731
     questions = [(draw(12), [draw(12) for _ in range(2 + i % 3)]) for i in range(30)]
-    answers = expected_answers(model, [(*question, 0) for question in questions])
+    answers = find_answers(model, [(*question, 0) for question in questions])
     assert len(set(answers)) > 2
     labels = [found if i % 3 else (found + 1) % len(questions[i][1]) for i, found in enumerate(answers)]
     path = write_questions(
@@ -154,16 +151,15 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
     assert sum(halves) == 20
 
 
-# Runs.
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def options(tmp_path, device):
-    """The options of a small run that answers two questions about the text: which words follow."""
+    """Return the options of a small run that answers two questions about its text."""
     start = list(TEXT[:8])
     questions = [(start, [list(TEXT[8:12]), [0, 1, 2, 3]], 0), (start, [[0, 1], list(TEXT[8:14])], 1)]
-    files = {"data": write_text(tmp_path / "text"), "eval_file": write_questions(tmp_path / "q.bin", questions)}
-    return SMALL | files | {"output": str(tmp_path / "run"), "device": str(device)}
+    return make_options(tmp_path, device, eval_file=write_questions(tmp_path / "q.bin", questions))
 
 
 def test_a_run_answers_questions(options, capsys):
@@ -174,8 +170,7 @@ def test_a_run_answers_questions(options, capsys):
     log = (result.output / "main.log").read_text()
     assert re.findall(r"s:(\d+) eval:\d\.\d{4}\n", log) == ["30", "60"]
     assert "s:60 eval:1.0000\n" in log
-    with open(result.output / "log.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["split"] == "eval"]
+    rows = read_log(result.output, "eval")
     assert [(row["step"], row["loss"]) for row in rows] == [("30", ""), ("60", "")]
     assert float(rows[1]["accuracy"]) == 1
 
@@ -185,7 +180,7 @@ def test_questions_do_not_change_the_run(options, tmp_path):
     assert train(TrainConfig(**options)).train_loss == plain.train_loss
 
 
-def test_a_question_that_is_too_long_gets_a_sentence(options, tmp_path, capsys):
+def test_a_question_that_is_too_long_is_reported(options, tmp_path, capsys):
     write_questions(tmp_path / "q.bin", [([1], [[2], [3]], 0), ([1], [[2], [3] * 16], 0)])
     assert main(["train", *run_flags(options)]) == 2
     assert "q.bin: question 1 has 17 tokens, the model 16 positions" in capsys.readouterr().err
@@ -205,7 +200,7 @@ def test_a_run_is_evaluated_without_training(options, tmp_path, capsys):
     assert {path.name: path.read_bytes() for path in result.output.iterdir()} == before
 
 
-def test_only_the_files_that_are_evaluated_on_are_needed(options, tmp_path, capsys):
+def test_evaluation_needs_no_training_data(options, tmp_path, capsys):
     run = str(train(TrainConfig(**options)).output)
     size = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16", "--device", options["device"]]
     command = ["train", "--eval-only", "--init-from", run, *size]
@@ -222,8 +217,8 @@ def test_only_the_files_that_are_evaluated_on_are_needed(options, tmp_path, caps
     assert "validation loss" in capsys.readouterr().out
 
 
-def test_held_out_files_take_the_place_of_the_prefixs(options, tmp_path):
-    """As one text: three shards of a text validate as the whole of it."""
+def test_held_out_files_replace_the_prefixs(options, tmp_path):
+    """Three shards of a text have the loss of the whole text."""
     text = list(TEXT[:300])
     for name, part in (("a", text[:100]), ("b", text[100:130]), ("c", text[130:])):
         write_tokens(tmp_path / f"held_out_{name}.bin", [part])

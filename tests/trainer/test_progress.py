@@ -1,4 +1,4 @@
-"""What is shown while a command runs: data is never markup, and output never ends a run."""
+"""Progress of a command: data is never taken for markup, and a failing output does not end a run."""
 
 import io
 import sys
@@ -7,8 +7,8 @@ import pytest
 
 from gptkernels.trainer import progress
 from gptkernels.trainer.logs import TrainingStep
-from gptkernels.trainer.output import SafeOutput
 
+STEP = TrainingStep(4, 1.25, 1e-3, 0.5, 10.0, 12345.0)
 MARKUP = "[a:on:b] [bold]x[/] :smile: [/nothing]"
 
 
@@ -19,40 +19,75 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_text_above_the_bar_is_no_markup(monkeypatch):
+@pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
+def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
+    """Text is never taken for the bar's markup."""
     monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     monkeypatch.setenv("TERM", "xterm")
-    bar = progress.show_progress(10, 0, True)
-    assert isinstance(bar, progress.Bar)
-    bar.say(MARKUP)
-    bar.step(TrainingStep(3, 1.5, 1e-3, 1.0, 2.0, 100.0))
-    bar.close()
-    shown = sys.stdout.getvalue()
-    assert MARKUP in shown
-    assert "loss 1.500" in shown
+    shown = progress.show_progress(5, 0, True)
+    assert isinstance(shown, progress.Bar) == terminal
+    shown.say(MARKUP)
+    shown.step(STEP)
+    shown.close()
+    text = sys.stdout.getvalue()
+    assert all(part in text for part in ("step", "5/5", "loss 1.25", "12,345 tokens/s", MARKUP))
+    assert ("\x1b[" in text) == terminal
 
 
 class Broken(Terminal):
+    """A stream that nothing can be written to."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self._error = error or OSError(5, "Input/output error")
+
     def write(self, text):
-        raise OSError(5, "Input/output error")
+        raise self._error
+
+    def flush(self):
+        raise self._error
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_output_that_fails_is_dropped(monkeypatch, terminal):
-    stream = Broken()
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file")])
+def test_output_that_fails_is_dropped(monkeypatch, error, terminal):
+    stream = Broken(error)
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", stream)
     shown = progress.show_progress(2, 0, True)
     shown.say("text")
-    shown.step(TrainingStep(1, 1.5, 1e-3, 1.0, 2.0, 100.0))
+    shown.step(STEP)
     shown.close()
 
 
-def test_lines_escape_what_cannot_be_encoded(monkeypatch):
+def test_closed_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    progress.show_progress(5, 0, True).say("hello")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_characters_that_the_output_lacks_are_escaped(monkeypatch, terminal):
     raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    progress.Lines(3, SafeOutput(sys.stdout)).say("caf\u00e9 \udcff")
-    assert raw.getvalue() == b"caf\\xe9 \\udcff\n"
+    stream = io.TextIOWrapper(raw, "ascii", "strict")
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    shown = progress.show_progress(5, 0, True)
+    shown.say("caf\u00e9 \udcff\u20ac [a:on:b]")
+    shown.close()
+    stream.flush()
+    assert rb"caf\xe9 \udcff\u20ac [a:on:b]" in raw.getvalue()
+
+
+def test_only_the_main_process_shows_progress(capsys):
+    shown = progress.show_progress(5, 0, False)
+    shown.say("hello")
+    shown.close()
+    assert capsys.readouterr().out == ""
+
+
+def test_control_characters_are_not_printed():
+    assert progress.printable("a\tb\n\x1b[2Jé") == "a\tb\n\ufffd[2Jé"
 
 
 @pytest.mark.parametrize("stream_type", [Terminal, io.StringIO, Broken])

@@ -25,6 +25,7 @@ from gptkernels.data.tokenizer import (
     train_bpe,
     write_llmc_tokenizer,
 )
+from helpers import assert_raises
 
 MAGIC = 20240328
 SAMPLE = "The quick brown fox isn't here; それは 12 привет\n\n    indented\t'twas \N{PILE OF POO}.\n"
@@ -60,7 +61,7 @@ def test_round_trip(tokenizer):
     check()
 
 
-def test_special_tokens_are_not_spelled(tokenizer):
+def test_text_never_encodes_to_special_tokens(tokenizer):
     text = "a<|endoftext|>b"
     tokens = tokenizer.encode(text)
     assert tokenizer.eot == 0
@@ -68,13 +69,13 @@ def test_special_tokens_are_not_spelled(tokenizer):
     assert tokenizer.decode(tokens) == text
 
 
-def test_tokens_outside_the_vocabulary(tokenizer):
+def test_tokens_outside_the_vocabulary_are_refused(tokenizer):
     for token in (-1, tokenizer.vocab_size, 2**40):
         with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"):
             tokenizer.decode([token])
 
 
-def test_undecodable_bytes():
+def test_invalid_utf8():
     text = b"\xff\xfea".decode("utf-8", "surrogateescape")
     assert ByteTokenizer().decode_bytes(ByteTokenizer().encode(text)) == b"\xff\xfea"
     bpe = train_bpe([text], 300)
@@ -88,7 +89,7 @@ def test_stream_text_waits_for_whole_characters():
     assert list(stream_text(ByteTokenizer(), [0xE4, 0x61])) == ["�a"]
 
 
-# Byte-pair encodings
+# ---- byte-pair encodings ---------------------------------------------------------------------------------------------
 
 
 def test_train_bpe(bpe):
@@ -96,16 +97,15 @@ def test_train_bpe(bpe):
     assert len(bpe.encode(SAMPLE)) < len(SAMPLE.encode()) / 2
     again = train_bpe([SAMPLE * 20, SAMPLE.upper()], 340)
     assert again.vocabulary == bpe.vocabulary
-    with pytest.raises(ValueError, match="vocab_size is 256, must be at least 257"):
-        train_bpe([SAMPLE], 256)
+    assert_raises(ValueError, "vocab_size is 256, must be at least 257", train_bpe, [SAMPLE], 256)
     assert train_bpe([], 300).vocab_size == 257
 
 
 def test_bpe_of_one_long_run():
-    """2 MB of one character are a single word: learning takes linear time all the same."""
+    """2 MB of one character are a single word; learning still takes linear time."""
     started = time.process_time()
     tokenizer = train_bpe(["-" * 1_000_000, " " * 1_000_000], 300)
-    assert time.process_time() - started < 10  # uncut it is over 10 minutes
+    assert time.process_time() - started < 10  # without a limit on words it takes over 10 minutes
     assert b"-" * 64 in tokenizer.vocabulary
     assert len(tokenizer.encode("-" * 1_000_000)) < 10_000
 
@@ -118,7 +118,7 @@ def test_long_runs_change_no_other_words(bpe):
 
 
 def test_bpe_that_lacks_a_byte(bpe, tmp_path):
-    """`tokenizers` would leave the byte out without a word."""
+    """`tokenizers` would drop the byte silently."""
     path = bpe.save(tmp_path / "data")
     spec = json.loads(path.read_text())
     spec["model"]["vocab"]["qQq"] = spec["model"]["vocab"].pop("Q")
@@ -126,8 +126,7 @@ def test_bpe_that_lacks_a_byte(bpe, tmp_path):
     path.write_text(json.dumps(spec))
     tokenizer = load_tokenizer(path)
     assert tokenizer.decode(tokenizer.encode("quick")) == "quick"
-    with pytest.raises(ValueError, match="no token for byte 81"):
-        tokenizer.encode("Quick")
+    assert_raises(ValueError, "no token for byte 81", tokenizer.encode, "Quick")
 
 
 def test_bpe_files(bpe, tmp_path):
@@ -142,8 +141,7 @@ def test_bpe_files(bpe, tmp_path):
     folder.mkdir()
     model = json.loads(path.read_text())["model"]
     (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
-    with pytest.raises(ValueError, match=r"vocab\.json"):
-        load_tokenizer(folder)
+    assert_raises(ValueError, r"vocab\.json", load_tokenizer, folder)
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"]))
     for source in (folder, folder / "vocab.json", str(folder)):
         loaded = load_tokenizer(source)
@@ -158,25 +156,20 @@ def test_bpe_files(bpe, tmp_path):
         (lambda spec: spec.update(decoder=None), "decoder is NoneType, must be ByteLevel"),
         (lambda spec: spec["model"]["vocab"].update(hole=1000), "341 tokens are not numbered"),
         (lambda spec: spec["model"]["vocab"].update(hole=2**32 - 1), "341 tokens are not numbered"),
-        (
-            lambda spec: spec["model"]["vocab"].update({"a b": 340}),
-            "token 340, 'a b', is not spelled in bytes",
-        ),
+        (lambda spec: spec["model"]["vocab"].update({"a b": 340}), "token 340, 'a b', is not spelled in bytes"),
     ],
 )
-def test_damaged_json(bpe, tmp_path, change, message):
+def test_damaged_json_is_refused(bpe, tmp_path, change, message):
     path = bpe.save(tmp_path / "data")
     spec = json.loads(path.read_text())
     change(spec)
     path.write_text(json.dumps(spec))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{message}"):
-        load_tokenizer(path)
+    assert_raises(ValueError, f"{re.escape(str(path))}: .*{message}", load_tokenizer, path)
     path.write_text("")
-    with pytest.raises(ValueError, match=re.escape(str(path))):
-        load_tokenizer(path)
+    assert_raises(ValueError, re.escape(str(path)), load_tokenizer, path)
 
 
-# Characters
+# ---- characters ------------------------------------------------------------------------------------------------------
 
 
 def test_characters(tmp_path):
@@ -189,8 +182,7 @@ def test_characters(tmp_path):
     assert loaded.decode(loaded.encode(text)) == text
     assert loaded.vocabulary[loaded.start] == b"\n"
     assert loaded.encode("") == []
-    with pytest.raises(ValueError, match="vocabulary of 6 characters has no 'Z'"):
-        loaded.encode("aZ")
+    assert_raises(ValueError, "vocabulary of 6 characters has no 'Z'", loaded.encode, "aZ")
 
 
 def test_characters_with_an_end_of_text(tmp_path):
@@ -199,19 +191,18 @@ def test_characters_with_an_end_of_text(tmp_path):
     assert isinstance(tokenizer, CharTokenizer)
     assert (tokenizer.start, tokenizer.encode("a中")) == (1, [0, 2])
     for vocabulary in ([b"ab"], [b"a", b"a"], [b"\xff"], [b""]):
-        with pytest.raises(ValueError, match="is not one character, or is there twice"):
-            CharTokenizer(vocabulary)
+        assert_raises(ValueError, "is not one character, or is there twice", CharTokenizer, vocabulary)
 
 
-def test_undecodable_bytes_as_characters():
+def test_invalid_utf8_as_characters():
     tokenizer = CharTokenizer.of_texts([b"a\xffb".decode("utf-8", "surrogateescape")])
     assert tokenizer.decode(tokenizer.encode(b"b\xfe".decode("utf-8", "surrogateescape"))) == "b\ufffd"
 
 
-# llm.c's files
+# ---- llm.c's files ---------------------------------------------------------------------------------------------------
 
 
-def test_llmc_encodes_as_the_original(bpe, llmc):
+def test_llmc_encodes_as_its_source(bpe, llmc):
     @given(st.text() | st.text(st.sampled_from(SAMPLE)))
     @settings(max_examples=80, deadline=None)
     def check(text):
@@ -222,7 +213,7 @@ def test_llmc_encodes_as_the_original(bpe, llmc):
     assert llmc.eot == bpe.eot
 
 
-def test_gpt2_words():
+def test_gpt2_split_is_tiktokens():
     from tiktoken_ext.openai_public import r50k_pat_str
 
     assert r50k_pat_str == module.GPT2_SPLIT
@@ -259,21 +250,19 @@ def test_version_1_of_gpt2(tmp_path):
     assert read_llmc_tokenizer(path).eot == 50256
 
 
-def test_bytes_are_known_again(tmp_path):
+def test_byte_tokenizers_are_recognised(tmp_path):
     for eot in (0, None):
         loaded = load_tokenizer(ByteTokenizer(eot).save(tmp_path / "data"))
         assert isinstance(loaded, ByteTokenizer)
         assert loaded.eot == eot
 
 
-def test_folders_with_a_fifo_in_them(bpe, tmp_path):
+def test_a_fifo_is_refused(bpe, tmp_path):
     model = json.loads(bpe.save(tmp_path / "data").read_text())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     os.mkfifo(tmp_path / "merges.txt")
-    with pytest.raises(ValueError, match=r"merges\.txt is a FIFO"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"merges\.txt is a FIFO"):
-        read_llmc_tokenizer(tmp_path / "merges.txt")
+    assert_raises(ValueError, r"merges\.txt is a FIFO", load_tokenizer, tmp_path)
+    assert_raises(ValueError, r"merges\.txt is a FIFO", read_llmc_tokenizer, tmp_path / "merges.txt")
 
 
 def raw_file(*fields, tokens=b"\1a\2bc"):
@@ -301,44 +290,40 @@ def raw_file(*fields, tokens=b"\1a\2bc"):
         (raw_file(MAGIC, 2, 2, 0) + b"x", "1 bytes are left over"),
     ],
 )
-def test_damaged_llmc_files(tmp_path, raw, word):
+def test_damaged_llmc_files_are_refused(tmp_path, raw, word):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(raw)
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*{word}"):
-            read_llmc_tokenizer(path)
+        assert_raises(ValueError, f"{re.escape(str(path))}: .*{word}", read_llmc_tokenizer, path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
 
 
-def test_what_llmc_files_cannot_hold(tmp_path):
+def test_llmc_files_refuse_long_tokens(tmp_path):
     for token in (b"", b"x" * 256):
         with pytest.raises(ValueError, match=f"token 1 has {len(token)} bytes"):
             write_llmc_tokenizer(tmp_path / "tokenizer.bin", LLMCTokenizer([b"a", token], None))
     assert not list(tmp_path.iterdir())
 
 
-def test_vocabularies_that_cannot_encode(monkeypatch):
+def test_incomplete_vocabularies(monkeypatch):
     every = [bytes([byte]) for byte in range(256)]
     lacking = LLMCTokenizer([*every[:97], *every[98:], b"bc"], None)
     assert lacking.encode("xbc") == [119, 255]
     assert lacking.encode("") == []
-    with pytest.raises(ValueError, match="no token for byte 97"):
-        lacking.encode("bca")
-    with pytest.raises(ValueError, match="same token twice"):
-        LLMCTokenizer([*every, b"a"], None).encode("a")
+    assert_raises(ValueError, "no token for byte 97", lacking.encode, "bca")
+    assert_raises(ValueError, "same token twice", LLMCTokenizer([*every, b"a"], None).encode, "a")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ValueError, match="pip install tiktoken"):
-        LLMCTokenizer(every, None).encode("a")
+    assert_raises(ValueError, "pip install tiktoken", LLMCTokenizer(every, None).encode, "a")
 
 
-# GPT-2's
+# ---- GPT-2's ---------------------------------------------------------------------------------------------------------
 
 
 def test_gpt2(bpe, monkeypatch, tmp_path):
-    """With tiktoken's vocabulary (a small one in its place): its tokens, and a file beside the data."""
+    """The tokens are those of tiktoken's vocabulary, replaced by a small one; the tokenizer can be saved."""
     ranks = {token: i for i, token in enumerate(bpe.vocabulary[1:])}
     encoding = tiktoken.Encoding(
         "gpt2", pat_str=module.GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
@@ -355,19 +340,16 @@ def test_gpt2(bpe, monkeypatch, tmp_path):
     assert saved.encode(SAMPLE) == encoding.encode_ordinary(SAMPLE)
 
 
-def test_gpt2_that_cannot_be_had(monkeypatch):
+def test_gpt2_that_cannot_be_downloaded(monkeypatch):
     def fail(name):
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
-    with pytest.raises(ValueError, match=r"could not download it \(ConnectionError\).*tokenizer\.json"):
-        load_tokenizer("gpt2")
+    assert_raises(ValueError, r"could not download it \(ConnectionError\).*tokenizer\.json", load_tokenizer, "gpt2")
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ValueError, match="tiktoken is not installed"):
-        load_tokenizer("gpt2")
+    assert_raises(ValueError, "tiktoken is not installed", load_tokenizer, "gpt2")
 
 
-def test_unknown_tokenizers(tmp_path):
+def test_unknown_tokenizers_are_refused(tmp_path):
     for source in ("gpt3", tmp_path / "absent.bin", tmp_path):
-        with pytest.raises(ValueError, match=r"takes 'bytes', 'gpt2', or a \.bin or \.json file"):
-            load_tokenizer(source)
+        assert_raises(ValueError, r"takes 'bytes', 'gpt2', or a \.bin or \.json file", load_tokenizer, source)

@@ -1,6 +1,5 @@
-"""The trainer's options: what each does to a run, and that a run with them is resumed bit for bit."""
+"""The trainer's options: the effect of each on a run, and the bits of a resumed run with them."""
 
-import csv
 import functools
 import itertools
 import math
@@ -21,16 +20,16 @@ from gptkernels.trainer.outliers import WINDOW, OutlierDetector, Skipping
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import kept_steps, numbered, retain
 from gptkernels.trainer.train import Trainer, resume, train
-from small_runs import SMALL, TEXT, assert_same_run, at_step, read_losses, run_flags, write_text
+from helpers import assert_raises
+from small_runs import TEXT, assert_same_run, at_step, make_options, read_log, read_losses, run_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
 def options(tmp_path, device):
-    """The options of a small run in a folder of its own."""
-    files = {"data": write_text(tmp_path / "text"), "output": str(tmp_path / "run")}
-    return SMALL | files | {"sample_length": 0, "device": str(device)}
+    """Return the options of a small run in a folder of its own."""
+    return make_options(tmp_path, device, sample_length=0)
 
 
 def crash():
@@ -52,6 +51,7 @@ def crash():
         {"recompute": "blocks", "dtype": "bfloat16"},
         {"skip_update_lossz": 0.5, "skip_update_gradz": 1.0, "learning_rate": 1e-6},
         {"keep_last": 3, "keep_every": 4},
+        {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "master_weights": False},
         {"fp8": True, "dtype": "bfloat16"},
         {"fp8": True, "dtype": "autocast", "recompute": "blocks"},
@@ -66,8 +66,8 @@ def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
     options = options | given
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 6, crash)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(TrainConfig(**options))
+        assert_raises(RuntimeError, "power cut", train, TrainConfig(**options))
+    assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
     torch.manual_seed(99)
     resumed = resume(str(tmp_path / "run"))
     whole = train(TrainConfig(**options | {"output": str(tmp_path / "whole")}))
@@ -110,19 +110,18 @@ def test_a_run_is_resumed_bit_for_bit(options, given, tmp_path, monkeypatch):
         ({"master_weights": False}, "--no-master-weights is for --dtype bfloat16, --dtype is float32"),
         ({"sampling": "random"}, "--sampling is 'random', must be one of epochs, random-offset"),
         ({"recompute": "all"}, "--recompute is 'all', must be one of none, gelu, blocks"),
-        ({"recompute": "gelu", "fp8": True}, "--recompute gelu is without --fp8, which keeps 8 bits"),
+        ({"recompute": "gelu", "fp8": True}, "--recompute gelu excludes --fp8, which keeps only 8 bits"),
         ({"val_files": ""}, "--val-files is empty"),
         ({"fp8": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8"),
         ({"fp8_head": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8-head"),
         ({"fp8_logits": True}, "--fp8-logits needs --fp8-head"),
     ],
 )
-def test_an_option_that_cannot_be(given, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        TrainConfig(**given)
+def test_option_errors(given, message):
+    assert_raises(ValueError, re.escape(message), TrainConfig, **given)
 
 
-def test_what_is_given_anew_takes_the_place_of_what_excludes_it():
+def test_a_new_option_replaces_one_that_excludes_it():
     saved = TrainConfig(total_batch_tokens=2048, min_learning_rate=1e-4, train_files="x*")
     new = saved.updated({"grad_accumulation": 3, "final_lr_fraction": 0.5, "data": "y"})
     assert (new.total_batch_tokens, new.min_learning_rate, new.train_files) == (None, None, None)
@@ -134,7 +133,7 @@ def test_what_is_given_anew_takes_the_place_of_what_excludes_it():
             saved.updated({name: value})
 
 
-# Batches.
+# ---- batches ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_total_batch_is_accumulated(options, tmp_path):
@@ -151,7 +150,7 @@ def test_the_total_batch_is_accumulated(options, tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """The same text as `options` has, in three files."""
+    """Write the text of `options` to three files."""
     text = list(TEXT)
     for name, part in (("0", text[:1000]), ("1", text[1000:1003]), ("2", text[1003:])):
         write_tokens(tmp_path / f"shards_train_{name}.bin", [part])
@@ -167,7 +166,7 @@ def test_shards_train_as_one_file(options, shards, option, tmp_path):
     assert_same_run(parts.output, whole.output)
 
 
-def test_shards_that_have_changed_are_noticed(options, shards, tmp_path, capsys):
+def test_changed_shards_are_refused(options, shards, tmp_path, capsys):
     given = {"data": shards, "tokenizer": "bytes", "steps": 2, "val_every": 0}
     run = train(TrainConfig(**options | given))
     assert "2,700 tokens" in capsys.readouterr().out
@@ -176,7 +175,7 @@ def test_shards_that_have_changed_are_noticed(options, shards, tmp_path, capsys)
         resume(str(run.output), steps=4)
 
 
-def test_the_tokenizer_of_shards_lies_beside_them(options, shards, tmp_path):
+def test_the_tokenizer_of_shards_is_in_their_folder(options, shards, tmp_path):
     (tmp_path / "text_tokenizer.bin").rename(tmp_path / "shards_tokenizer.bin")
     run = Trainer(TrainConfig(**options | {"data": shards, "val_every": 0}))
     assert run.data.tokenizer.vocab_size == 256
@@ -191,16 +190,16 @@ def test_the_tokenizer_of_shards_lies_beside_them(options, shards, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--data", "--train-files", "--val-files"])
-def test_a_pattern_that_nothing_matches_gets_a_sentence(options, option, tmp_path, capsys):
+def test_a_pattern_without_a_match_is_reported(options, option, tmp_path, capsys):
     given = options if option == "--val-files" else {name: options[name] for name in options if name != "data"}
     assert main(["train", *run_flags(given), option, str(tmp_path / "none_*.bin")]) == 2
     assert "no file matches" in capsys.readouterr().err
 
 
-# Checkpoints.
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_the_last_checkpoints_and_every_so_many_are_kept(options):
+def test_keep_last_and_keep_every(options):
     given = options | {"steps": 11, "checkpoint_every": 1, "keep_last": 3, "keep_every": 4, "val_every": 0}
     output = train(TrainConfig(**given)).output
     assert kept_steps(output) == [4, 8, 9, 10, 11]
@@ -212,7 +211,7 @@ def test_the_last_checkpoints_and_every_so_many_are_kept(options):
     assert kept_steps(output) == [4, 8, 10, 11, 12]
 
 
-def test_every_so_many_checkpoints_alone(options):
+def test_keep_every_alone(options):
     given = options | {"checkpoint_every": 2, "keep_every": 4, "val_every": 0}
     assert kept_steps(train(TrainConfig(**given)).output) == [4, 8]
 
@@ -228,11 +227,10 @@ def test_without_hard_links_checkpoints_are_copied(options, monkeypatch):
     assert numbered(output, 8).read_bytes() == (output / "checkpoint.safetensors").read_bytes()
 
 
-def test_a_run_that_was_killed_before_it_kept_a_checkpoint_keeps_it(options, monkeypatch):
+def test_a_resumed_run_keeps_the_checkpoint_of_a_killed_one(options, monkeypatch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_retain", lambda self: crash())
-        with pytest.raises(RuntimeError, match="power cut"):
-            train(TrainConfig(**options | {"keep_every": 4}))
+        assert_raises(RuntimeError, "power cut", train, TrainConfig(**options | {"keep_every": 4}))
     assert kept_steps(resume(options["output"]).output) == [4, 8]
 
 
@@ -247,11 +245,11 @@ def test_other_files_are_not_removed(tmp_path):
         retain(newest, step, 2, 0)
     assert kept_steps(tmp_path) == [3, 4]
     assert all(path.exists() for path in others)
-    retain(newest, 1, 2, 0)  # of a run that has gone back: the later ones stay
+    retain(newest, 1, 2, 0)  # the run was resumed at an earlier step: later checkpoints stay
     assert kept_steps(tmp_path) == [1, 3, 4]
 
 
-def test_a_kept_checkpoint_is_a_model_like_the_newest(options, capsys):
+def test_a_kept_checkpoint_can_be_used_like_the_newest(options, capsys):
     output = train(TrainConfig(**options | {"keep_last": 2})).output
     assert main(["generate", str(numbered(output, 4)), "--max-new-tokens", "3", "--device", options["device"]]) == 0
     again = options | {"init_from": str(numbered(output, 4)), "output": str(output.parent / "again")}
@@ -265,11 +263,11 @@ def test_a_kept_checkpoint_is_a_model_like_the_newest(options, capsys):
         resume(str(output), steps=9, log_file=str(numbered(output, 4)))
 
 
-# Outliers.
+# ---- outliers --------------------------------------------------------------------------------------------------------
 
 
 def llmc_scores(values):
-    """llm.c's OutlierDetector, in exact sums: NaN for the first 128 values, then z-scores in the window of 128."""
+    """Compute llm.c's OutlierDetector in exact sums: NaN for 128 values, then z-scores in a window of 128."""
     scores = []
     for i, value in enumerate(values):
         window = np.array(values[max(0, i + 1 - 128) : i + 1], np.float64)
@@ -279,7 +277,7 @@ def llmc_scores(values):
     return scores
 
 
-def test_z_scores_are_those_of_llmc(device):
+def test_z_scores_match_llmc(device):
     assert WINDOW == 128
     generator = np.random.default_rng(0)
     losses = np.float32(generator.normal(3, 0.1, 300))
@@ -296,7 +294,7 @@ def test_z_scores_are_those_of_llmc(device):
     assert not found[128:150, 1].any()
 
 
-def test_skipping_is_decided_by_either_score(device):
+def test_either_score_skips_an_update(device):
     nan = math.nan
     for limits, scores, expected in (
         ((2.0, 3.0), (2.1, 0.0), 1),
@@ -312,7 +310,7 @@ def test_skipping_is_decided_by_either_score(device):
 
 @pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
 def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
-    """Step 6 has ten times the loss and the gradient, which nothing of the model, the moments or the rest takes in."""
+    """Step 6 has ten times the loss and gradient, and changes neither the model nor the moments."""
     monkeypatch.setattr(outliers, "WINDOW", 4)
     loss, states = Trainer._loss, []
 
@@ -334,26 +332,25 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
     assert "step 6: no update, z-score of the loss +1.7" in capsys.readouterr().out
     state = load_training_state(tmp_path / "run" / "checkpoint.safetensors")
     assert {state["step"].item() for state in state.optimizer["state"].values()} == {7}
-    with open(tmp_path / "run" / "log.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read_log(tmp_path / "run")
     assert [row["loss_z"] == "" for row in rows] == [True] * 4 + [False] * 4
     assert float(rows[6]["loss_z"]) > 1.5
     assert float(rows[6]["gradient_z"]) > 1.5
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """On the device, and from the numbers that the host has read."""
+    """They are computed on the device, or from numbers that the host has read."""
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
         train(TrainConfig(**options | {"skip_update_lossz": limit, "val_every": 0, "output": str(tmp_path / name)}))
-        with open(tmp_path / name / "log.csv", newline="") as file:
-            columns.append([float(row[z] or "nan") for row in csv.DictReader(file) for z in ("loss_z", "gradient_z")])
+        rows = read_log(tmp_path / name)
+        columns.append([float(row[z] or "nan") for row in rows for z in ("loss_z", "gradient_z")])
     assert columns[0] == pytest.approx(columns[1], rel=1e-5, abs=1e-5, nan_ok=True)
     assert sum(map(math.isfinite, columns[0])) == 10
 
 
-def test_a_damaged_window_gets_a_sentence(options):
+def test_a_damaged_window_is_refused(options):
     output = train(TrainConfig(**options)).output
     run = Trainer(TrainConfig(**options | {"output": str(output.parent / "other")}))
     for state in (None, {}, {"window": 1}, {"window": torch.zeros(3, 2)}, {"window": torch.zeros(128, 2)}):
@@ -361,11 +358,11 @@ def test_a_damaged_window_gets_a_sentence(options):
             run._step.outliers.load_state_dict(state)
 
 
-# Speed and memory.
+# ---- speed and memory ------------------------------------------------------------------------------------------------
 
 
 def test_without_master_weights_all_state_is_bfloat16(options, tmp_path):
-    """And the run learns as one with them does."""
+    """The run learns as one with them does."""
     given = options | {"dtype": "bfloat16", "steps": 60, "learning_rate": 1e-2, "val_every": 0}
     losses = []
     for masters in (True, False):
@@ -381,7 +378,7 @@ def test_without_master_weights_all_state_is_bfloat16(options, tmp_path):
 
 
 def test_a_compiled_run(options, tmp_path, monkeypatch):
-    """Without Inductor, which takes a minute; test_compile.py has it."""
+    """The backend is not Inductor, which takes a minute and is tested in test_compile.py."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = options | {"steps": 3, "val_every": 2, "sample_every": 0}
     plain = train(TrainConfig(**given))
@@ -401,14 +398,13 @@ def test_utilization(options, monkeypatch):
     assert utilization.peak_memory(torch.device("cpu")) > 2**20
     monkeypatch.setattr("gptkernels.trainer.train.peak_flops", lambda device: 1e9)
     output = train(TrainConfig(**options | {"val_every": 0})).output
-    with open(output / "log.csv", newline="") as file:
-        row = list(csv.DictReader(file))[-1]
+    row = read_log(output)[-1]
     flops = Trainer(TrainConfig(**options | {"output": str(output.parent / "x")})).model.flops_per_token(16)
     assert float(row["mfu"]) == pytest.approx(float(row["tokens_per_second"]) * flops / 1e9)
     assert int(row["memory"]) > 2**10
 
 
-def test_a_step_is_shown_with_all_that_is_known(monkeypatch, capsys):
+def test_a_step_is_shown_with_all_its_numbers(monkeypatch, capsys):
     record = TrainingStep(4, 1.25, 1e-3, 0.5, 10.0, 12345.0, 0.5, -1.25, 0.456, 3 << 29)
     progress = show_progress(total_steps=5, first_step=0, is_main=True)
     progress.step(record)
@@ -418,7 +414,7 @@ def test_a_step_is_shown_with_all_that_is_known(monkeypatch, capsys):
     assert "loss 1.2500, norm 0.500, lr 1.00e-03, 10.0 ms, 12,345 tokens/s, 1.50 GiB\n" in capsys.readouterr().out
 
 
-def test_the_csv_of_an_earlier_version_is_continued_as_it_is(tmp_path):
+def test_the_csv_of_an_earlier_version_keeps_its_columns(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text(",".join(FIRST_COLUMNS) + "\n0,train,5.0,0.1,1.0,2.0,3.0\n1,train,5.0,0.1,1.0,2.0,3.0\n")
     log = TrainingLog(tmp_path / "main.log", path, first_step=1)

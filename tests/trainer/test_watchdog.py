@@ -1,4 +1,4 @@
-"""A run that hangs ends with a status of its own, a sentence and its last checkpoint; a slow one goes on."""
+"""A hanging run ends with an exit status of its own, one line of error and its last checkpoint."""
 
 import os
 import subprocess
@@ -12,11 +12,11 @@ from gptkernels.trainer import watchdog
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.train import resume, train
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
-from small_runs import SMALL, assert_same_run, run_flags, write_text
+from small_runs import assert_same_run, make_options, run_flags
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Once there is a checkpoint, a function of the trainer does something else before its own work.
+# Once a checkpoint exists, a function of the trainer runs a statement before its own code.
 CHILD = """
 import functools, importlib, os, sys, time
 import torch
@@ -41,13 +41,12 @@ STEP = ("gptkernels.trainer.model", "BatchLoss.__call__", BLOCK)
 
 @pytest.fixture
 def options(tmp_path, device):
-    """The options of a small run with a checkpoint after 4 steps."""
-    files = {"data": write_text(tmp_path / "text"), "output": str(tmp_path / "run")}
-    return SMALL | files | {"device": str(device), "graph": False}
+    """Return the options of a small run with a checkpoint after 4 steps."""
+    return make_options(tmp_path, device, graph=False)
 
 
 def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
-    """`gptkernels train`, which hangs in the process of that rank."""
+    """Run `gptkernels train`, which hangs in the process of that rank."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     flags = [
@@ -70,11 +69,7 @@ def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
     [
         (("gptkernels.data.loader", "DataLoader.next_batch", BLOCK), 4, "reading the training data"),
         (STEP, 4, "in its forward pass, backward pass or update"),
-        (
-            ("gptkernels.trainer.step", "Step.__call__", "torch.cuda._sleep(2**60)"),
-            6,
-            "waiting for cuda:0, which does",
-        ),
+        (("gptkernels.trainer.step", "Step.__call__", "torch.cuda._sleep(2**60)"), 6, "waiting for cuda:0, which does"),
         (("gptkernels.trainer.train", "mean_loss", BLOCK), 6, "validating"),
         (("gptkernels.models.gpt2", "GPT2._windows", BLOCK), 4, "sampling"),
         (("gptkernels.trainer.train", "save_training_state", BLOCK), 8, "saving the checkpoint"),
@@ -106,7 +101,7 @@ def test_a_hang_of_one_process_ends_all(options, device, tmp_path):
 
 
 class Script:
-    """Stands for the event that ends the thread: `act(i)` in the i-th interval of `count`."""
+    """Stands for the event that ends the thread; calls `act(i)` in the i-th of `count` intervals."""
 
     def __init__(self, count, act):
         self._count, self._act, self._passed = count, act, 0
@@ -122,7 +117,7 @@ class Script:
     [(INTERVALS - 1, "a unit", False), (10**6, "a unit", True), (10**6, None, False)],
     ids=["slow", "hanging", "unwatched"],
 )
-def test_only_what_is_watched_and_finishes_nothing_is_ended(monkeypatch, every, what, ends):
+def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, what, ends):
     def end(status):
         raise SystemExit(status)
 
@@ -140,8 +135,8 @@ def test_only_what_is_watched_and_finishes_nothing_is_ended(monkeypatch, every, 
         assert not reported
 
 
-def test_a_report_that_blocks_does_not_keep_the_process(monkeypatch):
-    """The blocked thread may hold the lock of a stream."""
+def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
+    """A blocked thread may hold the lock of a stream."""
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
@@ -149,7 +144,7 @@ def test_a_report_that_blocks_does_not_keep_the_process(monkeypatch):
     assert statuses == [STALLED]
 
 
-def test_zero_is_never(monkeypatch):
+def test_zero_minutes_disable_the_watchdog(monkeypatch):
     monkeypatch.setattr(watchdog.threading, "Thread", None)
     with Watchdog(0.0, print) as dog, dog.watch("a unit"):
         dog.tick()
