@@ -1,7 +1,7 @@
 // The kernel of steps 4 and 5: a warp per row, packs of 16 bytes.
 #pragma once
 
-#include "harness.h"
+#include "problem.h"
 
 constexpr int kVec = 8;  // elements of a pack
 constexpr int kPacks = kWidth / 32 / kVec;

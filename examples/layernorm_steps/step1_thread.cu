@@ -1,5 +1,5 @@
 // Step 1: a thread per row, as one would write it in C.
-#include "harness.h"
+#include "problem.h"
 
 const char* const kStep = "1 a thread per row";
 

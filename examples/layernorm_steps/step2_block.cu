@@ -1,8 +1,8 @@
-// Step 2: a block per row. Neighbouring threads read neighbouring elements (coalesced accesses); the sums of the
+// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses); the sums of the
 // threads meet in shared memory. This is the shape of the simple kernels in csrc/cuda.
-#include "harness.h"
+#include "problem.h"
 
-const char* const kStep = "2 a block per row";
+const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 256;
 

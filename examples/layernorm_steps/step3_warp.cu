@@ -1,6 +1,6 @@
 // Step 3: a warp per row, with the row in registers. The sums are shuffles, so nothing waits at a barrier, and the row
 // is read from memory once. To index registers, the number of elements per thread must be a constant.
-#include "harness.h"
+#include "problem.h"
 
 const char* const kStep = "3 a warp, in registers";
 

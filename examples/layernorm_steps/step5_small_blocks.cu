@@ -3,7 +3,7 @@
 // rstd; stored with evict_last, the sector stays in the cache until its other rows have written their bytes.
 #include "packs.cuh"
 
-const char* const kStep = "5 small blocks";
+const char* const kStep = "5 small thread blocks";
 
 void layernorm(const Layernorm& p) {
   layernorm_packs_kernel<true><<<(p.rows + 1) / 2, dim3(32, 2)>>>(p);

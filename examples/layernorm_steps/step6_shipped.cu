@@ -2,7 +2,7 @@
 // step 5 for any width and dtype that fit into registers, with an exact mean, optional weights, and 16-bit packs in
 // registers.
 #include "../../csrc/cuda/norm/forward.cuh"
-#include "harness.h"
+#include "problem.h"
 
 const char* const kStep = "6 as shipped";
 

@@ -1,4 +1,4 @@
-"""Against float64, beside torch. In the tree this is tests/test_squared_relu.py without the first two lines of code.
+"""Against float64, beside torch. In the tree it is tests/ops/test_squared_relu.py, without the first two lines of code.
 
 python -m pytest examples/adding_an_op/tests --device cpu (with tests/ in PYTHONPATH, and LIBRARY the built libraries)
 """

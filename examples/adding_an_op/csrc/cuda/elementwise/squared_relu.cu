@@ -1,6 +1,6 @@
-#include "../squared_relu.h"
-#include "common/launch.cuh"
-#include "common/packed.cuh"
+#include "../../squared_relu.h"
+#include "cuda/common/launch.cuh"
+#include "cuda/common/packed.cuh"
 
 namespace gptkernels::cuda {
 namespace {

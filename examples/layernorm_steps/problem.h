@@ -1,12 +1,6 @@
-// What the steps share: one problem, and a main() (harness.cu) that checks and times the kernel that a step defines.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_runtime.h>
-
-#include <cstdint>
-
-using bfloat16 = __nv_bfloat16;
+#include "harness.h"
 
 // out = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(variance + eps), for each of N rows of C columns.
 struct Layernorm {
@@ -24,5 +18,4 @@ struct Layernorm {
 constexpr int kWidth = 768;  // the steps that keep a row in registers are compiled for this width
 
 // Defined by each step.
-extern const char* const kStep;
 void layernorm(const Layernorm& p);

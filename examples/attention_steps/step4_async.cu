@@ -1,0 +1,48 @@
+// Step 4: asynchronous copies and two buffers. cp.async copies the next tile's keys and values while the tensor cores
+// work on this one's, without passing through registers.
+#include "mma.cuh"
+
+const char* const kStep = "4 cp.async, two buffers";
+
+// Starts copying 64 rows to shared memory, by all threads.
+__device__ void start_tile(uint32_t tile, const Attention& p, Part part, int head, int first) {
+  for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
+    gptkernels::cuda::copy_async_16(chunk_at(tile, i / 8, i % 8), row_of(p, part, head, first + i / 8) + i % 8 * 8,
+                                    true);
+}
+
+__global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention p) {
+  using namespace gptkernels::cuda;
+  __shared__ __align__(128) uint8_t tiles[5][kTileBytes];  // queries; twice keys and values
+  const uint32_t queries = shared_window(tiles);
+  const auto keys_of = [&](int tile) { return queries + (1 + tile % 2 * 2) * kTileBytes; };
+  const auto values_of = [&](int tile) { return keys_of(tile) + kTileBytes; };
+  const int head = blockIdx.y;
+  const int last = gridDim.x - 1 - blockIdx.x;
+  const auto start = [&](int tile) {
+    if (tile <= last) {
+      start_tile(keys_of(tile), p, kKey, head, tile * kTile);
+      start_tile(values_of(tile), p, kValue, head, tile * kTile);
+    }
+    copy_async_commit();  // a group for each tile, empty after the last one
+  };
+
+  start_tile(queries, p, kQuery, head, last * kTile);
+  copy_async_commit();
+  start(0);
+  copy_async_wait<1>();  // for the queries
+  __syncthreads();       // and for those that the other threads have copied
+  WarpAttention warp(queries);
+  for (int tile = 0; tile <= last; ++tile) {
+    start(tile + 1);
+    copy_async_wait<1>();  // for this tile
+    __syncthreads();
+    warp.add(keys_of(tile), values_of(tile), tile == last);
+    __syncthreads();  // before the buffer is written again
+  }
+  warp.softmax.store(p, head, last * kTile + threadIdx.x / 32 * 16, warp.out);
+}
+
+void attention(const Attention& p) {
+  attention_async_kernel<<<dim3(p.tokens / kTile, p.batches * p.heads), kThreads>>>(p);
+}

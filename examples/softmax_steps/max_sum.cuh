@@ -1,0 +1,69 @@
+// The maximum of a row and the sum of its exponentials relative to it, in one pass (online softmax): whenever the
+// maximum grows, the sum is rescaled. For steps 3 to 5.
+#pragma once
+
+#include <cfloat>
+
+#include "problem.h"
+
+struct MaxSum {
+  float max;
+  float sum;  // of exp(x - max)
+};
+
+// Returns the MaxSum of no elements. Its maximum is finite, so that no difference is inf - inf.
+__device__ inline MaxSum no_elements() {
+  return {-FLT_MAX, 0};
+}
+
+__device__ inline MaxSum merge(MaxSum a, MaxSum b) {
+  const float max = fmaxf(a.max, b.max);
+  return {max, a.sum * __expf(a.max - max) + b.sum * __expf(b.max - max)};
+}
+
+// Returns the MaxSum of all lanes of the warp, to every lane. Shuffles need neither shared memory nor a barrier.
+__device__ inline MaxSum warp_merge(MaxSum m) {
+  for (int offset = 16; offset > 0; offset /= 2)
+    m = merge(m, {__shfl_xor_sync(~0u, m.max, offset), __shfl_xor_sync(~0u, m.sum, offset)});
+  return m;
+}
+
+// Returns the MaxSum of all threads of the block, to every thread, with one barrier. Called once in a kernel.
+__device__ inline MaxSum block_merge(MaxSum m) {
+  __shared__ MaxSum warps[32];
+  const int lane = threadIdx.x % 32;
+  m = warp_merge(m);
+  if (lane == 0) warps[threadIdx.x / 32] = m;
+  __syncthreads();
+  return warp_merge(lane < blockDim.x / 32 ? warps[lane] : no_elements());
+}
+
+// ---- packs of 16 bytes, for steps 4 and 5 ----
+
+constexpr int kVec = 8;  // elements of a pack
+constexpr int kPacks = kWidth / kVec;
+
+struct alignas(16) Pack {
+  bfloat16 v[kVec];
+};
+
+// Adds a pack that starts at `column`. The maximum of the pack comes first, so that the sum is rescaled once a pack.
+__device__ inline void add_pack(MaxSum& m, const Pack& pack, int column) {
+  float max = m.max, sum = 0;
+  for (int k = 0; k < kVec; ++k)
+    if (column + k < kVocab) max = fmaxf(max, float(pack.v[k]));
+  for (int k = 0; k < kVec; ++k)
+    if (column + k < kVocab) sum += __expf(float(pack.v[k]) - max);
+  m = {max, m.sum * __expf(m.max - max) + sum};
+}
+
+// Returns the gradients of such a pack.
+__device__ inline Pack gradients(const Pack& pack, int column, int target, MaxSum row) {
+  const float scale = 1 / row.sum;
+  Pack d;
+  for (int k = 0; k < kVec; ++k) {
+    const float p = __expf(float(pack.v[k]) - row.max) * scale;
+    d.v[k] = __float2bfloat16(column + k < kVocab ? p - (column + k == target) : 0.f);
+  }
+  return d;
+}
