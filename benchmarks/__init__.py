@@ -1,6 +1,6 @@
-"""Ours beside everybody else's kernels: ``python -m benchmarks [OP ...]``; docs/benchmarks.md says what is measured.
+"""Benchmarks of our kernels and those of other libraries: ``python -m benchmarks [OP ...]``; see docs/benchmarks.md.
 
-One file an op holds its sizes, its fewest bytes and flops, ours and the peers; ``harness`` does the rest.
+Each op's file has its sizes, its fewest bytes and flops, our kernel and its peers; ``harness`` has the rest.
 """
 
-import gptkernels  # noqa: F401  the ops that the files speak of
+import gptkernels  # noqa: F401  registers the ops

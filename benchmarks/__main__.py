@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measures, shows, draws, keeps and compares. ``docs/benchmarks.md`` is its page."""
+"""``python -m benchmarks``: measures, shows, plots, saves and compares. ``docs/benchmarks.md`` is its page."""
 
 import argparse
 import sys
@@ -16,29 +16,27 @@ from benchmarks.harness.warm import warm
 def parser():
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Ours beside everybody else's kernels.",
+        description="Times our kernels and those of other libraries.",
         epilog="peers: " + "; ".join(f"{name}: {what}" for name, what in PEERS.items()),
     )
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=f"which ops (default: all of {', '.join(measure.OPS)})")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--peers", help="comma-separated, or none (default: all that are here; on the CPU, and with --host, torch)")
+    add("--peers", help="comma-separated, or none (default: all installed ones; on the CPU, and with --host, torch)")
     add("--dtype", help="comma-separated (default: bfloat16,float32; on the CPU float32)")
-    add(
-        "--shape", help="sizes in place of an op's own, e.g. 65536x768,4096x1600: for the ops that take as many numbers"
-    )
-    add("--host", action="store_true", help="time the host's part of a call on tiny tensors")
+    add("--shape", help="sizes instead of an op's own, e.g. 65536x768,4096x1600, for ops with as many dimensions")
+    add("--host", action="store_true", help="measure the host's time for a call on tiny tensors")
     add("--repeats", type=int, default=20, help="timed runs of each (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="keep the run here")
-    add("--plot", type=Path, metavar="DIR", help="draw each op and a roofline here, with a Markdown page of tables")
-    add("--pages", action="store_true", help="put the figures into the README and docs/, as those of the kept run")
-    add("--compare", type=Path, metavar="OLD.json", help="name what became slower than in this run; then exit with 1")
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept runs and measure nothing")
+    add("--json", type=Path, metavar="FILE", help="save the run to this file")
+    add("--plot", type=Path, metavar="DIR", help="plot each op and a roofline, with a Markdown page of tables")
+    add("--pages", action="store_true", help="write the figures into the README and docs/, as those of the kept run")
+    add("--compare", type=Path, metavar="OLD.json", help="list what became slower than in this run; then exit with 1")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="load these kept runs instead of measuring")
     return parser
 
 
 def settings_of(arguments, error):
-    """The command line as ``measure.Settings``; what is not here is left out with a line that says so."""
+    """Convert the command line to ``measure.Settings``; prints a line for each peer that is not installed."""
     device = torch.device(arguments.device)
     missing = absent(device)
     default = "torch" if arguments.host or device.type == "cpu" else ",".join(PEERS)
@@ -74,7 +72,7 @@ def _sizes(text, error):
 
 
 def run_of(arguments, settings):
-    """Measure op after op; each one's table is shown, and the file brought up to date, as soon as it is there."""
+    """Measure all ops; each op's table is shown, and the file updated, when the op is measured."""
     run = {"machine": describe(settings.device), "settings": _plain(settings), "rows": []}
     print(title(run["machine"]), flush=True)
     ops = arguments.ops or measure.OPS
@@ -99,7 +97,7 @@ def _plain(settings):
 
 
 def main(arguments=None):
-    """The exit status: 1 where one of ours is wrong or became slower."""
+    """Return the exit status: 1 if one of our kernels is wrong or became slower."""
     cli = parser()
     arguments = cli.parse_args(arguments)
     unknown = sorted(set(arguments.ops) - set(measure.OPS))

@@ -10,7 +10,7 @@ SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024
 CPU_SIZES = [(2, 128, 256, 128)]
 TINY = (1, 8, 16, 8)
 MAX_NORM = 1.0
-# Large enough to change bfloat16 parameters, so that a step that does nothing is found to be wrong.
+# Large enough to change bfloat16 parameters, so that a step without an effect is detected as wrong.
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR = 0.1
 
@@ -26,7 +26,7 @@ def label(tensors):
 
 
 class State:
-    """What a step reads and writes: with float32 master weights and moments where the parameters have 16 bits."""
+    """The tensors of a step, with float32 master weights and moments if the parameters have 16 bits."""
 
     def __init__(self, shapes, device, dtype):
         self.low = dtype.itemsize == 2
@@ -39,7 +39,7 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
-        self.counts = [torch.zeros((), device=device) for _ in shapes]  # of the one who counts the steps itself
+        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for the variant that counts steps itself
         self.lr = torch.tensor(LR, device=device)
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
         self.start = [t.clone() for t in [*self.written, *self.grads]]
@@ -58,7 +58,7 @@ class State:
         )
 
     def torchs(self):
-        """torch's fused kernel knows no master weights: the gradients are widened for it, and its result narrowed."""
+        """Call torch's fused kernel. It has no master weights, so gradients are widened and the result is narrowed."""
         if self.low:
             torch._foreach_copy_(self.wide_grads, self.grads)
         options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
@@ -67,17 +67,17 @@ class State:
             torch._foreach_copy_(self.params, self.masters)
 
     def formula(self):
-        """torch.optim's own, which Inductor makes a few large kernels of: conversions and step in one pass."""
+        """Call torch.optim's own; Inductor fuses conversions and step to a few large kernels."""
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
         options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         adamw(self.masters, grads, *self.moments, [], self.counts, foreach=True, capturable=True, **options)
         if self.low:
             torch._foreach_copy_(self.params, self.masters)
 
-    # Norm, clip and step.
+    # ---- norm, clip and step ----
 
     def ours_clipped(self):
-        """The gradients are scaled as the step reads them, and not written."""
+        """Scale the gradients as the step reads them, without writing them."""
         self.ours(grad_norm=ops.global_norm(self.grads), max_grad_norm=MAX_NORM)
 
     def torchs_clipped(self):
@@ -85,7 +85,7 @@ class State:
         self.torchs()
 
     def exact(self, clip):
-        """Every tensor written, from how it was at the start."""
+        """Compute every written tensor from its state at the start."""
         masters, firsts, seconds, _, grads = self.split(self.start)
         divisor = 1.0
         if clip:
@@ -102,7 +102,7 @@ class State:
                 yield i + j * count, ..., value
 
     def split(self, tensors):
-        """Masters, moments, low-precision parameters if any, gradients."""
+        """Split into masters, moments, low-precision parameters if any, and gradients."""
         n = len(self.masters)
         parts = [tensors[i : i + n] for i in range(0, len(tensors), n)]
         return parts if self.low else [*parts[:3], [], parts[3]]

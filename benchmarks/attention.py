@@ -11,13 +11,13 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-# Which keys a query sees, the last number of a size: all, those up to its own, and of these the ones that are no
-# padding. Hugging Face's models say by a mask (B, 1, T, T), bool or added, which these are. TF32: those up to its own,
-# by products of float32 that are rounded to TF32.
+# The last number of a size says which keys a query sees: all; those up to its own position; or of these only the ones
+# that are not padding. Hugging Face's models pass padding as a mask (B, 1, T, T), bool or additive, as here. TF32 is
+# causal, with float32 products that use TF32.
 ALL, CAUSAL, RIGHT, LEFT, LENGTHS, TF32 = range(6)
 PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
-# batch, query heads, queries, keys, head size, which keys. Where there are as many queries as keys and they are causal,
-# packed qkv.
+# batch, query heads, queries, keys, head size, which keys. With as many queries as keys, causal attention has packed
+# qkv.
 SIZES = {
     "bfloat16": [
         (64, 12, 1024, 1024, 64, CAUSAL),
@@ -42,22 +42,22 @@ CPU_SIZES = [
     (1, 12, 1, 1024, 64, ALL),
 ]
 TINY = (1, 1, 8, 8, 8, CAUSAL)
-MOST_SCORES = 1 << 26  # of the float64 reference at a time
+MOST_SCORES = 1 << 26  # that the float64 reference computes at a time
 
 
 @dataclass
 class Seen:
-    """Which keys a query sees."""
+    """Defines which keys a query sees."""
 
     causal: bool
-    begin: Tensor | None = None  # (B): of each sequence's keys that are no padding
+    begin: Tensor | None = None  # (B): the first key of each sequence that is not padding
     end: Tensor | None = None
-    mask: Tensor | None = None  # the same and the causal condition together, as torch takes them
-    by_bounds: bool = False  # ours takes `begin` and `end` instead
+    mask: Tensor | None = None  # padding and causality together, as torch's function takes them
+    by_bounds: bool = False  # our op gets `begin` and `end` instead
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Padded sequences have from half of the tokens to all of them."""
+        """Make sequences of lengths from half of the tokens to all of them."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -71,12 +71,12 @@ class Seen:
         return seen
 
     def allows(self, b, h, q, k):
-        """Of one sequence, head, query and key; flex_attention's form."""
+        """Whether query q sees key k, with flex_attention's signature."""
         causal = q >= k
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
     def allowed(self, queries, keys, device):
-        """(B, 1, queries, keys), B being 1 without padding."""
+        """The mask (B, 1, queries, keys); B is 1 without padding."""
         b, _, q, k = torch.meshgrid(
             *(torch.arange(n, device=device) for n in (1 if self.end is None else len(self.end), 1, queries, keys)),
             indexing="ij",
@@ -84,14 +84,14 @@ class Seen:
         return self.allows(b, 0, q, k)
 
     def ours(self):
-        """The arguments of our op after the value: mask, dropout, causal, scale, offset, bounds."""
+        """Return the arguments of our op after value: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
         return self.mask, 0.0, self.causal and self.mask is None, None, 0, None, None
 
 
 def flash3(query, key, value, causal):
-    """FlashAttention-3, where it is installed."""
+    """Call FlashAttention-3, if it is installed."""
     from flash_attn_interface import flash_attn_func
 
     out = flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), causal=causal)
@@ -99,7 +99,7 @@ def flash3(query, key, value, causal):
 
 
 def flex(seen):
-    """flex_attention under torch.compile; its block mask is made once."""
+    """Make a call of flex_attention under torch.compile; its block mask is made only once."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend = compiled(lambda query, key, value, mask: flex_attention(query, key, value, block_mask=mask))
@@ -109,7 +109,7 @@ def flex(seen):
         if not masks:
             batch = None if seen.end is None else len(seen.end)
             sizes = batch, None, query.shape[2], key.shape[2]
-            # It takes functions, not methods.
+            # flex_attention accepts functions, but not methods.
             allows = lambda b, h, q, k: seen.allows(b, h, q, k)  # noqa: E731
             masks.append(create_block_mask(allows, *sizes, device=query.device) if seen.causal else None)
         return attend(query, key, value, masks[0])
@@ -118,7 +118,7 @@ def flex(seen):
 
 
 def allowing_tf32(function):
-    """The same function, its products rounded to TF32 where torch's setting decides."""
+    """Return the function with torch's setting for TF32 products enabled."""
 
     def call(*arguments):
         before = torch.backends.cuda.matmul.allow_tf32
@@ -137,7 +137,7 @@ def by_backend(backend, query, key, value, seen):
 
 
 def functions(device, seen):
-    """What else computes attention, of query, key and value."""
+    """Return the peers' functions of query, key and value."""
     flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
     if device.type == "cpu":
         return {"torch": lambda *t: by_backend(flash, *t, seen), "flex": flex(seen)}
@@ -155,7 +155,7 @@ def functions(device, seen):
 
 
 def reference(allowed):
-    """The formula of query, key and value (rows of B * NH); in float64."""
+    """Return the formula of query, key and value, in the dtype of its arguments."""
 
     def function(query, key, value):
         scores = query @ key.mT / query.shape[-1] ** 0.5
@@ -167,8 +167,9 @@ def reference(allowed):
 
 
 def checked(inputs, dout, seen):
-    """A few whole heads of out, or of the gradients, beside float64: all of them would take longer than the rest. Not
-    the queries that are padding on the left: they see no key, and every implementation has an output of its own there.
+    """Yield a few heads of out, or of the gradients, in float64; all of them would take too long.
+
+    Queries that are padding on the left are skipped: they see no key, and implementations differ in their outputs.
     """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))
@@ -202,7 +203,7 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     else:
         out, logsumexp = ops.scaled_dot_product_attention(query, key, value, *arguments)
         dout = douts = torch.randn_like(out)
-        if seen.begin is not None:  # nothing is learned from padding
+        if seen.begin is not None:  # padding has no gradient
             dout.masked_fill_((torch.arange(queries, device=device) < seen.begin[:, None])[:, None, :, None], 0)
     inputs = [query, key, value]
     what = f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}"
@@ -212,8 +213,8 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     precision = allowing_tf32 if kind == TF32 else lambda function: function
     rounded = None
     if kind == TF32:
-        shape, rounded = f"{shape} TF32", torch.float16  # which has as many bits
-    # Two products of the scores that are seen; half of all where they are causal.
+        shape, rounded = f"{shape} TF32", torch.float16  # float16 has as many significand bits
+    # Two products of the visible scores, which are half of all if causal.
     pairs = batch * queries * keys / (2 if seen.causal else 1)
     if seen.end is not None:
         pairs = int(seen.allowed(queries, keys, device).sum())

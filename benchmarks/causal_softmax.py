@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.case import Case
 from benchmarks.harness.peers import backward, compiled
+from gptkernels.testing.cases import OPERATORS
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(64, 12, 1024)], "float32": []}
@@ -24,10 +25,11 @@ def derivative(dout, out):
 
 def cases(device, dtype, batch, heads, tokens):
     scores, dout = (torch.randn(batch, heads, tokens, tokens, device=device, dtype=dtype) for _ in range(2))
-    # The mask that eager code adds: its gradient costs nothing.
+    # The mask that eager code adds; its gradient is not computed.
     mask = torch.full((tokens, tokens), float("-inf"), device=device, dtype=dtype).triu(1)
     out = ops.causal_softmax(scores)
     shape = f"{batch}x{heads}x{tokens}x{tokens}"
+    forward_cost, backward_cost = OPERATORS["causal_softmax"].costs(scores)
 
     def eager(scores):
         return F.softmax(scores + mask, -1)
@@ -37,8 +39,7 @@ def cases(device, dtype, batch, heads, tokens):
         shape,
         lambda: ops.causal_softmax(scores),
         lambda: exact.outputs(formula, [scores]),
-        bytes=nbytes(scores) * 3 // 2,  # the lower triangle is read, the square is written
-        flops=5 * scores.numel() // 2,
+        **vars(forward_cost),
         peers={"torch": partial(eager, scores), "compile": partial(compiled(formula), scores)},
     )
     yield Case(
@@ -46,8 +47,7 @@ def cases(device, dtype, batch, heads, tokens):
         shape,
         lambda: ops.causal_softmax_backward(dout, out),
         lambda: exact.outputs(derivative, [dout, out]),
-        bytes=nbytes(scores) * 2,
-        flops=4 * scores.numel() // 2,
+        **vars(backward_cost),
         peers={
             "torch": backward(eager, [scores], dout),
             "compile": backward(compiled(formula), [scores], dout),

@@ -16,13 +16,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def quantised(x, scale, dtype):
-    """By torch: both copies."""
+    """Quantise with torch, with a transposed copy."""
     q = (x.float() / scale).to(dtype)
     return q, q.t().contiguous()
 
 
 def read(q, scale):
-    """What the float8 numbers say."""
+    """Convert float8 numbers back to the values that they stand for."""
     return q.double() * scale
 
 
@@ -55,7 +55,7 @@ def cases(device, dtype, rows, inner, outer):
         return ops.fp8_layernorm(x, residual, norm_weight, norm_bias, norm_history, True)
 
     def parts():
-        """The two kernels that it stands for, whose bits it has."""
+        """Call the two separate kernels, which give the same bits."""
         out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
         return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
 
@@ -109,7 +109,7 @@ def cases(device, dtype, rows, inner, outer):
 
 
 def mlp_cases(x, fc):
-    """With the histories of earlier calls, as all but the first of a training run."""
+    """Yield the cases of fp8_mlp with filled histories, as in all training steps but the first."""
     rows, inner, outer = len(x), *fc.t().shape
     dtype, device = x.dtype, x.device
     fc, proj = fc * inner**-0.5, torch.randn(inner, outer, device=device, dtype=dtype) * outer**-0.5
@@ -133,7 +133,7 @@ def mlp_cases(x, fc):
     )
 
     def rounded(t, scale, fp8):
-        """To the operator's dtype, and then to float8 with the history's scale."""
+        """Round to the operator's dtype, and then to float8 with the history's scale."""
         return read((t.to(dtype).float() / scale).to(fp8), scale)
 
     def second(pre, proj):

@@ -14,7 +14,7 @@ TINY = (4, 8)
 
 
 def formula(logits, targets):
-    """The sum over rows, whose gradient is each row's own: nobody has to scale it."""
+    """The sum over rows; its gradient needs no scaling."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -35,7 +35,7 @@ def exact_loss_and_gradient(logits, targets):
 
 
 def liger_(logits, targets):
-    """Liger's kernel by itself, into the logits: its function asks the device three questions before it launches."""
+    """Call Liger's kernel directly, on the logits in place: its function synchronises three times before the launch."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
     from triton import next_power_of_2
 
@@ -84,13 +84,13 @@ def quack(logits, targets):
 def cases(device, dtype, rows, width):
     logits = torch.randn(rows, width, device=device, dtype=dtype)
     targets = torch.randint(width, (rows,), device=device)
-    scratch = torch.empty_like(logits)  # for those who write the gradient over the logits
+    scratch = torch.empty_like(logits)  # for variants that overwrite the logits with the gradient
     common = {
         "shape": f"{rows}x{width}",
         "exact": lambda: exact_loss_and_gradient(logits, targets),
         "bytes": 2 * nbytes(logits),
         "flops": 6 * logits.numel(),
-        "look": lambda result: (result[0].double().sum(), result[1]),  # losses of all rows, or their sum already
+        "look": lambda result: (result[0].double().sum(), result[1]),  # a loss for each row, or already their sum
         "reset": lambda: scratch.copy_(logits),
     }
     yield Case(

@@ -1,8 +1,7 @@
-"""``python -m benchmarks.generate``: tokens a second of decoding, ours beside Hugging Face's generate.
+"""``python -m benchmarks.generate``: tokens per second of decoding, ours and Hugging Face's generate.
 
-All have GPT-2's shape, random weights and top-k sampling. Ours are checked to give the same tokens with and without
-CUDA graphs. The floor is the time in which the memory can read what a token needs: the weights, and the keys and values
-so far.
+All have GPT-2's shape, random weights and top-k sampling. Ours must give the same tokens with and without CUDA graphs.
+The floor is the time to read what a token needs at the memory's speed: the weights, and the keys and values so far.
 """
 
 import argparse
@@ -35,9 +34,9 @@ def parser():
     add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
     add("--model", choices=PRESETS, default="gpt2")
     add("--batch", default="1", help="sequences, comma-separated (default: %(default)s)")
-    add("--tokens", type=int, default=1024, help="new ones, after a prompt of one (default: %(default)s)")
-    add("--layers", type=int, help="other than the model's")
-    add("--repeats", type=int, default=3, help="the fastest counts (default: %(default)s)")
+    add("--tokens", type=int, default=1024, help="new tokens, after a prompt of one (default: %(default)s)")
+    add("--layers", type=int, help="number of layers, if not the model's")
+    add("--repeats", type=int, default=3, help="runs, of which the fastest counts (default: %(default)s)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
@@ -70,14 +69,14 @@ def main(arguments=None):
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """What a step reads on average: every matrix once, and half of the keys and values."""
+    """The bytes that a step reads on average: every matrix once, and half of the keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Seconds for all tokens: the fastest of several runs, after two that are not counted."""
+    """Return the seconds for all tokens: the fastest of several runs, after two that are not counted."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

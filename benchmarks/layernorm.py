@@ -3,9 +3,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled, training
+from benchmarks.harness.directions import both
+from benchmarks.harness.peers import backward, training
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -41,35 +40,24 @@ def quack_backward(dout, x, weight, mean, rstd):
 def cases(device, dtype, rows, width):
     x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     weight, bias = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
-    wide_weight, wide_bias = weight.float(), bias.float()  # quack takes no others
+    wide_weight, wide_bias = weight.float(), bias.float()  # quack requires float32
     _, mean, rstd = ops.layernorm(x, weight, bias)
-    shape = f"{rows}x{width}"
 
-    yield Case(
-        "layernorm fwd",
-        shape,
+    yield from both(
+        "layernorm",
+        f"{rows}x{width}",
+        formula,
         lambda: ops.layernorm(x, weight, bias)[0],
-        lambda: exact.outputs(formula, [x], [weight, bias]),
-        bytes=2 * nbytes(x),
-        flops=8 * x.numel(),
-        peers={
-            "torch": partial(formula, x, weight, bias),
-            "compile": training(compiled(formula), x, weight, bias),
-            "liger": partial(liger, x, weight, bias),
-            "quack": partial(quack_forward, x, wide_weight, wide_bias),
-        },
-    )
-    yield Case(
-        "layernorm bwd",
-        shape,
         lambda: ops.layernorm_backward(dout, x, weight, mean, rstd, [True] * 3),
-        lambda: exact.gradients(formula, dout, [x], [weight, bias]),
-        bytes=3 * nbytes(x),
-        flops=16 * x.numel(),
-        peers={
-            "torch": backward(formula, (x, weight, bias), dout),
-            "compile": backward(compiled(formula), (x, weight, bias), dout),
-            "liger": backward(liger, (x, weight, bias), dout),
-            "quack": partial(quack_backward, dout, x, wide_weight, mean, rstd),
-        },
+        dout,
+        [x],
+        [weight, bias],
+        more=(
+            {"liger": partial(liger, x, weight, bias), "quack": partial(quack_forward, x, wide_weight, wide_bias)},
+            {
+                "liger": backward(liger, (x, weight, bias), dout),
+                "quack": partial(quack_backward, dout, x, wide_weight, mean, rstd),
+            },
+        ),
+        compiled_forward=training,
     )

@@ -10,7 +10,7 @@ ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 768, 50304), (8192, 2048, 128256)], "float32": [(8192, 768, 50304)]}
 CPU_SIZES = [(256, 256, 4096)]
 TINY = (4, 16, 16)
-EXACT_ROWS = 1024  # at a time: their logits in float64 fit into memory
+EXACT_ROWS = 1024  # at a time, so that their float64 logits fit into memory
 
 
 def ours(x, weight, targets):
@@ -22,7 +22,7 @@ def ours_fp8(x, weight, targets):
 
 
 def formula(x, weight, targets):
-    """The sum over rows, as fused_classifier's."""
+    """The sum over rows, as in fused_classifier."""
     return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
 
 
@@ -84,5 +84,5 @@ def cases(device, dtype, rows, channels, vocabulary):
         bytes=2 * nbytes(x, weight) + nbytes(targets),
         flops=6 * rows * channels * vocabulary,
         peers={},
-        look=lambda out: out[:1],  # of the gradients the operands are rounded to eight bits
+        look=lambda out: out[:1],  # the loss only: the gradients have operands rounded to 8 bits
     )

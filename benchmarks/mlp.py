@@ -1,11 +1,8 @@
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled, training
+from benchmarks.harness.directions import both
+from benchmarks.harness.peers import training
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(65536, 768)], "float32": [(65536, 768)]}
@@ -26,27 +23,14 @@ def cases(device, dtype, rows, channels):
         for size in ((hidden, channels), (hidden,), (channels, hidden), (channels,))
     ]
     _, pre_gelu, post_gelu = ops.mlp(x, *weights)
-    shape = f"{rows}x{channels}x{hidden}"
-    flops = 4 * rows * channels * hidden
-
-    yield Case(
-        "mlp fwd",
-        shape,
+    yield from both(
+        "mlp",
+        f"{rows}x{channels}x{hidden}",
+        formula,
         lambda: ops.mlp(x, *weights)[0],
-        lambda: exact.outputs(formula, [x], weights),
-        bytes=nbytes(x, *weights, dout, pre_gelu, post_gelu),
-        flops=flops,
-        peers={"torch": partial(formula, x, *weights), "compile": training(compiled(formula), x, *weights)},
-    )
-    yield Case(
-        "mlp bwd",
-        shape,
         lambda: ops.mlp_backward(dout, x, weights[0], weights[2], pre_gelu, post_gelu, [True] * 5),
-        lambda: exact.gradients(formula, dout, [x], weights),
-        bytes=nbytes(x, dout, pre_gelu, post_gelu, x) + 2 * nbytes(*weights),
-        flops=2 * flops,
-        peers={
-            "torch": backward(formula, (x, *weights), dout),
-            "compile": backward(compiled(formula), (x, *weights), dout),
-        },
+        dout,
+        [x],
+        weights,
+        compiled_forward=training,
     )

@@ -8,6 +8,7 @@ from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled, training
 from gptkernels import functional
+from gptkernels.testing.cases import OPERATORS
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -23,7 +24,7 @@ def formula(x, residual, weight, bias):
 
 
 def norm(total, weight, bias):
-    """The sum is an output too, so its gradient has two parts."""
+    """The sum is also an output, so its gradient has two parts."""
     return F.layer_norm(total, total.shape[-1:], weight, bias), total
 
 
@@ -32,14 +33,14 @@ def cases(device, dtype, rows, width):
     weight, bias = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
     _, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
     shape = f"{rows}x{width}"
+    forward_cost, backward_cost = OPERATORS["residual_layernorm"].costs(x)
 
     yield Case(
         "residual_layernorm fwd",
         shape,
         lambda: ops.residual_layernorm(x, residual, weight, bias)[:2],
         lambda: exact.outputs(formula, [x, residual], [weight, bias]),
-        bytes=4 * nbytes(x),
-        flops=9 * x.numel(),
+        **vars(forward_cost),
         peers={
             "torch": partial(formula, x, residual, weight, bias),
             "compile": training(compiled(formula), x, residual, weight, bias),
@@ -50,8 +51,7 @@ def cases(device, dtype, rows, width):
         shape,
         lambda: ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, [True] * 3),
         lambda: exact.gradients(norm, (dout, dsum), [total], [weight, bias]),
-        bytes=4 * nbytes(x),
-        flops=17 * x.numel(),
+        **vars(backward_cost),
         peers={
             "torch": backward(norm, (total, weight, bias), (dout, dsum)),
             "compile": backward(compiled(norm), (total, weight, bias), (dout, dsum)),
@@ -61,15 +61,15 @@ def cases(device, dtype, rows, width):
 
 
 def dropout_cases(x, residual, weight, bias, dout, dsum):
-    """The same with dropout of x: everybody draws a mask of their own."""
+    """Yield the cases with dropout of x, in which every variant draws its own mask."""
     rows, width = x.shape
     shape = f"{rows}x{width} p={P}"
-    x = x + x.sign()  # so far from 0 that its addition shows in any residual: the mask is read from the sums
+    x = x + x.sign()  # far enough from 0 that the mask can be read from the sums
 
     def torchs(x, residual, weight, bias):
         return norm(F.dropout(x, P) + residual, weight, bias)
 
-    def ours(x, residual, weight, bias):  # with the kernel that draws the seed, as theirs draw it
+    def ours(x, residual, weight, bias):  # includes the kernel that draws the seed, as the peers do
         return functional.residual_layer_norm(x, residual, (width,), weight, bias, dropout_p=P)
 
     mask = Mask(x)
@@ -97,7 +97,7 @@ def dropout_cases(x, residual, weight, bias, dout, dsum):
         },
         look=look,
     )
-    # Of x = 0 the sum is the residual, whatever is dropped, so that all gradients but dx have one value.
+    # With x = 0 the sum equals the residual for every mask, so all gradients but dx are deterministic.
     inputs = torch.zeros_like(x), residual, weight, bias
 
     def look_at_gradients(result):

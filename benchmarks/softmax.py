@@ -4,8 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
+from benchmarks.harness.case import Case
 from benchmarks.harness.peers import backward, compiled
+from gptkernels.testing.cases import OPERATORS
 
 ops = torch.ops.gptkernels
 NARROW = [(65536, width) for width in (64, 128, 256, 768, 1000, 1024)]
@@ -39,14 +40,14 @@ def cases(device, dtype, rows, width):
     x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     out = ops.softmax(x)
     shape = f"{rows}x{width}"
+    forward_cost, backward_cost = OPERATORS["softmax"].costs(x)
 
     yield Case(
         "softmax fwd",
         shape,
         lambda: ops.softmax(x),
         lambda: exact.outputs(formula, [x]),
-        bytes=2 * nbytes(x),
-        flops=5 * x.numel(),
+        **vars(forward_cost),
         peers={
             "torch": partial(formula, x),
             "compile": partial(compiled(formula), x),
@@ -59,8 +60,7 @@ def cases(device, dtype, rows, width):
         shape,
         lambda: ops.softmax_backward(dout, out),
         lambda: exact.outputs(derivative, [dout, out]),
-        bytes=3 * nbytes(x),
-        flops=4 * x.numel(),
+        **vars(backward_cost),
         peers={
             "torch": backward(formula, [x], dout),
             "compile": backward(compiled(formula), [x], dout),

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.curves``: trains GPT-2 with and without float8 products from one seed, and draws the losses.
+"""``python -m benchmarks.curves``: trains GPT-2 with and without float8 products from one seed, and plots the losses.
 
-The file of ``--json`` is brought up to date every few steps. Variants and seeds may be trained by several processes,
-each with a file of its own; ``--from A.json B.json`` joins them.
+The file of ``--json`` is updated every few steps. Variants and seeds may be trained by several processes, each with its
+own file; ``--from A.json B.json`` joins them.
 """
 
 import argparse
@@ -25,25 +25,25 @@ PLACE = "the kept curves"
 def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
     add = parser.add_argument
-    add("--train", metavar="PATTERN", help="token files to train on, as `gptkernels train --train-files` takes them")
+    add("--train", metavar="PATTERN", help="token files to train on, as for `gptkernels train --train-files`")
     add("--val", metavar="PATTERN", help="token files for the loss at the end")
     add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
     add("--steps", type=int, default=1000, help="(default: %(default)s)")
-    add("--batch", type=int, default=32, help="sequences a step (default: %(default)s)")
+    add("--batch", type=int, default=32, help="sequences per step (default: %(default)s)")
     add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
-    add("--layers", type=int, default=12, help="of GPT-2 124M (default: %(default)s)")
+    add("--layers", type=int, default=12, help="number of layers (default: %(default)s, as GPT-2 124M)")
     add("--width", type=int, default=768, help="channels (default: %(default)s)")
     add("--vocabulary", type=int, default=50257, help="tokens are below this (default: %(default)s)")
-    add("--learning-rate", type=float, default=6e-4, help="the highest (default: %(default)s)")
-    add("--schedule", choices=["cosine", "constant"], default="cosine", help="cosine: down to a tenth of the highest")
+    add("--learning-rate", type=float, default=6e-4, help="peak learning rate (default: %(default)s)")
+    add("--schedule", choices=["cosine", "constant"], default="cosine", help="cosine decays to a tenth of the peak")
     add("--warm-up", type=int, default=100, help="steps (default: %(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    add("--val-batches", type=int, default=1000, help="at most so many, 0 for none (default: %(default)s)")
+    add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
+    add("--val-batches", type=int, default=1000, help="batches of validation at most, or 0 (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--json", type=Path, metavar="FILE", help="keep the curves here")
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept curves and train nothing")
-    add("--plot", type=Path, metavar="PNG", help="draw the curves")
-    add("--pages", action="store_true", help=f"put tables and picture into docs/{PAGE.name}")
+    add("--json", type=Path, metavar="FILE", help="save the curves to this file")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="load these kept curves instead of training")
+    add("--plot", type=Path, metavar="PNG", help="plot the curves")
+    add("--pages", action="store_true", help=f"write tables and plot into docs/{PAGE.name}")
     return parser
 
 
@@ -63,18 +63,18 @@ def main(arguments=None):
 
 
 def section(curves) -> str:
-    """What docs/fp8.md shows of them."""
+    """Return the section of docs/fp8.md with the curves."""
     return "\n\n".join([*tables(curves), f"![Losses](../{PICTURE.relative_to(ROOT)})"])
 
 
 def save(path, curves):
-    """Write them, or leave the file as it was."""
+    """Write the curves completely or not at all."""
     with replace_file(path) as temporary:
         temporary.write_text(json.dumps({"curves": curves}) + "\n")
 
 
 def joined(paths, error):
-    """All files' curves, by seed. But for the seed they must have been trained in the same way."""
+    """Join all files' curves, ordered by seed. Their settings may differ in nothing but the seed."""
     curves = [curve for path in paths for curve in json.loads(path.read_text())["curves"]]
     for curve in curves[1:]:
         if {**curve["settings"], "seed": None} != {**curves[0]["settings"], "seed": None}:

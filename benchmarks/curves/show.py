@@ -1,4 +1,4 @@
-"""Curves side by side: a table, and a picture."""
+"""Tables and a plot of curves."""
 
 import statistics
 
@@ -6,30 +6,30 @@ from benchmarks.curves.train import CONTROL, VARIANTS
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import markdown
 
-AVERAGED = 50  # steps: losses of single batches differ more than the curves do
+AVERAGED = 50  # steps: single batches' losses vary more than the curves differ
 HEADER = ["", "seed", "steps", "ms a step", "last loss", f"mean of the last {AVERAGED}", "validation"]
-BESIDE = ["above {} at most", "at the end", "in validation"]
+COMPARED = ["above {} at most", "at the end", "in validation"]
 COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#8a8a8a", "#ee7733", "#33a27f", "#aa6fc0"], strict=True))
 
 
 def smoothed(losses):
-    """The means of every AVERAGED losses that follow each other."""
+    """The moving average of the losses over AVERAGED steps."""
     return [statistics.fmean(losses[i : i + AVERAGED]) for i in range(len(losses) - AVERAGED + 1)]
 
 
 def differences(curve, other):
-    """How much the smoothed losses of one are above the other's, as a share of these."""
+    """The relative differences of the smoothed losses of two curves."""
     return [a / b - 1 for a, b in zip(smoothed(curve["losses"]), smoothed(other["losses"]), strict=False)]
 
 
 def first_of_seed(curve, curves):
-    """The curve that this one is compared with: the first of its seed, from the same weights and batches."""
+    """The curve with which this one is compared: the first of its seed, with the same weights and batches."""
     return next(other for other in curves if other["settings"]["seed"] == curve["settings"]["seed"])
 
 
 def tables(curves) -> list[str]:
-    """The machine, a line a curve with how far it is from the first of its seed, and the means over the seeds."""
-    header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in BESIDE)]
+    """The machine, a table of curves with their differences from the first of their seed, and means over seeds."""
+    header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in COMPARED)]
     shown = [
         _machine(curves),
         markdown(header, [_line(curve, first_of_seed(curve, curves)) for curve in curves], texts=1),
@@ -56,7 +56,7 @@ def _line(curve, first):
 
 
 def _beside(curve, first):
-    """How far above the first: the smoothed losses at most, at the end; the validation's. None where unknown."""
+    """The differences from the first: the largest, that at the end, and that in validation; None if unknown."""
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3
@@ -65,9 +65,9 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """A line for each variant that was trained from several seeds: its mean above the first variant's curves.
+    """A line for each variant that was trained from several seeds: its mean difference from the first variant.
 
-    Where there is a control, above the mean of both as well, which has less of one curve's luck.
+    If there is a control, also the difference from the mean of both, which has less random variation.
     """
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
@@ -86,7 +86,7 @@ def _over_seeds(curves) -> list[str]:
 
 
 def _ends(curves, variant):
-    """The last mean of each whole curve of a variant, by its seed."""
+    """The last mean of each complete curve of a variant, by its seed."""
     of_variant = [curve for curve in curves if curve["variant"] == variant]
     whole = [curve for curve in of_variant if len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED]
     return {curve["settings"]["seed"]: _end(curve) for curve in whole}
@@ -101,7 +101,7 @@ def _mean_and_error(shares):
 
 
 def draw(curves, path):
-    """Losses above, single and smoothed; below how far the smoothed ones are from the first curve's."""
+    """Plot the losses, single and smoothed, and below the differences of the smoothed ones from the first curve."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -135,5 +135,5 @@ def draw(curves, path):
 
 
 def _middles(means):
-    """The steps in the middle of those that each mean is of."""
+    """The middle step of each mean."""
     return range(AVERAGED // 2, AVERAGED // 2 + len(means))

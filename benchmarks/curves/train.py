@@ -21,24 +21,24 @@ VARIANTS = {
     "fp8-head": "float8 products in the layers and the head's gradients",
     "fp8-logits": "float8 products in the layers, the head's gradients and its logits",
 }
-CONTROL = "bf16-reversed"  # differs from the first by roundings alone
+CONTROL = "bf16-reversed"  # differs from the first only by rounding errors
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
 
 
 def train(variant: str, settings: dict, files: dict, device: torch.device, keep: Callable[[dict], object]) -> dict:
-    """Train a model whose weights, batches and learning rates depend on nothing but the settings.
+    """Train a model whose weights, batches and learning rates depend only on the settings.
 
     Args:
-        variant: one of VARIANTS. Parameters are bfloat16 with float32 masters in each.
-        settings: as the command line gives them.
+        variant: one of VARIANTS. All have bfloat16 parameters with float32 masters.
+        settings: from the command line.
         files: "train" and "val", lists of token files.
-        device: where.
-        keep: called with the curve so far every KEEP_EVERY steps, and with all of it.
+        device: the device.
+        keep: called with the curve so far every KEEP_EVERY steps, and at the end.
 
     Returns:
-        The curve: the variant, machine and settings, the loss of every step before its update, and of the validation
-        data at the end; None while it is not known.
+        The curve: the variant, machine and settings, the loss of every step before its update, and that of the
+        validation data at the end (None before).
     """
     curve = {"variant": variant, "settings": settings, "machine": describe(device)}
     curve |= {"losses": [], "seconds": 0.0, "validation": None}
@@ -66,7 +66,7 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(i)
         result = step(_in_order(data.next_batch(), variant))
-        if waiting:  # the step before: the device has the next one already
+        if waiting:  # read the previous step now that the device has the next one
             note(waiting)
         waiting = result
     if waiting:
@@ -91,7 +91,7 @@ def _model(variant, settings, device):
 
 
 def _in_order(batch, variant):
-    """For the control reversed: the gradients' sums are over the same terms in another order."""
+    """Reverse the batch for the control, so that gradients are sums of the same terms in another order."""
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 
@@ -109,7 +109,7 @@ def _loader(paths, settings, device, *, shuffle):
 
 @torch.no_grad()
 def _validation(model, paths, settings, device):
-    """Mean loss of the first batches, of the model in evaluation: without float8 numbers."""
+    """The mean loss of the first batches, with the model in evaluation: without float8 products."""
     data = _loader(paths, settings, device, shuffle=False)
     count = min(data.batches_per_epoch, settings["val_batches"])
     if not count:

@@ -1,1 +1,1 @@
-"""What measures, checks and shows the cases that the ops' files yield."""
+"""Measuring, checking and showing the cases of the ops' files."""

@@ -1,4 +1,4 @@
-"""What an op's file yields."""
+"""The cases that an op's file yields."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ Variant = Callable[[], Any]
 
 
 def as_tuple(result) -> tuple:
-    """One output or several, as several."""
+    """Wrap a single output in a tuple."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
@@ -20,16 +20,16 @@ class Case:
     """One op at one size.
 
     Args:
-        name: what is timed, e.g. ``"layernorm fwd"``.
-        shape: the sizes, as people write them.
+        name: the name, e.g. ``"layernorm fwd"``.
+        shape: the sizes, for people to read.
         ours: runs our kernel.
-        peers: what else computes the same, under the names of ``peers.PEERS``; run only when asked for.
-        exact: yields ``(i, part, value)``: what output ``i`` must hold at ``[part]``, in float64.
-        bytes: the fewest that must move: each input read once, each output written once.
-        flops: floating-point operations, roughly where they are not what bounds the op.
-        look: the tensors to check, from what a variant returns. A variant may return fewer than ``exact`` knows.
-        reset: puts back what variants write in place, before each is checked.
-        rounded: the dtype to whose precision products are rounded, where that is less than the outputs'.
+        peers: other implementations, with names from ``peers.PEERS``; run only if selected.
+        exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
+        bytes: the fewest bytes that must move: each input read once, each output written once.
+        flops: floating-point operations, approximate if they do not bound the op.
+        look: selects the tensors to check from a variant's result. There may be fewer than ``exact`` has.
+        reset: restores what variants overwrite, before each is checked.
+        rounded: the dtype with the precision of the products, if it is less than the outputs'.
     """
 
     name: str
@@ -45,5 +45,5 @@ class Case:
 
 
 def nbytes(*tensors) -> int:
-    """Bytes of all these tensors once."""
+    """The number of bytes of all these tensors."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)

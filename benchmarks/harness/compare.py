@@ -1,4 +1,4 @@
-"""What became slower since a run that was kept."""
+"""Comparison with a kept run: which kernels became slower."""
 
 import statistics
 
@@ -8,10 +8,10 @@ LEAST = 0.03
 
 
 def slower(old_rows, new_rows):
-    """A line for each row whose kernel takes over 3 % longer than it did, and longer by more than both runs' spread.
+    """A line for each row whose kernel takes over 3 % longer than before, and more than the spread of both runs.
 
-    One machine differs from the next by a few per cent: all times are first divided by how much longer the copies take
-    here, the median over all rows, since a single copy would bring its own noise into its row.
+    Machines differ by a few per cent. Therefore all times are first divided by the ratio of the copies' times: the
+    median over all rows, since a single copy would add its own noise to its row.
     """
     old = {row.key: row for row in old_rows if "ours" in row.times}
     pairs = [(old[row.key], row) for row in new_rows if row.key in old]

@@ -4,16 +4,16 @@ import torch
 
 from benchmarks.harness.case import as_tuple
 
-ELEMENTS = 1 << 24  # of one piece
+ELEMENTS = 1 << 24  # in one piece
 
 
 def outputs(function, rows, shared=()):
-    """What ``function(*rows, *shared)`` gives, as ``Case.exact`` wants it.
+    """The outputs of ``function(*rows, *shared)``, for ``Case.exact``.
 
     Args:
-        function: the formula; it treats each row alone.
-        rows: tensors with the same first dimension, cut into pieces along it.
-        shared: tensors that every row sees, such as weights.
+        function: the formula; rows must be independent of each other.
+        rows: tensors with the same first dimension, along which they are split into pieces.
+        shared: tensors that all rows use, such as weights.
     """
     shared = [double(t) for t in shared]
     for part in _parts(rows[0]):
@@ -38,7 +38,7 @@ def gradients(function, douts, rows, shared=()):
 
 
 def double(t):
-    """A float64 leaf of the tensor's values; integers stay what they are."""
+    """A float64 copy of a tensor without history; integers stay integers."""
     return t.detach().double() if t.is_floating_point() else t
 
 

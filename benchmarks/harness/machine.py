@@ -1,4 +1,4 @@
-"""Where and with what a run was made."""
+"""Description of the machine and the versions of a run."""
 
 import datetime
 import os
@@ -16,7 +16,7 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 
 def describe(device) -> dict:
-    """All that the figures may depend on, as JSON."""
+    """Everything on which the figures may depend, as JSON."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -35,7 +35,7 @@ def describe(device) -> dict:
 
 
 def title(machine) -> str:
-    """One line of it."""
+    """A description in one line."""
     gpu, versions = machine["gpu"], machine["versions"]
     where = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['threads']} threads"
     what = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
@@ -70,7 +70,7 @@ def _version(package):
 
 
 def _commit():
-    """What GIT_COMMIT says, for files that came without their repository; else the checkout's commit."""
+    """The environment variable GIT_COMMIT, for files without their repository; otherwise the checkout's commit."""
     if told := os.environ.get("GIT_COMMIT"):
         return told
     commit = _output("git", "rev-parse", "--short=12", "HEAD").strip() or "unknown commit"

@@ -1,4 +1,4 @@
-"""From an op's file to rows."""
+"""Measuring an op's cases."""
 
 import gc
 import importlib
@@ -13,24 +13,24 @@ from benchmarks.harness.row import Row
 from benchmarks.harness.timing import host_times, kernel_times
 from benchmarks.harness.verify import fault
 
-OTHERS = ("__main__", "generate", "swap")  # these measure whole models, by commands of their own
+OTHERS = ("__main__", "generate", "ledger", "swap")  # these have their own commands: whole models, and the ledger
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 
 @dataclass
 class Settings:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     device: torch.device
     dtypes: list[torch.dtype]
     peers: list[str]
-    sizes: list[tuple[int, ...]] | None = None  # in place of the op's own
+    sizes: list[tuple[int, ...]] | None = None  # instead of the op's own
     host: bool = False
     repeats: int = 20
 
 
 def sizes_of(op, settings):
-    """The dtypes and sizes to measure an op at; none where the sizes asked for are not of its kind."""
+    """The dtypes and sizes to measure for an op; none if the given sizes have another number of dimensions."""
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -52,17 +52,17 @@ def cases(op, settings, dtype, size):
 
 
 def measure(op, settings):
-    """The op's rows, one after the other."""
+    """Yield the op's rows."""
     for dtype, size in sizes_of(op, settings):
         for case in cases(op, settings, dtype, size):
             if settings.host and case.name.endswith("bwd"):
-                continue  # the peers' is all of autograd, ours would be a bare call
+                continue  # the peers would include autograd, while ours is only a call
             yield measure_case(op, case, dtype, settings)
-        gc.collect()  # compiled functions and graphs hold their tensors in cycles
+        gc.collect()  # compiled functions and graphs keep tensors in reference cycles
 
 
 def measure_case(op, case, dtype, settings) -> Row:
-    """The times of every variant that is right."""
+    """Time all variants with correct results."""
     variants = {"ours": case.ours} | {p: f for p, f in case.peers.items() if p in settings.peers}
     faults = {}
     for name, variant in variants.items():
@@ -80,7 +80,7 @@ def measure_case(op, case, dtype, settings) -> Row:
 def _fault(case, variant, dtype):
     try:
         wrong = fault(case, variant, dtype)
-    except Exception as error:  # a peer that does not take this size must not end the run
+    except Exception as error:  # a peer that does not support this size must not end the run
         return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
     return wrong and f"WRONG: {wrong}"
 

@@ -1,4 +1,4 @@
-"""A kept run in the documentation: its tables stand in the pages between two comments, and are never typed."""
+"""Writing a kept run into the documentation: tables are between two comments, and are never typed by hand."""
 
 from pathlib import Path
 
@@ -11,38 +11,38 @@ PICTURES = "benchmarks/results"
 
 
 def fill(root: Path, run):
-    """Put the run's figures into the README and each op's page, where these have a place for them.
+    """Write the run's figures into the README and the ops' pages, if these have a place for them.
 
     Args:
         root: the checkout.
-        run: as ``run.load`` gives it.
+        run: as ``run.load`` returns it.
     """
     for path, text in filled(root, run).items():
         path.write_text(text)
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    """What the pages are with the run's figures in them."""
+    """The pages' new contents."""
     parts = {root / "README.md": overview(run)}
     parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
     return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
 
 
 def between(text, part, place=KEPT):
-    """The text with another part between the two comments of a place."""
+    """Replace the text between the two comments of a place."""
     before, begin, rest = text.partition(f"<!-- {place} -->")
     _, end, after = rest.partition(f"<!-- /{place} -->")
     return f"{before}{begin}\n{part}\n{end}{after}" if begin and end else text
 
 
 def section(op, rows, run) -> str:
-    """An op's picture and table."""
+    """The plot and the table of an op."""
     head = f"{title(run['machine'])}; [how to read this](benchmarks.md#how-to-read-it), [the whole run](../{PICTURES})."
     return "\n\n".join([head, f"![{op}](../{PICTURES}/{op}.png)", *tables(rows)])
 
 
 def overview(run) -> str:
-    """Everything that is measured, at its first size (in bfloat16 where there is one), beside the best peer."""
+    """A table of all cases at their first size, in bfloat16 if possible, with the fastest peer."""
     first = {}
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     for row in rows:
@@ -56,6 +56,6 @@ def overview(run) -> str:
 def _line(row):
     share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
     best = min((p for p in row.peers if p in row.times), key=lambda p: row.times[p].median, default=None)
-    beside = f"{best} ({row.beside(best):.2f}x)" if best else ""
+    fastest = f"{best} ({row.speedup_over(best):.2f}x)" if best else ""
     size = f"{row.shape} {row.dtype}"
-    return [row.name, size, microseconds(row.times["ours"].median), rate(row, "ours"), share, beside]
+    return [row.name, size, microseconds(row.times["ours"].median), rate(row, "ours"), share, fastest]

@@ -1,4 +1,4 @@
-"""Who ours are measured beside, and how the others are called."""
+"""The peers, and how they are called."""
 
 import importlib.util
 import warnings
@@ -23,11 +23,11 @@ PACKAGES = {
     "flex": "triton",
     "fa3": "flash_attn_interface",
 }
-IN_TORCH = ("compile", "flex")  # on the CPU they make C++, not Triton
+IN_TORCH = ("compile", "flex")  # on the CPU they generate C++ instead of Triton
 
 
 def absent(device) -> dict[str, str]:
-    """Peers that cannot run here, with the reason."""
+    """The peers that cannot run here, with the reason."""
     reasons = {} if device.type == "cuda" else {"cudnn": "it has no CPU kernels"}
     for peer, package in PACKAGES.items():
         if peer in IN_TORCH and device.type == "cpu":
@@ -40,16 +40,16 @@ def absent(device) -> dict[str, str]:
 
 
 def compiled(function):
-    """The function under torch.compile, for one case's shapes alone; it compiles when it is first called."""
+    """The function under torch.compile, specialised to one case's shapes; it is compiled at the first call."""
     made = []
 
     def call(*inputs):
         if not made:
-            torch._dynamo.reset()  # no other case's shapes: they would make this one's dynamic, or run into a limit
-            torch._functorch.config.donated_buffer = False  # backwards run many times over one forward
+            torch._dynamo.reset()  # shapes of other cases would make this one dynamic, or reach a limit
+            torch._functorch.config.donated_buffer = False  # the backward runs several times for one forward
             made.append(torch.compile(function, fullgraph=True, dynamic=False))
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the compiler's advice to the formula's author
+                warnings.simplefilter("ignore")  # advice for the formula's author
                 return made[0](*inputs)
         return made[0](*inputs)
 
@@ -57,13 +57,13 @@ def compiled(function):
 
 
 def training(function, *inputs):
-    """A forward as in training, of inputs that want gradients: it keeps what its backward needs, as ours does."""
+    """A forward as in training, with inputs that require gradients: it saves what its backward needs, as ours does."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return lambda: function(*leaves)
 
 
 def backward(function, inputs, douts):
-    """A variant that runs autograd through the function, as people do; its forward runs once, untimed."""
+    """A variant that runs autograd's backward; its forward runs once and is not timed."""
     graph = []
 
     def run():

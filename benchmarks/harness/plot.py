@@ -1,4 +1,4 @@
-"""Pictures of a run: bars for each op, and all ops under the machine's roof."""
+"""Plots of a run: bars for each op, and a roofline of all ops."""
 
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ STYLE: Any = {
 
 
 def draw(run, folder: Path):
-    """A picture an op, the roofline, and a page of tables that shows them."""
+    """Draw a plot for each op and the roofline, and write a page of tables with them."""
     folder.mkdir(parents=True, exist_ok=True)
     ops = {op: rows for op, rows in by_op(run["rows"]).items() if op != "roof"}
     with plt.rc_context(STYLE):
@@ -50,7 +50,7 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """A panel for each of an op's names; in it a group of bars for each size."""
+    """A panel for each name of an op, with a group of bars for each size."""
     names = list(dict.fromkeys(row.name for row in rows))
     figure, panels = plt.subplots(len(names), 1, figsize=(14, 0.6 + 2.9 * len(names)), squeeze=False)
     variants = ["ours", *columns_of(rows)]
@@ -88,7 +88,7 @@ def _legend(rows, variants):
 
 
 def roofline(run):
-    """Left: flops a second over flops a byte. Right: for what bytes bound, the share of a copy's rate."""
+    """Left: flops per second over flops per byte. Right: for memory-bound cases, the fraction of a copy's rate."""
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)

@@ -1,4 +1,4 @@
-"""Tables: for the terminal, and as Markdown."""
+"""Tables for the terminal and in Markdown."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,7 +9,7 @@ PAD = {"justify": "right", "no_wrap": True}
 
 
 def show(rows, console=None):
-    """One op's table on the terminal, then one line for each variant that has no time."""
+    """Print one op's table, then a line for each variant without a time."""
     console = console or Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
@@ -30,7 +30,7 @@ def header(rows):
 
 
 def cells(row, peers, strong):
-    """A row's texts: ours, its rate and share, then each peer's microseconds and how many times as fast ours is."""
+    """A row's texts: our time, rate and fraction, then each peer's microseconds and our speedup over it."""
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
@@ -43,7 +43,7 @@ def cells(row, peers, strong):
         texts += [row.faults["ours"].split(":")[0], "", "", ""]
     for peer in peers:
         if peer in row.times:
-            ratio = row.beside(peer)
+            ratio = row.speedup_over(peer)
             text = microseconds(row.times[peer].median) + (f" ({ratio:.2f}x)" if ratio else "")
             texts.append(strong.format(text) if peer in row.ahead and row.op != "roof" else text)
         else:
@@ -64,12 +64,12 @@ def number(value):
 
 
 def faults(rows):
-    """Why there is no time, for every variant that has none."""
+    """The reasons why variants have no time."""
     return [f"{row.name} {row.shape} {row.dtype}, {name}: {why}" for row in rows for name, why in row.faults.items()]
 
 
 def table(rows) -> str:
-    """The same as Markdown; a peer ahead of ours in bold."""
+    """The table in Markdown; peers that are faster than ours are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 
@@ -80,13 +80,13 @@ def tables(rows) -> list[str]:
 
 
 def markdown(head, lines, texts) -> str:
-    """A table whose first columns are texts and whose others are figures."""
+    """A table with columns of text first, then columns of figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
 
 def page(run) -> str:
-    """A whole run as a Markdown page, its plots beside it."""
+    """A whole run as a Markdown page with its plots."""
     parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():
@@ -95,7 +95,7 @@ def page(run) -> str:
 
 
 def by_op(rows):
-    """Rows by op, in the order they came."""
+    """Group rows by op, in their order."""
     found = {}
     for row in rows:
         found.setdefault(row.op, []).append(row)

@@ -1,16 +1,16 @@
-"""One measured case, as it is shown, drawn, compared and kept."""
+"""One measured case."""
 
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.harness.timing import Time
 
-COMPUTE_BOUND = 50  # flops a byte: what lies above is held against matrix products, not against copies
-TIE = 0.995  # two runs of one kernel differ by as much
+COMPUTE_BOUND = 50  # flops per byte: above, the rate is in TFLOP/s instead of GB/s
+TIE = 0.995  # two runs of one kernel differ by this much
 
 
 @dataclass
 class Row:
-    """The times of ours, of the copy and of each peer that ran and was right; for the others, why there is none."""
+    """The times of ours, the copy, and each peer with correct results; for the others, the reason."""
 
     op: str
     name: str
@@ -27,7 +27,7 @@ class Row:
         return cls(**{**data, "times": {name: Time(*time) for name, time in data["times"].items()}})
 
     def dump(self) -> dict:
-        """As JSON; the rates stand there for readers alone."""
+        """Convert to JSON; the rates are only for readers."""
         rates = {n: round(self.rate(n), 1) for n in self.times if n != "copy" or self.unit == "GB/s"}
         return {**asdict(self), "times": {n: list(t) for n, t in self.times.items()}, "rates": rates}
 
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def intensity(self) -> float:
-        """Flops a byte."""
+        """Flops per byte."""
         return self.flops / self.bytes
 
     @property
@@ -45,13 +45,13 @@ class Row:
         return "TFLOP/s" if self.intensity > COMPUTE_BOUND else "GB/s"
 
     def rate(self, name) -> float:
-        """In ``unit``, of the fewest bytes or of the flops."""
+        """The rate in ``unit``, of the fewest bytes or of the flops."""
         work = self.flops * 1e-12 if self.unit == "TFLOP/s" else self.bytes * 1e-9
         return work / self.times[name].median
 
     @property
     def share(self) -> float | None:
-        """How fast ours is beside a copy of as many bytes."""
+        """Our rate as a fraction of that of a copy of as many bytes."""
         if "copy" not in self.times or "ours" not in self.times:
             return None
         return self.times["copy"].median / self.times["ours"].median
@@ -60,8 +60,8 @@ class Row:
     def peers(self) -> list[str]:
         return [name for name in (*self.times, *self.faults) if name not in ("ours", "copy")]
 
-    def beside(self, peer) -> float | None:
-        """How many times as fast ours is as the peer."""
+    def speedup_over(self, peer) -> float | None:
+        """Our speedup over a peer."""
         if peer not in self.times or "ours" not in self.times:
             return None
         return self.times[peer].median / self.times["ours"].median

@@ -1,4 +1,4 @@
-"""How long a kernel takes, and how long the host takes to queue it."""
+"""Timing of kernels, and of the host's time to launch them."""
 
 import ctypes
 import statistics
@@ -9,7 +9,7 @@ import torch
 
 
 class Time(NamedTuple):
-    """Seconds: the median and the quartiles of some runs."""
+    """Seconds: the median and the quartiles of several runs."""
 
     median: float
     low: float
@@ -22,10 +22,10 @@ class Time(NamedTuple):
 
 
 def kernel_times(functions, device, repeats):
-    """The time of each function, the functions taken in turn so that a drifting machine is fair to all.
+    """Time each function. The functions alternate, so that a drift of the machine affects all of them.
 
-    On CUDA: the L2 cache is flushed before each run, and the launches wait behind a device-side delay, so that neither
-    warm data nor launch gaps count. On the CPU: wall time, after a warm-up.
+    On CUDA the L2 cache is flushed before each run, and the launches wait for a delay on the device, so that neither
+    cached data nor launch gaps count. On the CPU it is wall time, after a warm-up.
     """
     time_once = _cuda_timer() if device.type == "cuda" else _cpu_seconds
     for function in functions:
@@ -49,16 +49,16 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
         nonlocal cycles
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Lines that a kernel has marked evict_last, as torch.compile's reductions do, survive the flush below: the
+            # Cache lines with the policy evict_last, which torch.compile's reductions use, survive the flush below: the
             # next kernel would find up to a tenth of its input in the cache.
             if error := forget_persisting():
                 raise RuntimeError(f"cuCtxResetPersistingL2Cache: CUDA error {error}")
-            flush.sum()  # four times the cache, read: nothing is left to be written back when the clock starts
+            flush.sum()  # reads four times the size of the cache, so that no write-back remains when the clock starts
             torch.cuda._sleep(cycles)
             begin.record()
             function()
             end.record()
-            late = begin.query()  # the device was here before the host had queued everything
+            late = begin.query()  # the device was here before the host had launched everything
             torch.cuda.synchronize()
             if not late or cycles >= most_cycles:
                 return begin.elapsed_time(end) * 1e-3
@@ -68,7 +68,7 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 
 def host_times(functions, device, repeats):
-    """The time the host takes for one call of each, the functions taken in turn, many calls at a time."""
+    """Time the host for calls of each function; the functions alternate, with many calls at a time."""
     for function in functions:
         _host_seconds(function, device)
     rounds = [[_host_seconds(function, device) for function in functions] for _ in range(repeats)]

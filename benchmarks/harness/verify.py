@@ -1,14 +1,14 @@
-"""Whether a variant is right. A wrong one's time is worth nothing."""
+"""Verification of a variant's results. The time of a wrong variant is not shown."""
 
 import torch
 
-# Relative to the largest element and to the mean of the exact result. Much more than the error of a correct kernel,
-# much less than that of a wrong one; how exact ours are is checked by the tests.
+# Relative to the largest element and to the mean of the exact result. Much larger than the error of a correct kernel,
+# much smaller than that of a wrong one. The tests check how exact our kernels are.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def fault(case, variant, dtype) -> str | None:
-    """What is wrong with the variant's outputs, or None."""
+    """Describe what is wrong with the variant's outputs; None if they are right."""
     case.reset()
     outputs = case.look(variant())
     errors: dict[int, _Error] = {}
@@ -28,7 +28,7 @@ def fault(case, variant, dtype) -> str | None:
 
 
 class _Error:
-    """The error of one output, gathered piece by piece without waiting for the device."""
+    """The error of one output, accumulated piece by piece without synchronising with the device."""
 
     def __init__(self):
         self.largest, self.sum, self.exact_largest, self.exact_sum = [], [], [], []
@@ -41,7 +41,7 @@ class _Error:
             gathered[1].append(values.sum())
 
     def relative(self) -> float:
-        """The largest error beside the largest value, or the mean one beside the mean, whichever is worse."""
+        """The largest error relative to the largest value, or the mean error relative to the mean, if that is worse."""
         largest = torch.stack(self.largest).max() / torch.stack(self.exact_largest).max()
         mean = torch.stack(self.sum).sum() / torch.stack(self.exact_sum).sum()
         return torch.maximum(largest, mean).item()

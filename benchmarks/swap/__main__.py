@@ -1,7 +1,7 @@
-"""``python -m benchmarks.swap``: training steps of other people's GPT-2, unswapped beside swapped.
+"""``python -m benchmarks.swap``: training steps of other people's GPT-2, unswapped and swapped.
 
-A step is what people run: bfloat16 autocast, T=1024, torch's fused AdamW, gradient clipping. Each variant is measured
-in a process of its own.
+A step is a usual one: bfloat16 autocast, T=1024, torch's fused AdamW, gradient clipping. Each variant is measured in
+its own process.
 """
 
 import argparse
@@ -32,18 +32,18 @@ def parser():
     add(
         "--rows",
         default="*",
-        help="comma-separated MODEL/MODE/BATCH/DROPOUT; with * or ? those of the table: " + ", ".join(ROWS),
+        help="comma-separated MODEL/MODE/BATCH/DROPOUT; * and ? match the table's rows: " + ", ".join(ROWS),
     )
     add("--swapped", default="no,yes", help="of no, yes, no-logits, detached (default: %(default)s)")
     add("--size", default="gpt2", choices=SIZES)
     add("--length", type=int, default=1024, help="T (default: %(default)s)")
-    add("--seconds", type=float, default=2, help="of timed steps for each variant (default: %(default)s)")
-    add("--losses", type=int, default=50, help="how many steps' losses are compared (default: %(default)s)")
-    add("--at-once", type=int, default=1, metavar="N", help="N variants compile at once; each is timed alone")
+    add("--seconds", type=float, default=2, help="time of steps for each variant (default: %(default)s)")
+    add("--losses", type=int, default=50, help="number of steps whose losses are compared (default: %(default)s)")
+    add("--at-once", type=int, default=1, metavar="N", help="N variants compile in parallel; each is timed alone")
     add("--profile", action="store_true", help="show each variant's kernels instead, in this process (CUDA)")
-    add("--json", type=Path, metavar="FILE", help="keep the run here; written after each variant")
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="join these kept runs and measure nothing")
-    add("--pages", action="store_true", help="put the table into docs/swap.md and the README")
+    add("--json", type=Path, metavar="FILE", help="save the run to this file after each variant")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="join these kept runs instead of measuring")
+    add("--pages", action="store_true", help="write the table into docs/swap.md and the README")
     add("--one", help=argparse.SUPPRESS)
     return parser
 
@@ -94,7 +94,7 @@ def _variants(options, error):
 
 
 def _measured(variants, options, device):
-    """Each variant's figures are shown and kept as soon as they are there."""
+    """Measure all variants; each one's figures are shown and saved at once."""
     run = {"machine": describe(device), "rows": []}
     print(title(run["machine"]), flush=True)
     for row in measure_in_processes(variants, options):

@@ -1,4 +1,4 @@
-"""A variant's steps, timed; several variants, each in a process of its own, so that none finds another's memory."""
+"""Timing of a variant's steps; several variants run in separate processes, so that they share no memory."""
 
 import contextlib
 import dataclasses
@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.swap.variants import Trainer, batches
 
-STEPS = 4  # between two looks at the clock
+STEPS = 4  # between two readings of the clock
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Milliseconds a step, peak memory and the first losses; ``wait`` is called before the steps that are timed."""
+    """Measure milliseconds per step, peak memory and the first losses; ``wait`` is called before the timed steps."""
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)
@@ -51,10 +51,10 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 
 
 def measure_in_processes(variants, options):
-    """Each variant's figures as soon as they are there.
+    """Yield each variant's figures when it is measured.
 
-    ``options.at_once`` variants are started together: they compile and make their first steps at the same time, and the
-    timed ones in turn.
+    ``options.at_once`` variants are started together: they compile and make their first steps in parallel, and their
+    timed steps one after the other.
     """
     for i in range(0, len(variants), options.at_once):
         yield from _together(variants[i : i + options.at_once], options)
@@ -69,7 +69,7 @@ def _together(variants, options):
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))
             pipe = subprocess.PIPE
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
-            stack.callback(process.kill)  # where the run is cut
+            stack.callback(process.kill)  # if the run is interrupted
             started.append((variant, process, errors))
         for _, process, _ in started:
             for line in process.stdout:
@@ -88,13 +88,13 @@ def _together(variants, options):
 
 
 def until_told():
-    """Say that the first steps are done, and wait for the turn."""
+    """Report that the first steps are done, and wait for the permission to continue."""
     print("ready", flush=True)
     sys.stdin.readline()
 
 
 def profile(variant, device):
-    """A table of where a step's time goes."""
+    """Print a table of the kernels of a step."""
     trainer, tokens = Trainer(variant, device), next(batches(variant, device))
     for _ in range(3):
         trainer.step(tokens)
@@ -103,7 +103,7 @@ def profile(variant, device):
         trainer.step(tokens)
         torch.cuda.synchronize()
     kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
-    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # a range of several kernels
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # these are ranges of several kernels
     total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
     print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:

@@ -1,4 +1,4 @@
-"""Kept runs, joined, as the table of docs/swap.md and of the README."""
+"""Kept runs joined to the table of docs/swap.md and the README."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ EXPLAINED = (
 
 
 def save(path: Path, run) -> None:
-    """Write a run; its rows one a line. Until the whole text is there the file is what it was."""
+    """Write a run with one row per line, completely or not at all."""
     rows = ",\n  ".join(json.dumps(row) for row in run["rows"])
     text = f'{{\n "machine": {json.dumps(run["machine"])},\n "rows": [\n  {rows}\n ]\n}}\n'
     whole = path.with_name(path.name + ".new")
@@ -27,7 +27,7 @@ def save(path: Path, run) -> None:
 
 
 def load(paths):
-    """One run of all these files. Of a variant that is in several, the last file's figures stand."""
+    """Join files to one run. If several have a variant, the last file's figures are used."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = {_variant(row): row for run in runs for row in run["rows"]}
     machine = runs[0]["machine"]
@@ -40,7 +40,7 @@ def _variant(row) -> Variant:
 
 
 def lines(rows) -> list[list[str]]:
-    """One for each swapped variant, beside the unswapped one; for one that stands alone what there is."""
+    """A line for each swapped variant and its unswapped one; a line for a variant that has no counterpart."""
     found = {_variant(row): row for row in rows}
     made = []
     for variant, row in found.items():
@@ -83,7 +83,7 @@ def _milliseconds(row) -> str:
 
 
 def text(run) -> str:
-    """Where it was measured, and the table."""
+    """The machine, the table, and its explanation."""
     steps = max((len(row.get("losses", ())) for row in run["rows"]), default=0)
     return "\n\n".join(
         [title(run["machine"]) + ".", markdown(HEADER, lines(run["rows"]), texts=1), EXPLAINED.format(steps)]
@@ -91,6 +91,6 @@ def text(run) -> str:
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    """What the pages are with the run's figures in them."""
+    """The pages' new contents."""
     pages = [root / "README.md", root / "docs" / "swap.md"]
     return {page: between(page.read_text(), text(run), PLACE) for page in pages}

@@ -1,4 +1,4 @@
-"""What is measured: other people's GPT-2, its size, and what is done with it before it is trained."""
+"""The variants to measure: models of other people, with their size and how they are swapped and compiled."""
 
 import dataclasses
 import sys
@@ -9,20 +9,20 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # nanoGPT's and llm.c's models
 
 MODELS = {"huggingface": "Hugging Face", "nanogpt": "nanoGPT", "llmc": "llm.c"}
-MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # torch.compile's
-LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}  # swap's return_logits
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # modes of torch.compile
+LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}  # return_logits of swap
 SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}  # layers, heads, channels
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One row's model, swapped in this way or not at all."""
+    """The model of one row, swapped in one way or unswapped."""
 
     model: str
     mode: str
     batch: int
     dropout: float
-    swapped: str = "no"  # of LOGITS
+    swapped: str = "no"  # a key of LOGITS
     size: str = "gpt2"
     length: int = 1024
 
@@ -32,7 +32,7 @@ class Variant:
 
 
 def variant_of(row, **options) -> Variant:
-    """A row's name is MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1.
+    """Parse a row's name, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1.
 
     Raises:
         ValueError: there is no such row.
@@ -47,7 +47,7 @@ def variant_of(row, **options) -> Variant:
 
 
 def made(variant, device):
-    """The model, and its loss as a function of tokens (B, T + 1)."""
+    """Make the model, and its loss as a function of tokens (B, T + 1)."""
     layers, heads, channels = SIZES[variant.size]
     torch.manual_seed(0)
     if variant.model == "huggingface":
@@ -69,7 +69,7 @@ def made(variant, device):
 
 
 def batches(variant, device):
-    """Tokens that can be learnt a little: each is often the one before it plus a constant."""
+    """Yield tokens that can be learnt a little: most are the previous one plus a constant."""
     generator = torch.Generator().manual_seed(0)
     while True:
         jumps = torch.randint(50257, (variant.batch, variant.length + 1), generator=generator)
@@ -78,7 +78,7 @@ def batches(variant, device):
 
 
 class Trainer:
-    """A variant's model and its optimizer. A step is what people run: autocast, torch's fused AdamW, clipping."""
+    """A variant's model and optimizer, with a usual step: autocast, torch's fused AdamW, clipping."""
 
     def __init__(self, variant, device):
         self.device = device
@@ -92,7 +92,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, tokens):
-        """The loss before the update, on the device."""
+        """Make a step; returns the loss before the update, on the device."""
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._loss_of(self._call, tokens)
         loss.backward()

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.train_step``: steps timed, profiled, kept, and put into docs/step.md."""
+"""``python -m benchmarks.train_step``: times, profiles and saves steps, and writes them into docs/step.md."""
 
 import argparse
 import json
@@ -23,34 +23,34 @@ HEADER = ["", "parameters", "batch", "ms", "+-", "tokens/s", "MFU", "GiB", "firs
 def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
-    add("--batch", default="64,4", help="sequences a step, comma-separated (default: %(default)s)")
+    add("--batch", default="64,4", help="sequences per step, comma-separated (default: %(default)s)")
     add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
     add("--precisions", default="bf16", help="; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()))
     add("--model", choices=PRESETS, default="gpt2", help="(default: %(default)s, 124M parameters)")
-    add("--layers", type=int, help="other than the model's")
-    add("--width", type=int, help="channels, other than the model's; a head has 64")
+    add("--layers", type=int, help="number of layers, if not the model's")
+    add("--width", type=int, help="channels, if not the model's; a head has 64")
     add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
     add("--vocabulary", type=int, default=50304, help="a multiple of 128: no padding (default: %(default)s)")
     add("--warm-up", type=int, default=10, help="steps before the timed ones (default: %(default)s)")
     add("--steps", type=int, default=40, help="timed steps (default: %(default)s)")
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--profile", action="store_true", help="the kernels of one step of each of ours in place of times (CUDA)")
+    add("--profile", action="store_true", help="the kernels of one step of each of ours instead of times (CUDA)")
     add(
         "--host",
         action="store_true",
-        help="the host's time for the parts of a step and for its operators, tiny batch",
+        help="the host's time for the parts of a step and for its operators, with a tiny batch",
     )
-    add("--cpu", action="store_true", help="make train's model on the CPU in turns, and the operators of its step")
-    add("--turns", type=int, default=30, help="of --cpu, of 5 steps (default: %(default)s)")
-    add("--peak", type=float, default=117.0, help="of --cpu: GFLOP/s of one thread at most (default: %(default)s)")
+    add("--cpu", action="store_true", help="make train's model on the CPU, variants alternating, and its operators")
+    add("--turns", type=int, default=30, help="turns of 5 steps for --cpu (default: %(default)s)")
+    add("--peak", type=float, default=117.0, help="peak GFLOP/s of one thread for --cpu (default: %(default)s)")
     add(
         "--json",
         type=Path,
         metavar="FILE",
-        help="keep the run here, after each row; what the file has of other kinds (steps, profile, host) stays",
+        help="save the run here after each row; other kinds (steps, profile, host) in the file are kept",
     )
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="take these kept runs and measure nothing")
-    add("--pages", action="store_true", help="put the tables into docs/step.md")
+    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="load these kept runs instead of measuring")
+    add("--pages", action="store_true", help="write the tables into docs/step.md")
     return parser
 
 
@@ -147,10 +147,10 @@ def _on_the_cpu(arguments, chosen):
 def _profile(variant, config, weights, batch, precision, device):
     speed = timeline.rates(device)
     itemsize = 4 if precision == "tf32" else 2
-    count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied
+    count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied to wte
     step = make(variant, precision, config, weights, device)
     (b,) = batches(config, batch, config.block_size, 1, device)
-    for _ in range(3 + 1280 // batch):  # seconds of work: the clock is then what it is in a run
+    for _ in range(3 + 1280 // batch):  # seconds of work, so that the clock rate is that of a long run
         step(*b)
     launched = timeline.launches(lambda: step(*b))
     logits = fp8_options(variant)["fp8_logits"]
@@ -182,7 +182,7 @@ def _cells(row):
 
 
 def tables(run) -> list[str]:
-    """What docs/step.md shows of a run."""
+    """The tables of a run for docs/step.md."""
     found = []
     if "steps" in run:
         found += [

@@ -1,4 +1,4 @@
-"""``make train``'s model on a CPU: variants in turns, and the operators of a step of ours."""
+"""``make train``'s model on a CPU: alternating variants, and the operators of a step of ours."""
 
 import collections
 import math
@@ -14,19 +14,19 @@ from benchmarks.train_step.variants import make
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import PRESETS
 
-PRECISION = "tf32"  # float32 parameters; on a CPU the products are of float32
+PRECISION = "tf32"  # float32 parameters; on a CPU the products are float32
 VARIANTS = "ours", "torch-eager", "torch-compile"
 TURN = 5  # steps
 VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Steps of the variants, by process time on one thread and by the clock on all threads; the operators of ours.
+    """Measure the variants' steps, by process time on one thread and by the clock on all threads, and our operators.
 
     Args:
         variants: names.
         turns: how often each variant makes 5 steps.
-        peak: GFLOP/s of one thread at most, for the floors of products.
+        peak: the peak GFLOP/s of one thread, for the floors of products.
     """
     preset = PRESETS["tiny"]
     config = GPT2Config(
@@ -43,7 +43,7 @@ def measured(variants, turns, peak):
     try:
         for count, clock in [(1, time.process_time), (threads, time.perf_counter)]:
             torch.set_num_threads(count)
-            found["rows"].append(_in_turns(variants, turns, clock, config, weights, preset.batch_size))
+            found["rows"].append(_interleaved(variants, turns, clock, config, weights, preset.batch_size))
         torch.set_num_threads(1)
         found["parts"] = _parts(config, weights, preset.batch_size, turns)
     finally:
@@ -51,8 +51,8 @@ def measured(variants, turns, peak):
     return found
 
 
-def _in_turns(variants, turns, clock, config, weights, batch):
-    """By variant: the lower quartile, the median and the least of all steps' milliseconds, and the last loss."""
+def _interleaved(variants, turns, clock, config, weights, batch):
+    """Each variant's milliseconds per step (lower quartile, median and minimum) and its last loss."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
@@ -66,7 +66,7 @@ def _in_turns(variants, turns, clock, config, weights, batch):
                 times[name].append(1e3 * (clock() - start))
     summary = {}
     for name in variants:
-        kept = times[name][2 * TURN :]  # the first two turns compile, and warm up
+        kept = times[name][2 * TURN :]  # without the first two turns, which compile and warm up
         quartile, median, _ = statistics.quantiles(kept, n=4, method="inclusive")
         summary[name] = [quartile, median, min(kept), float(losses[name])]
     return summary
@@ -76,7 +76,7 @@ def _in_turns(variants, turns, clock, config, weights, batch):
 
 
 def _parts(config, weights, batch, steps):
-    """By operator of a step: calls, milliseconds (the least of the steps), floating-point operations."""
+    """For each operator of a step: calls, milliseconds (the minimum over steps), floating-point operations."""
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, steps, device)
     step = make("ours", PRECISION, config, weights, device)
@@ -112,7 +112,7 @@ def _inside_ours(event):
 
 
 def _flops(op, shapes):
-    """Of a call's products. Half of attention's are hidden by the mask; its backward has five for the forward's two."""
+    """The flops of a call's products. The mask hides half of attention's; its backward has 5 for the forward's 2."""
     rows = math.prod(shapes[0][:-1]) if shapes and shapes[0] else 0
     if op == "linear":
         return 2 * rows * math.prod(shapes[1])
@@ -121,7 +121,7 @@ def _flops(op, shapes):
     if op in ("mlp", "mlp_backward"):
         fc, proj = (shapes[1], shapes[3]) if op == "mlp" else (shapes[2], shapes[3])
         return (2 if op == "mlp" else 4) * rows * (math.prod(fc) + math.prod(proj))
-    if op == "linear_cross_entropy":  # with the gradients
+    if op == "linear_cross_entropy":  # includes the gradients
         return 6 * rows * math.prod(shapes[1])
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
@@ -133,7 +133,7 @@ def _flops(op, shapes):
 
 
 def tables(found) -> list[str]:
-    """What ``measured`` returned."""
+    """The tables of what ``measured`` returned."""
     names = ["1 thread, process time", f"{found['threads']} threads, by the clock"]
     steps = []
     for what, summary in zip(names, found["rows"], strict=True):

@@ -1,4 +1,4 @@
-"""The host's time: for the parts of a step, also of plain torch's, for a layer, and for the operators of a layer."""
+"""The host's time for the parts of a step (ours and plain torch's), for a layer, and for a layer's operators."""
 
 import statistics
 import time
@@ -14,13 +14,13 @@ from gptkernels.models import GPT2
 from gptkernels.optim import AdamW
 from gptkernels.rules import ops
 
-LENGTH = 64  # of the one sequence, so that the device takes less time than the host
+LENGTH = 64  # tokens of the only sequence, so that the device is faster than the host
 ROUNDS, WARM_UP = 60, 15
 PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Milliseconds of the parts of a step, ours and plain torch's; microseconds of operators, and with the backward."""
+    """Measure a step's parts, ours and plain torch's, in milliseconds, and operators in microseconds, with backward."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
     model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
@@ -30,7 +30,7 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """Of both models, in turns."""
+    """Measure both models, alternating."""
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 
@@ -67,7 +67,7 @@ def _round(loss, update, threads, device):
 
 
 def _calls(model, length, dtype, device):
-    """By name: the time of a call that autograd records, and of one with its backward."""
+    """For each operator: the time of a call that autograd records, and of a call with its backward."""
     config, block = model.config, model.transformer.h[0]
 
     def tensor(*shape):
@@ -96,7 +96,7 @@ def _calls(model, length, dtype, device):
 
 
 def tables(found) -> list[str]:
-    """What ``measured`` returned."""
+    """The tables of what ``measured`` returned."""
     steps = {name: {**parts, "in all": sum(parts.values())} for name, parts in found["step"].items()}
     rows = [[part, *(f"{of[part]:.2f}" for of in steps.values())] for part in (*PARTS, "in all")]
     return [

@@ -1,4 +1,4 @@
-"""One variant's steps, timed."""
+"""Timing of one variant's steps."""
 
 import gc
 import statistics
@@ -10,19 +10,19 @@ import torch
 
 from benchmarks.train_step import variants
 
-# Dense 16-bit products without sparsity, from the data sheets; TF32 has half of it.
+# Dense 16-bit products, from the data sheets; TF32 has half of this rate.
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 
 @dataclass
 class Row:
-    """A variant at one batch size and precision; `fault` in place of figures where it did not run."""
+    """A variant at one batch size and precision; `fault` is the reason if it did not run."""
 
     variant: str
     precision: str
     batch: int
     milliseconds: float = 0.0
-    spread: float = 0.0  # the interquartile range, of milliseconds
+    spread: float = 0.0  # the interquartile range in milliseconds
     tokens_per_second: float = 0.0
     mfu: float | None = None
     gib: float = 0.0
@@ -34,15 +34,15 @@ class Row:
 
 
 def batches(config, batch, length, count, device, seed=0):
-    """Tokens that a model can learn to predict, so that a wrong gradient shows in the losses: on the device."""
+    """Make tokens that a model can learn to predict, so that wrong gradients show in the losses."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(count, batch, length + 1, generator=generator)
-    tokens = (config.vocab_size * uniform**4).long().to(device)  # some are far more frequent than others
+    tokens = (config.vocab_size * uniform**4).long().to(device)  # small tokens are far more frequent
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in tokens]
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles and captures; the losses are those of all steps from the first."""
+    """Time some steps, after a warm-up that compiles and captures; the losses are those of all steps."""
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)
@@ -55,7 +55,7 @@ def measure(variant, precision, config, weights, batch, device, *, warm_up, step
             losses.append(step(*b))
             marks.append(_mark(device))
         times = [_seconds(a, b) for a, b in pairwise(marks)]
-    except Exception as error:  # one that fails must not end the run
+    except Exception as error:  # a failing variant must not end the run
         row.fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
         return row
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""The kernels of one step, by what they compute: their time, the least that it could be, and the difference."""
+"""The kernels of one step by what they compute: their time, its lower bound, and the difference."""
 
 import collections
 import math
@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.harness import roof
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT = re.compile(r"Memset")  # which cuBLAS launches with it
-REDO = "ExpFinish<true>"  # a product of rows that are done again: there are none
-AFTER_PRODUCT = re.compile(r"splitKreduce")  # which adds up what blocks have of a product
+BEFORE_PRODUCT = re.compile(r"Memset")  # launched by cuBLAS with a product
+REDO = "ExpEpilogue<true>"  # a product of rows that are computed again, of which there are none
+AFTER_PRODUCT = re.compile(r"splitKreduce")  # adds up the parts of a product
 
-# What the matrix products of an op compute, in launch order. If there are more products, the list starts again.
+# The matrix products of an op in launch order. If there are more products, the list starts again.
 PRODUCTS = {
     "linear": ["out"],
     "linear_backward": ["dx", "dweight"],
@@ -36,7 +36,7 @@ PRODUCTS["fp8_layer_backward"] = [
 
 
 class Launch(NamedTuple):
-    """A kernel, copy or fill that ran on the device, and the op call that it belongs to."""
+    """A kernel, copy or fill that ran on the device, and the op call that launched it."""
 
     op: str
     call: int
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that do one thing at one size. `floor` is seconds for all of them."""
+    """All launches of a step that compute the same at one size. `floor` is seconds for all of them."""
 
     op: str
     what: str
@@ -63,7 +63,7 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """What the device can do at most: bytes/s of a large copy, flop/s of a large product."""
+    """The device's limits: bytes/s of a large copy, flop/s of a large product."""
 
     bytes: float
     flops: float
@@ -74,11 +74,11 @@ def rates(device, repeats=10) -> Rates:
     return Rates(copy.bytes / copy.times["torch"].median, product.flops / product.times["torch"].median)
 
 
-# ---- what was launched -----------------------------------------------------------------------------------------------
+# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def launches(step: Callable[[], object]) -> list[Launch]:
-    """What one call launches on the device, in order."""
+    """Record the launches of one call on the device, in order."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiler:
         step()
         torch.cuda.synchronize()
@@ -93,7 +93,7 @@ def launches(step: Callable[[], object]) -> list[Launch]:
 
 
 def _owner(event):
-    """The outermost of our ops around an event, else the outermost of torch's."""
+    """The outermost of our ops around an event, otherwise the outermost of torch's."""
     around = []
     while event is not None:
         around.append(event)
@@ -105,20 +105,20 @@ def _owner(event):
     return around[0]
 
 
-# ---- what they compute -----------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """The launches by what they compute, the most excessive first.
+    """Group the launches by what they compute, sorted by the excess over the floor.
 
     Args:
-        found: what a step launched.
-        speed: what the floors are measured by.
+        found: a step's launches.
+        speed: the rates from which the floors are computed.
         itemsize: bytes of an activation.
-        parameters: how many numbers AdamW updates.
-        fp8_logits: whether fp8_linear_cross_entropy's logits are of float8 numbers.
+        parameters: the number of AdamW's parameters.
+        fp8_logits: whether fp8_linear_cross_entropy computes the logits by float8 products.
     """
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), {}
@@ -141,7 +141,7 @@ def pieces(
 
 
 def _what(launch: Launch, products: collections.Counter) -> str:
-    """The part of the op; `products` counts each call's."""
+    """The part of the op that a launch computes; `products` counts the products of each call."""
     names = PRODUCTS.get(launch.op)
     if names and PRODUCT.search(launch.kernel) and REDO not in launch.kernel:
         products[launch.call] += 1
@@ -161,8 +161,10 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 
 
 class Sizes(NamedTuple):
-    """What the shapes of a call don't say: bytes of an activation, the parameters, how many calls update them, and
-    whether the logits of fp8_linear_cross_entropy are of float8 numbers.
+    """Sizes that the shapes of a call do not include.
+
+    They are the bytes of an activation, the parameters, the number of calls that update them, and whether
+    fp8_linear_cross_entropy computes the logits by float8 products.
     """
 
     itemsize: int
@@ -172,24 +174,24 @@ class Sizes(NamedTuple):
 
 
 def attention(op, b, t, c) -> int:
-    """Half of the products, by the causal mask."""
+    """The flops of the products, half of which the causal mask hides."""
     return (5 if op.endswith("backward") else 2) * b * t * t * c
 
 
 def least(op, what, shapes, sizes) -> tuple[int, int]:
-    """Bytes that one call must move, and flops; 0 for what could be part of another pass."""
+    """The fewest bytes and flops of one call; 0 if they could be part of another pass."""
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
         x, weight = _x_and_weight(op, what, shapes)
         flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
         eight_bits = op.startswith("fp8") and (what != "logits" or sizes.fp8_logits)
-        return 0, flops // 2 if eight_bits else flops  # the rate is of 16 bits
+        return 0, flops // 2 if eight_bits else flops  # the rate is that of 16-bit products
     if op in ("attention", "attention_backward"):
         b, t, c3 = shapes[0] if op == "attention" else shapes[1]
         return 0, attention(op, b, t, c3 // 3)
     if op.startswith("fp8_layer") and what == "attention":
         return 0, attention(op, *shapes[0])
-    if op.startswith("fp8_layer") and what == "norms":  # two; float8 numbers twice in place of 16 bits once
+    if op.startswith("fp8_layer") and what == "norms":  # two norms; float8 twice has the bytes of 16 bits once
         return 2 * 4 * n * itemsize, 0
     passes = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3, "encoder": 2}
     if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
@@ -203,23 +205,23 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
         if what == "transposition":
             return 2 * logits, 0
         return (itemsize + (1 if op.startswith("fp8") else itemsize)) * logits, 0
-    # AdamW: the gradient, two moments, the parameter, and in 16 bits its master.
+    # AdamW: the gradient, two moments, the parameter, and for 16 bits its master.
     update = {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
     return update.get(op, 0), 0
 
 
 def _x_and_weight(op, what, shapes):
-    """Of a product: the operand with a row a token, and the matrix."""
+    """The operand of a product with one row for each token, and the matrix."""
     if op == "linear_backward":
         return shapes[1], shapes[2]
     if op == "fp8_linear_backward":  # dout, x transposed
         return shapes[0], (shapes[1][0], shapes[0][-1])
-    if op == "fp8_mlp_backward":  # dout, what GELU is of
+    if op == "fp8_mlp_backward":  # dout, GELU's input
         return shapes[0], (shapes[1][-1], shapes[0][-1])
     if op == "fp8_layer":
         x, weights = shapes[0], dict(zip(PRODUCTS[op], (shapes[i] for i in (5, 7, 11, 13)), strict=True))
         return (*x[:-1], weights[what][1]), weights[what]
-    if op == "fp8_layer_backward":  # which has lists of tensors, whose shapes are not known: those of a GPT-2
+    if op == "fp8_layer_backward":  # the shapes in lists of tensors are unknown, so GPT-2's are used
         dout, c = shapes[0], shapes[0][-1]
         wide = {"dattended": c, "dout_weight": c, "qkv's dx": 3 * c, "dqkv_weight": 3 * c}
         return dout, (wide.get(what, 4 * c), c)
@@ -233,7 +235,7 @@ def _x_and_weight(op, what, shapes):
 
 
 def _short(kernel: str) -> str:
-    """A kernel's name without its types."""
+    """A kernel's name without template arguments."""
     name = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
     return re.split(r"[<(]", name)[0].split("::")[-1][:60]
 
@@ -244,7 +246,7 @@ HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
 def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
-    """A line a piece, then one for all that are too short to show, then the sum."""
+    """A line for each piece, then one for all that are too short to show, then the sum."""
     shown = [piece for piece in found if piece.seconds >= least_shown]
     rest = [piece for piece in found if piece.seconds < least_shown]
     lines = [[p.op, p.what, p.size, p.kernel, str(p.launches), *_milliseconds([p])] for p in shown]

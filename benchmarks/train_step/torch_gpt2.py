@@ -1,4 +1,4 @@
-"""GPT-2 as people write it in plain torch, with fused attention. Parameters have the names of ours."""
+"""GPT-2 in plain torch, with fused attention. Parameters have the same names as ours."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Takes a ``gptkernels.models.GPT2Config`` whose vocabulary needs no padding."""
+    """A model of a ``gptkernels.models.GPT2Config`` whose vocabulary needs no padding."""
 
     def __init__(self, config):
         super().__init__()
@@ -58,7 +58,7 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.transformer["wte"].weight
 
     def forward(self, tokens, targets):
-        """The mean cross-entropy."""
+        """Compute the mean cross-entropy."""
         x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[: tokens.shape[1]]
         with sdpa_kernel(ATTENTION, set_priority=True):
             for block in self.transformer["h"]:

@@ -1,4 +1,4 @@
-"""Who trains: ours and torch's, eager, compiled and in CUDA graphs, each from the same weights."""
+"""The variants: ours and torch's, eager, compiled and with CUDA graphs, all with the same initial weights."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def make(variant: str, precision: str, config, weights: dict[str, Tensor], device) -> Step:
-    """A step on (tokens, targets) that returns the loss before its update, on the device."""
+    """Make a step on (tokens, targets) that returns the loss before its update, on the device."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
@@ -55,13 +55,13 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
 
 
 def fp8_options(variant: str) -> dict[str, bool]:
-    """GPT2Config's, of a variant whose name has fp8, fp8-head or fp8-logits: each has what the one before has."""
+    """The options of GPT2Config for a variant with fp8, fp8-head or fp8-logits; each includes the previous ones."""
     logits = "fp8-logits" in variant
     return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 
 
 def groups(model):
-    """Weight decay for matrices alone."""
+    """Parameter groups with weight decay only for matrices."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -91,7 +91,7 @@ def _torchs(variant, model, context) -> Step:
         with context():
             loss = call(tokens.to(_device(model), non_blocking=True), targets.to(_device(model), non_blocking=True))
         loss.backward()
-        loss = loss.detach().float().clone()  # a CUDA graph writes the next one to the same place
+        loss = loss.detach().float().clone()  # the next replay of a CUDA graph overwrites it
         update()
         return loss
 
@@ -103,7 +103,7 @@ def _device(model):
 
 
 def torchs_update(model) -> Callable[[], None]:
-    """Clip and fused AdamW; of 16-bit parameters on float32 masters, which the optimizer itself does not know."""
+    """Clip and update with fused AdamW; for 16-bit parameters on float32 masters, which torch's optimizer lacks."""
     fused = _device(model).type == "cuda"
     parameters = list(model.parameters())
     if parameters[0].dtype == torch.float32:
