@@ -1,6 +1,6 @@
-"""Benchmarks of our kernels and those of other libraries: ``python -m benchmarks [OP ...]``; see docs/benchmarks.md.
+"""Benchmarks of this package's kernels and of other libraries' kernels: ``python -m benchmarks [OP ...]``.
 
-Each op's file has its sizes, its fewest bytes and flops, our kernel and its peers; ``harness`` has the rest.
+docs/benchmarks.md describes them. Each op's file has its sizes and its cases. ``harness`` has the rest.
 """
 
 import gptkernels  # noqa: F401  registers the ops

@@ -26,7 +26,7 @@ def label(tensors):
 
 
 class State:
-    """The tensors of a step, with float32 master weights and moments if the parameters have 16 bits."""
+    """The tensors of a step. If the parameters have 16 bits, master weights and moments are float32."""
 
     def __init__(self, shapes, device, dtype):
         self.low = dtype.itemsize == 2
@@ -39,8 +39,9 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
-        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for the variant that counts steps itself
+        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for `formula`, which counts the steps itself
         self.lr = torch.tensor(LR, device=device)
+        self.torchs_options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
         self.start = [t.clone() for t in [*self.written, *self.grads]]
         self.bytes = nbytes(*self.grads) + 2 * nbytes(*self.written)
@@ -58,26 +59,24 @@ class State:
         )
 
     def torchs(self):
-        """Call torch's fused kernel. It has no master weights, so gradients are widened and the result is narrowed."""
+        """Step with torch's kernel, which has no master weights: gradients are widened, and parameters narrowed."""
         if self.low:
             torch._foreach_copy_(self.wide_grads, self.grads)
-        options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
-        torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **options)
-        if self.low:
-            torch._foreach_copy_(self.params, self.masters)
+        torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **self.torchs_options)
+        self.narrow()
 
     def formula(self):
-        """Call torch.optim's own; Inductor fuses conversions and step to a few large kernels."""
+        """Step with torch.optim's Python code. Inductor fuses it and the conversions to a few large kernels."""
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
-        options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
-        adamw(self.masters, grads, *self.moments, [], self.counts, foreach=True, capturable=True, **options)
+        options = {"foreach": True, "capturable": True, **self.torchs_options}
+        adamw(self.masters, grads, *self.moments, [], self.counts, **options)
+        self.narrow()
+
+    def narrow(self):
         if self.low:
             torch._foreach_copy_(self.params, self.masters)
 
-    # ---- norm, clip and step ----
-
     def ours_clipped(self):
-        """Scale the gradients as the step reads them, without writing them."""
         self.ours(grad_norm=ops.global_norm(self.grads), max_grad_norm=MAX_NORM)
 
     def torchs_clipped(self):

@@ -11,13 +11,12 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-# The last number of a size says which keys a query sees: all; those up to its own position; or of these only the ones
-# that are not padding. Hugging Face's models pass padding as a mask (B, 1, T, T), bool or additive, as here. TF32 is
-# causal, with float32 products that use TF32.
+# The last number of a size says which keys a query sees. ALL: every key. CAUSAL and TF32: the keys up to the query's
+# position; TF32 has float32 matmuls that use TF32. RIGHT, LEFT and LENGTHS: the keys up to the query's position, except
+# padding. RIGHT and LEFT pass padding as a mask (B, 1, T, T), as Hugging Face's models do.
 ALL, CAUSAL, RIGHT, LEFT, LENGTHS, TF32 = range(6)
 PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
-# batch, query heads, queries, keys, head size, which keys. With as many queries as keys, causal attention has packed
-# qkv.
+# batch, heads, queries, keys, head size, which keys. Causal attention without padding has packed qkv.
 SIZES = {
     "bfloat16": [
         (64, 12, 1024, 1024, 64, CAUSAL),
@@ -42,7 +41,7 @@ CPU_SIZES = [
     (1, 12, 1, 1024, 64, ALL),
 ]
 TINY = (1, 1, 8, 8, 8, CAUSAL)
-MOST_SCORES = 1 << 26  # that the float64 reference computes at a time
+MOST_SCORES = 1 << 26  # the largest number of scores that the float64 reference computes
 
 
 @dataclass
@@ -51,13 +50,13 @@ class Seen:
 
     causal: bool
     begin: Tensor | None = None  # (B): the first key of each sequence that is not padding
-    end: Tensor | None = None
-    mask: Tensor | None = None  # padding and causality together, as torch's function takes them
-    by_bounds: bool = False  # our op gets `begin` and `end` instead
+    end: Tensor | None = None  # (B): the key after the last one that is not padding
+    mask: Tensor | None = None  # padding and causality together, for torch's function
+    by_bounds: bool = False  # our op gets `begin` and `end` instead of the mask
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Make sequences of lengths from half of the tokens to all of them."""
+        """Create an instance; padded sequences have lengths from half of the tokens to all of them."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -65,33 +64,34 @@ class Seen:
         seen = cls(True, begin, begin + lengths, by_bounds=kind == LENGTHS)
         seen.mask = seen.allowed(tokens, tokens, device)
         if kind == LEFT:
-            seen.mask = torch.zeros(seen.mask.shape, dtype=dtype, device=device).masked_fill_(
-                ~seen.mask, torch.finfo(dtype).min
-            )
+            zeros = torch.zeros(seen.mask.shape, dtype=dtype, device=device)
+            seen.mask = zeros.masked_fill_(~seen.mask, torch.finfo(dtype).min)
         return seen
 
+    @property
+    def causal_flag(self):
+        """The argument `is_causal`: whether causality is not already part of the mask."""
+        return self.causal and self.mask is None
+
     def allows(self, b, h, q, k):
-        """Whether query q sees key k, with flex_attention's signature."""
+        """Return whether query q sees key k. The signature is that of flex_attention's mask functions."""
         causal = q >= k
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
     def allowed(self, queries, keys, device):
-        """The mask (B, 1, queries, keys); B is 1 without padding."""
-        b, _, q, k = torch.meshgrid(
-            *(torch.arange(n, device=device) for n in (1 if self.end is None else len(self.end), 1, queries, keys)),
-            indexing="ij",
-        )
+        """Return the mask (B, 1, queries, keys), where B is 1 without padding."""
+        sizes = 1 if self.end is None else len(self.end), 1, queries, keys
+        b, _, q, k = torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")
         return self.allows(b, 0, q, k)
 
     def ours(self):
         """Return the arguments of our op after value: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
-        return self.mask, 0.0, self.causal and self.mask is None, None, 0, None, None
+        return self.mask, 0.0, self.causal_flag, None, 0, None, None
 
 
 def flash3(query, key, value, causal):
-    """Call FlashAttention-3, if it is installed."""
     from flash_attn_interface import flash_attn_func
 
     out = flash_attn_func(*(t.transpose(1, 2) for t in (query, key, value)), causal=causal)
@@ -99,7 +99,7 @@ def flash3(query, key, value, causal):
 
 
 def flex(seen):
-    """Make a call of flex_attention under torch.compile; its block mask is made only once."""
+    """Return flex_attention under torch.compile. The first call creates the block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend = compiled(lambda query, key, value, mask: flex_attention(query, key, value, block_mask=mask))
@@ -118,7 +118,7 @@ def flex(seen):
 
 
 def allowing_tf32(function):
-    """Return the function with torch's setting for TF32 products enabled."""
+    """Return the function with TF32 allowed in torch's matmuls while it runs."""
 
     def call(*arguments):
         before = torch.backends.cuda.matmul.allow_tf32
@@ -133,98 +133,85 @@ def allowing_tf32(function):
 
 def by_backend(backend, query, key, value, seen):
     with sdpa_kernel(backend):
-        return F.scaled_dot_product_attention(query, key, value, seen.mask, is_causal=seen.causal and seen.mask is None)
+        return F.scaled_dot_product_attention(query, key, value, seen.mask, is_causal=seen.causal_flag)
 
 
-def functions(device, seen):
-    """Return the peers' functions of query, key and value."""
-    flash, efficient = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
-    if device.type == "cpu":
-        return {"torch": lambda *t: by_backend(flash, *t, seen), "flex": flex(seen)}
-
-    def torchs(*t):
-        half = t[0].dtype in (torch.bfloat16, torch.float16)
-        return by_backend(flash if half and seen.mask is None else efficient, *t, seen)
-
-    found = {
-        "torch": torchs,
-        "cudnn": lambda *t: by_backend(SDPBackend.CUDNN_ATTENTION, *t, seen),
-        "flex": flex(seen),
-    }
-    return found if seen.end is not None else found | {"fa3": lambda *t: flash3(*t, seen.causal)}
+def functions(device, dtype, seen):
+    """Return the baselines as functions of query, key and value."""
+    flash = device.type == "cpu" or (dtype.itemsize == 2 and seen.mask is None)
+    backend = SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
+    found = {"torch": lambda *t: by_backend(backend, *t, seen)}
+    if device.type == "cuda":
+        found["cudnn"] = lambda *t: by_backend(SDPBackend.CUDNN_ATTENTION, *t, seen)
+    found["flex"] = flex(seen)
+    if device.type == "cuda" and seen.end is None:
+        found["fa3"] = lambda *t: flash3(*t, seen.causal)
+    return found
 
 
-def reference(allowed):
-    """Return the formula of query, key and value, in the dtype of its arguments."""
-
-    def function(query, key, value):
-        scores = query @ key.mT / query.shape[-1] ** 0.5
-        if allowed is not None:
-            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
-        return scores.softmax(-1) @ value
-
-    return function
+def formula(query, key, value, allowed):
+    scores = query @ key.mT / query.shape[-1] ** 0.5
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+    return scores.softmax(-1) @ value
 
 
 def checked(inputs, dout, seen):
-    """Yield a few heads of out, or of the gradients, in float64; all of them would take too long.
+    """Yield the exact results of a few heads: their out, or the gradients if ``dout`` is given.
 
-    Queries that are padding on the left are skipped: they see no key, and implementations differ in their outputs.
+    All heads would take too long. Queries that are padding on the left are skipped, because they see no key, and
+    implementations differ in their outputs.
     """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))
     part = (slice(0, 1), slice(0, heads))
     allowed = seen.allowed(query.shape[2], key.shape[2], query.device)[:1] if seen.causal else None
-    formula, pieces = reference(allowed), [exact.double(t[part]) for t in inputs]
+    leaves = [exact.double(t[part]).requires_grad_(dout is not None) for t in inputs]
+    out = formula(*leaves, allowed)
     if dout is None:
         first = 0 if seen.begin is None else int(seen.begin[0])
-        yield 0, (*part, slice(first, None)), formula(*pieces)[:, :, first:]
+        yield 0, (*part, slice(first, None)), out[:, :, first:]
         return
-    leaves = [t.requires_grad_() for t in pieces]
-    for i, gradient in enumerate(torch.autograd.grad(formula(*leaves), leaves, exact.double(dout[part]))):
+    for i, gradient in enumerate(torch.autograd.grad(out, leaves, exact.double(dout[part]))):
         yield i, part, gradient
 
 
 def cases(device, dtype, batch, heads, queries, keys, size, kind):
     seen = Seen.of(kind, batch, queries, dtype, device)
-    packed = seen.causal and seen.mask is None and queries == keys
+    packed = seen.causal_flag and queries == keys
     if seen.causal:
         qkv = torch.randn(batch, queries, 3 * heads * size, device=device, dtype=dtype)
-        query, key, value = _unpack(qkv, heads)
+        inputs = _unpack(qkv, heads)
     else:
-        query, key, value = (
-            torch.randn(batch, heads, n, size, device=device, dtype=dtype) for n in (queries, keys, keys)
-        )
+        inputs = [torch.randn(batch, heads, n, size, device=device, dtype=dtype) for n in (queries, keys, keys)]
     arguments = seen.ours()
     if packed:
         out, logsumexp = ops.attention(qkv, heads)
         dout = torch.randn_like(out)
         douts = dout.unflatten(2, (heads, size)).transpose(1, 2)
     else:
-        out, logsumexp = ops.scaled_dot_product_attention(query, key, value, *arguments)
+        out, logsumexp = ops.scaled_dot_product_attention(*inputs, *arguments)
         dout = douts = torch.randn_like(out)
         if seen.begin is not None:  # padding has no gradient
             dout.masked_fill_((torch.arange(queries, device=device) < seen.begin[:, None])[:, None, :, None], 0)
-    inputs = [query, key, value]
-    what = f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}"
-    shape = f"B={batch} NH={heads} {what} HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
+    shape = f"B={batch} NH={heads} " + (f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}")
+    shape += f" HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
+    precision, rounded = lambda function: function, None
     if kind in PADDED:
         shape += " " + PADDED[kind]
-    precision = allowing_tf32 if kind == TF32 else lambda function: function
-    rounded = None
-    if kind == TF32:
-        shape, rounded = f"{shape} TF32", torch.float16  # float16 has as many significand bits
-    # Two products of the visible scores, which are half of all if causal.
+    elif kind == TF32:
+        # float16 has as many significand bits as TF32
+        precision, rounded, shape = allowing_tf32, torch.float16, f"{shape} TF32"
     pairs = batch * queries * keys / (2 if seen.causal else 1)
     if seen.end is not None:
         pairs = int(seen.allowed(queries, keys, device).sum())
-    flops = int(4 * heads * pairs * size)
-    peers = {name: precision(function) for name, function in functions(device, seen).items()}
+    flops = int(4 * heads * pairs * size)  # two matmuls of the visible scores
+    peers = {name: precision(function) for name, function in functions(device, dtype, seen).items()}
 
     def ours():
         if packed:
             return ops.attention(qkv, heads)[0].unflatten(2, (heads, size)).transpose(1, 2)
-        return ops.scaled_dot_product_attention(query, key, value, *arguments)[0]
+        return ops.scaled_dot_product_attention(*inputs, *arguments)[0]
 
     mask_bytes = 0 if seen.by_bounds else nbytes(seen.mask)
     yield Case(
@@ -243,14 +230,14 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     def ours_backward():
         if packed:
             return _unpack(ops.attention_backward(dout, qkv, out, logsumexp, heads), heads)
-        return ops.scaled_dot_product_attention_backward(dout, None, query, key, value, out, logsumexp, *arguments)
+        return ops.scaled_dot_product_attention_backward(dout, None, *inputs, out, logsumexp, *arguments)
 
     yield Case(
         "attention bwd",
         shape,
         precision(ours_backward),
         lambda: checked(inputs, douts, seen),
-        bytes=2 * nbytes(*inputs) + 2 * nbytes(out) + mask_bytes,
+        bytes=2 * nbytes(*inputs, out) + mask_bytes,
         flops=5 * flops // 2,
         peers={name: precision(backward(function, inputs, douts)) for name, function in peers.items()},
         rounded=rounded,

@@ -1,11 +1,8 @@
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled
+from benchmarks.harness.case import nbytes
+from benchmarks.harness.directions import both
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(16, 12, 1024, 64)], "float32": [(16, 12, 1024, 64)]}
@@ -18,28 +15,22 @@ def cases(device, dtype, batch, heads, tokens, size):
     qkv = torch.randn(batch, tokens, 3 * width, device=device, dtype=dtype)
     out, probabilities = ops.attention_probabilities(qkv, heads)
     dout = torch.randn_like(out)
-    shape = f"B={batch} NH={heads} T={tokens} HS={size}"
-    flops = 2 * batch * heads * tokens * tokens * size  # two products, half of each above the diagonal
+    flops = 2 * batch * heads * tokens * tokens * size  # two matmuls, half of each above the diagonal
 
     def formula(qkv):
         q, k, v = qkv.view(-1, tokens, 3, heads, size).permute(2, 0, 3, 1, 4)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(-1, tokens, width)
 
-    yield Case(
-        "attention_probabilities fwd",
-        shape,
+    yield from both(
+        "attention_probabilities",
+        f"B={batch} NH={heads} T={tokens} HS={size}",
+        formula,
         lambda: ops.attention_probabilities(qkv, heads)[0],
-        lambda: exact.outputs(formula, [qkv]),
-        bytes=nbytes(qkv, out),
-        flops=flops,
-        peers={"torch": partial(formula, qkv), "compile": partial(compiled(formula), qkv)},
-    )
-    yield Case(
-        "attention_probabilities bwd",
-        shape,
         lambda: ops.attention_probabilities_backward(dout, qkv, probabilities, heads),
-        lambda: exact.gradients(formula, dout, [qkv]),
-        bytes=2 * nbytes(qkv) + 2 * nbytes(out),
-        flops=5 * flops // 2,
-        peers={"torch": backward(formula, [qkv], dout), "compile": backward(compiled(formula), [qkv], dout)},
+        dout,
+        [qkv],
+        costs=[
+            {"bytes": nbytes(qkv, out), "flops": flops},
+            {"bytes": 2 * nbytes(qkv, out), "flops": 5 * flops // 2},
+        ],
     )

@@ -33,10 +33,8 @@ class Mask:
 
 def cases(device, dtype, rows, width):
     x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
-    shape = f"{rows}x{width} p={P}"
     torchs = partial(F.dropout, p=P)
-    ours = partial(functional.dropout, p=P)  # includes the kernel that draws the seed, as the peers do
-
+    ours = partial(functional.dropout, p=P)  # includes the kernel that draws the seed, as the baselines do
     forward_cost, backward_cost = OPERATORS["dropout"].costs(x)
     for direction, cost, values, run in [
         ("fwd", forward_cost, x, lambda function: training(function, x)),
@@ -45,7 +43,7 @@ def cases(device, dtype, rows, width):
         mask = Mask(values)
         yield Case(
             f"dropout {direction}",
-            shape,
+            f"{rows}x{width} p={P}",
             run(ours),
             mask.exact,
             **vars(cost),

@@ -1,11 +1,8 @@
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
-from benchmarks.harness import exact
-from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled
+from benchmarks.harness.case import nbytes
+from benchmarks.harness.directions import both
 
 ops = torch.ops.gptkernels
 VOCABULARY = 50257
@@ -30,13 +27,13 @@ def exact_backward(dout, tokens):
     yield 1, ..., dout.sum(0, dtype=torch.float64)
 
 
+def formula(tokens, wte, wpe):
+    return F.embedding(tokens, wte) + wpe
+
+
 def cases(device, dtype, batch, length, channels):
     for draw in (uniform, zipf):
         yield from cases_of(device, dtype, batch, length, channels, draw)
-
-
-def formula(wte, wpe, tokens):
-    return F.embedding(tokens, wte) + wpe
 
 
 def cases_of(device, dtype, batch, length, channels, draw):
@@ -44,30 +41,19 @@ def cases_of(device, dtype, batch, length, channels, draw):
     wpe = torch.randn(length, channels, device=device, dtype=dtype)
     dout = torch.randn(batch, length, channels, device=device, dtype=dtype)
     tokens = draw((batch, length)).to(device)
-    touched = tokens.unique().numel() * channels * wte.element_size()
-    shape = f"{batch}x{length}x{channels} {draw.__name__}"
-
-    yield Case(
-        "encoder fwd",
-        shape,
+    rows_read = tokens.unique().numel() * channels * wte.element_size()
+    yield from both(
+        "encoder",
+        f"{batch}x{length}x{channels} {draw.__name__}",
+        formula,
         lambda: ops.encoder(tokens, wte, wpe),
-        lambda: exact.outputs(lambda tokens, wte, wpe: formula(wte, wpe, tokens), [tokens], [wte, wpe]),
-        bytes=touched + nbytes(dout, wpe, tokens),
-        flops=dout.numel(),
-        peers={
-            "torch": partial(formula, wte, wpe, tokens),
-            "compile": partial(compiled(formula), wte, wpe, tokens),
-        },
-    )
-    yield Case(
-        "encoder bwd",
-        shape,
         lambda: ops.encoder_backward(dout, tokens, VOCABULARY, length),
-        lambda: exact_backward(dout, tokens),
-        bytes=nbytes(dout, tokens, wte, wpe),
-        flops=2 * dout.numel(),
-        peers={
-            "torch": backward(formula, (wte, wpe, tokens), dout),
-            "compile": backward(compiled(formula), (wte, wpe, tokens), dout),
-        },
+        dout,
+        [tokens],
+        [wte, wpe],
+        costs=[
+            {"bytes": rows_read + nbytes(dout, wpe, tokens), "flops": dout.numel()},
+            {"bytes": nbytes(dout, tokens, wte, wpe), "flops": 2 * dout.numel()},
+        ],
+        exact_backward=lambda: exact_backward(dout, tokens),
     )

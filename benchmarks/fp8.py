@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import compiled
+from benchmarks.harness.peers import of_forward
 from gptkernels.rules.fp8 import new_history
 
 ops = torch.ops.gptkernels
@@ -15,15 +15,23 @@ TINY = (16, 16, 64)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def quantised(x, scale, dtype):
-    """Quantise with torch, with a transposed copy."""
-    q = (x.float() / scale).to(dtype)
+def quantised(x, scale):
+    """Quantize to e4m3 with torch, and transpose."""
+    q = (x.float() / scale).to(E4M3)
     return q, q.t().contiguous()
 
 
 def read(q, scale):
-    """Convert float8 numbers back to the values that they stand for."""
+    """Return the values that float8 numbers stand for."""
     return q.double() * scale
+
+
+def exact_matmul(a, scale_a, b, scale_b):
+    return exact.outputs(F.linear, [read(a, scale_a)], [read(b, scale_b)])
+
+
+def first(out):
+    return out[:1]
 
 
 def cases(device, dtype, rows, inner, outer):
@@ -41,68 +49,56 @@ def cases(device, dtype, rows, inner, outer):
         lambda: exact.outputs(lambda x: read((x / scale).to(E4M3), scale), [x]),
         bytes=nbytes(x, q, q_t),
         flops=x.numel(),
-        peers={
-            "torch": partial(quantised, x, scale, E4M3),
-            "compile": partial(compiled(quantised), x, scale, E4M3),
-        },
+        peers=of_forward(quantised, [x, scale]),
         look=lambda out: (read(out[0], scale),),
     )
 
     residual, norm_weight, norm_bias = torch.randn_like(x), *torch.randn(2, inner, device=device, dtype=dtype)
     norm_history = new_history(device)
+    norm = partial(ops.fp8_layernorm, x, residual, norm_weight, norm_bias, norm_history, True)
+    norm_scale = norm()[2]
 
-    def norm():
-        return ops.fp8_layernorm(x, residual, norm_weight, norm_bias, norm_history, True)
-
-    def parts():
-        """Call the two separate kernels, which give the same bits."""
+    def separate_kernels():
+        """Compute the norm and then quantize it, which gives the same bits."""
         out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
         return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
 
-    norm_scale = norm()[2]
     yield Case(
         "fp8_layernorm, and transposed",
         f"{rows}x{inner}",
         norm,
-        lambda: [(0, slice(None), parts())],
+        lambda: [(0, ..., separate_kernels())],
         bytes=nbytes(x, residual, residual, q, q_t),
         flops=x.numel(),
-        peers={},
         look=lambda out: (read(out[0], norm_scale),),
     )
 
-    def product(name, a, b, scale_a, scale_b, fast):
-        def formula(a, b):
-            return a @ b.T
-
-        def torchs():
-            return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-
-        return Case(
+    shape, flops = f"{rows}x{inner}x{outer}", 2 * rows * inner * outer
+    for name, a, b, scale_a, scale_b, fast in [
+        ("forward", q, w, scale, w_scale, True),
+        ("of dx", g, w_t, g_scale, w_scale, True),
+        ("of dweight", g_t, q_t, g_scale, scale, False),
+    ]:
+        eager = partial(torch._scaled_mm, a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+        yield Case(
             f"fp8_matmul {name}",
-            f"{rows}x{inner}x{outer}",
-            lambda: ops.fp8_matmul(a, b, scale_a, scale_b, None, dtype, fast),
-            lambda: exact.outputs(formula, [read(a, scale_a)], [read(b, scale_b)]),
-            bytes=nbytes(a, b) + a.shape[0] * b.shape[0] * x.element_size(),
-            flops=2 * rows * inner * outer,
-            peers={"torch": torchs},
+            shape,
+            partial(ops.fp8_matmul, a, b, scale_a, scale_b, None, dtype, fast),
+            partial(exact_matmul, a, scale_a, b, scale_b),
+            bytes=nbytes(a, b) + len(a) * len(b) * x.element_size(),
+            flops=flops,
+            peers={"torch": eager},
         )
 
-    yield product("forward", q, w, scale, w_scale, True)
-    yield product("of dx", g, w_t, g_scale, w_scale, True)
-    yield product("of dweight", g_t, q_t, g_scale, scale, False)
-
     bias = torch.zeros(outer, device=device, dtype=dtype)
-    save = [True, True]
     yield Case(
         "fp8_linear fwd",
-        f"{rows}x{inner}x{outer}",
-        lambda: ops.fp8_linear(x, weight, bias, history, None, save),
-        lambda: exact.outputs(F.linear, [read(q, scale)], [read(w, w_scale)]),
-        bytes=nbytes(x, weight, q, q_t, w, w_t) + nbytes(dout),
-        flops=2 * rows * inner * outer,
-        peers={},
-        look=lambda out: out[:1],
+        shape,
+        lambda: ops.fp8_linear(x, weight, bias, history, None, [True, True]),
+        partial(exact_matmul, q, scale, w, w_scale),
+        bytes=nbytes(x, weight, q, q_t, w, w_t, dout),
+        flops=flops,
+        look=first,
     )
     if outer == 4 * inner:
         yield from mlp_cases(x, weight)
@@ -116,17 +112,16 @@ def mlp_cases(x, fc):
     biases = [torch.zeros(n, device=device, dtype=dtype) for n in (outer, inner)]
     dout = torch.randn_like(x)
     histories = [new_history(device) for _ in range(4)]
-    mask = [True] * 5
 
     def forward():
         return ops.fp8_mlp(x, fc, biases[0], proj, biases[1], *histories, [True] * 4)
 
-    def backward(saved):
-        return ops.fp8_mlp_backward(dout, *saved, *histories[2:], mask)
+    def backward():
+        return ops.fp8_mlp_backward(dout, *saved, *histories[2:], [True] * 5)
 
-    _, pre, x_t, fc_t, hidden_t, proj_t, x_scale, fc_scale, hidden_scale, proj_scale = forward()
-    saved = pre, x_t, fc_t, hidden_t, proj_t, x_scale, fc_scale, hidden_scale, proj_scale
-    grads = backward(saved)
+    saved = forward()[1:]
+    pre, _, fc_t, _, proj_t, _, fc_scale, _, proj_scale = saved
+    grads = backward()
     g, _, g_scale = ops.fp8_quantize(dout, None, E5M2)
     post_scale, dpre_scale = (
         ops.fp8_quantize(x, h.clone(), f)[2] for h, f in zip(histories[1:3], (E4M3, E5M2), strict=True)
@@ -145,25 +140,23 @@ def mlp_cases(x, fc):
         )
         return rounded(dpre, dpre_scale, E5M2) @ fc
 
-    shape = f"{rows}x{inner}x{outer}"
-    wide = [read(t_t.t(), scale) for t_t, scale in ((fc_t, fc_scale), (proj_t, proj_scale))]
+    shape, flops = f"{rows}x{inner}x{outer}", 2 * rows * inner * outer
+    fc_values, proj_values = read(fc_t.t(), fc_scale), read(proj_t.t(), proj_scale)
     yield Case(
         "fp8_mlp fwd",
         shape,
         forward,
-        lambda: exact.outputs(second, [pre], [wide[1]]),
-        bytes=nbytes(x, fc, proj, x_t, hidden_t, fc_t, proj_t, pre) + nbytes(x),
-        flops=4 * rows * inner * outer,
-        peers={},
-        look=lambda out: out[:1],
+        lambda: exact.outputs(second, [pre], [proj_values]),
+        bytes=nbytes(x, x, fc, proj, *saved[:5]),
+        flops=2 * flops,
+        look=first,
     )
     yield Case(
         "fp8_mlp bwd",
         shape,
-        lambda: backward(saved),
-        lambda: exact.outputs(dx, [read(g, g_scale), pre], wide),
+        backward,
+        lambda: exact.outputs(dx, [read(g, g_scale), pre], [fc_values, proj_values]),
         bytes=nbytes(dout, *saved, *grads),
-        flops=8 * rows * inner * outer,
-        peers={},
-        look=lambda out: out[:1],
+        flops=4 * flops,
+        look=first,
     )

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import compiled
+from benchmarks.harness.peers import compiled, loss_and_gradients
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 50304), (4096, 128256)], "float32": [(8192, 50304)]}
@@ -14,64 +14,40 @@ TINY = (4, 8)
 
 
 def formula(logits, targets):
-    """The sum over rows; its gradient needs no scaling."""
+    """Return the sum over rows, whose gradient needs no scaling."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
-def loss_and_gradient(function, logits, targets):
-    logits = logits.detach().requires_grad_()
-    loss = function(logits, targets)
-    return loss.detach(), torch.autograd.grad(loss, logits)[0]
+def gradient(logits, targets):
+    return F.softmax(logits, -1) - F.one_hot(targets, logits.shape[-1])
 
 
 def exact_loss_and_gradient(logits, targets):
     loss = 0
-    for i, rows, dlogits in exact.outputs(
-        lambda logits, targets: F.softmax(logits, -1) - F.one_hot(targets, logits.shape[-1]), [logits, targets]
-    ):
+    for _, rows, dlogits in exact.outputs(gradient, [logits, targets]):
         loss += formula(logits[rows].double(), targets[rows])
-        yield i + 1, rows, dlogits
+        yield 1, rows, dlogits
     yield 0, ..., loss
 
 
 def liger_(logits, targets):
-    """Call Liger's kernel directly, on the logits in place: its function synchronises three times before the launch."""
+    """Call Liger's kernel in place. Liger's Python function synchronizes three times before it launches the kernel."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
     from triton import next_power_of_2
 
     rows, width = logits.shape
     losses = torch.zeros(rows, dtype=logits.dtype, device=logits.device)
-    liger_cross_entropy_kernel[(rows,)](
-        X_ptr=logits,
-        X_stride=logits.stride(0),
-        Y_ptr=targets,
-        Y_stride=1,
-        weight_ptr=None,
-        loss_ptr=losses,
-        z_loss_ptr=None,
-        loss_stride=1,
-        token_accuracy_ptr=None,
-        token_accuracy_stride=0,
-        predicted_tokens_ptr=None,
-        predicted_tokens_stride=0,
-        n_cols=width,
-        n_non_ignore=rows,
-        sum_non_ignore_weight=rows,
-        weight_sum=0.0,
-        ignore_index=-100,
-        lse_square_scale=0.0,
-        label_smoothing=0.0,
-        reduction="sum",
-        softcap=None,
-        RETURN_Z_LOSS=False,
-        RETURN_TOKEN_ACCURACY=False,
-        RETURN_PREDICTED_TOKENS=False,
-        BLOCK_SIZE=min(MAX_FUSED_SIZE, next_power_of_2(width)),
-        HAS_WEIGHT=False,
-        HAS_SOFTCAPPING=False,
-        HAS_GRADIENTS=True,
-        num_warps=32,
-    )
+    pointers = {"X_ptr": logits, "Y_ptr": targets, "loss_ptr": losses}
+    pointers |= dict.fromkeys(["weight_ptr", "z_loss_ptr", "token_accuracy_ptr", "predicted_tokens_ptr"])
+    strides = {"X_stride": logits.stride(0), "Y_stride": 1, "loss_stride": 1}
+    strides |= dict.fromkeys(["token_accuracy_stride", "predicted_tokens_stride"], 0)
+    sizes = {"n_cols": width, "n_non_ignore": rows, "sum_non_ignore_weight": rows, "weight_sum": 0.0}
+    options = dict.fromkeys(["lse_square_scale", "label_smoothing"], 0.0)
+    options |= {"ignore_index": -100, "reduction": "sum", "softcap": None, "HAS_GRADIENTS": True}
+    options |= dict.fromkeys(["RETURN_Z_LOSS", "RETURN_TOKEN_ACCURACY", "RETURN_PREDICTED_TOKENS"], False)
+    options |= dict.fromkeys(["HAS_WEIGHT", "HAS_SOFTCAPPING"], False)
+    block = min(MAX_FUSED_SIZE, next_power_of_2(width))
+    liger_cross_entropy_kernel[(rows,)](**pointers, **strides, **sizes, **options, BLOCK_SIZE=block, num_warps=32)
     return losses.sum(), logits
 
 
@@ -90,15 +66,15 @@ def cases(device, dtype, rows, width):
         "exact": lambda: exact_loss_and_gradient(logits, targets),
         "bytes": 2 * nbytes(logits),
         "flops": 6 * logits.numel(),
-        "look": lambda result: (result[0].double().sum(), result[1]),  # a loss for each row, or already their sum
+        "look": lambda result: (result[0].double().sum(), result[1]),  # the losses are per row, or summed already
         "reset": lambda: scratch.copy_(logits),
     }
     yield Case(
         "fused_classifier",
         ours=lambda: ops.fused_classifier(logits, targets),
         peers={
-            "torch": partial(loss_and_gradient, formula, logits, targets),
-            "compile": partial(loss_and_gradient, compiled(formula), logits, targets),
+            "torch": partial(loss_and_gradients, formula, targets, logits),
+            "compile": partial(loss_and_gradients, compiled(formula), targets, logits),
             "liger": partial(liger_, scratch, targets),
             "quack": partial(quack, logits, targets),
         },

@@ -2,29 +2,24 @@ from functools import partial
 
 import torch
 
-from benchmarks import adamw
+from benchmarks.adamw import CPU_SIZES, SIZES, TINY, label, parameter_shapes  # noqa: F401
 from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
-SIZES, CPU_SIZES, TINY = adamw.SIZES, adamw.CPU_SIZES, adamw.TINY
 
 
 def formula(tensors):
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors)))
 
 
-def exact_norm(tensors):
-    yield 0, ..., sum(t.double().square().sum() for t in tensors).sqrt()
-
-
 def cases(device, dtype, *model):
-    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in adamw.parameter_shapes(*model)]
+    tensors = [torch.randn(shape, device=device, dtype=dtype) for shape in parameter_shapes(*model)]
     yield Case(
         "global_norm",
-        adamw.label(tensors),
+        label(tensors),
         lambda: ops.global_norm(tensors),
-        lambda: exact_norm(tensors),
+        lambda: [(0, ..., sum(t.double().square().sum() for t in tensors).sqrt())],
         bytes=nbytes(*tensors),
         flops=2 * sum(t.numel() for t in tensors),
         peers={

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness.directions import both
-from benchmarks.harness.peers import backward, training
+from benchmarks.harness.peers import backward
 
 ops = torch.ops.gptkernels
 SIZES = {
@@ -59,5 +59,5 @@ def cases(device, dtype, rows, width):
                 "quack": partial(quack_backward, dout, x, wide_weight, mean, rstd),
             },
         ),
-        compiled_forward=training,
+        saves=True,
     )

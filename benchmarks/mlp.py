@@ -2,7 +2,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness.directions import both
-from benchmarks.harness.peers import training
 
 ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(65536, 768)], "float32": [(65536, 768)]}
@@ -32,5 +31,5 @@ def cases(device, dtype, rows, channels):
         dout,
         [x],
         weights,
-        compiled_forward=training,
+        saves=True,
     )

@@ -1,22 +1,15 @@
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from benchmarks.dropout import Mask, P
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled, training
+from benchmarks.harness.peers import backward, compiled, of_backward, of_forward, training
+from benchmarks.layernorm import CPU_SIZES, SIZES, TINY  # noqa: F401
 from gptkernels import functional
 from gptkernels.testing.cases import OPERATORS
 
 ops = torch.ops.gptkernels
-SIZES = {
-    "bfloat16": [(65536, 768), (16384, 1600), (8192, 8192), (4096, 768)],
-    "float32": [(65536, 768), (16384, 1600)],
-}
-CPU_SIZES = [(4096, 768)]
-TINY = (4, 8)
 
 
 def formula(x, residual, weight, bias):
@@ -24,7 +17,7 @@ def formula(x, residual, weight, bias):
 
 
 def norm(total, weight, bias):
-    """The sum is also an output, so its gradient has two parts."""
+    """Return the sum too, because it is an output. Its gradient is added to the gradient of the norm."""
     return F.layer_norm(total, total.shape[-1:], weight, bias), total
 
 
@@ -41,10 +34,7 @@ def cases(device, dtype, rows, width):
         lambda: ops.residual_layernorm(x, residual, weight, bias)[:2],
         lambda: exact.outputs(formula, [x, residual], [weight, bias]),
         **vars(forward_cost),
-        peers={
-            "torch": partial(formula, x, residual, weight, bias),
-            "compile": training(compiled(formula), x, residual, weight, bias),
-        },
+        peers=of_forward(formula, [x, residual, weight, bias], saves=True),
     )
     yield Case(
         "residual_layernorm bwd",
@@ -52,16 +42,13 @@ def cases(device, dtype, rows, width):
         lambda: ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, [True] * 3),
         lambda: exact.gradients(norm, (dout, dsum), [total], [weight, bias]),
         **vars(backward_cost),
-        peers={
-            "torch": backward(norm, (total, weight, bias), (dout, dsum)),
-            "compile": backward(compiled(norm), (total, weight, bias), (dout, dsum)),
-        },
+        peers=of_backward(norm, [total, weight, bias], (dout, dsum)),
     )
     yield from dropout_cases(x, residual, weight, bias, dout, dsum)
 
 
 def dropout_cases(x, residual, weight, bias, dout, dsum):
-    """Yield the cases with dropout of x, in which every variant draws its own mask."""
+    """Yield the cases with dropout of x. Every variant draws its own mask."""
     rows, width = x.shape
     shape = f"{rows}x{width} p={P}"
     x = x + x.sign()  # far enough from 0 that the mask can be read from the sums
@@ -69,7 +56,7 @@ def dropout_cases(x, residual, weight, bias, dout, dsum):
     def torchs(x, residual, weight, bias):
         return norm(F.dropout(x, P) + residual, weight, bias)
 
-    def ours(x, residual, weight, bias):  # includes the kernel that draws the seed, as the peers do
+    def ours(x, residual, weight, bias):  # includes the kernel that draws the seed, as the baselines do
         return functional.residual_layer_norm(x, residual, (width,), weight, bias, dropout_p=P)
 
     mask = Mask(x)
@@ -84,20 +71,18 @@ def dropout_cases(x, residual, weight, bias, dout, dsum):
         yield from mask.exact(added=residual)
         yield 2, ..., torch.ones_like(x, dtype=torch.float64)
 
+    inputs = x, residual, weight, bias
     yield Case(
         "residual_layernorm fwd",
         shape,
-        training(ours, x, residual, weight, bias),
+        training(ours, *inputs),
         sums,
         bytes=4 * nbytes(x),
         flops=11 * x.numel(),
-        peers={
-            "torch": training(torchs, x, residual, weight, bias),
-            "compile": training(compiled(torchs), x, residual, weight, bias),
-        },
+        peers={"torch": training(torchs, *inputs), "compile": training(compiled(torchs), *inputs)},
         look=look,
     )
-    # With x = 0 the sum equals the residual for every mask, so all gradients but dx are deterministic.
+    # If x is 0, the sum equals the residual for every mask. All gradients but dx are then deterministic.
     inputs = torch.zeros_like(x), residual, weight, bias
 
     def look_at_gradients(result):
@@ -118,9 +103,6 @@ def dropout_cases(x, residual, weight, bias, dout, dsum):
         gradients,
         bytes=5 * nbytes(x),
         flops=19 * x.numel(),
-        peers={
-            "torch": backward(torchs, inputs, (dout, dsum)),
-            "compile": backward(compiled(torchs), inputs, (dout, dsum)),
-        },
+        peers=of_backward(torchs, inputs, (dout, dsum)),
         look=look_at_gradients,
     )

@@ -4,9 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.harness import exact
-from benchmarks.harness.case import Case
-from benchmarks.harness.peers import backward, compiled
-from gptkernels.testing.cases import OPERATORS
+from benchmarks.harness.directions import both
+from benchmarks.harness.peers import backward
 
 ops = torch.ops.gptkernels
 NARROW = [(65536, width) for width in (64, 128, 256, 768, 1000, 1024)]
@@ -39,32 +38,18 @@ def quack(x):
 def cases(device, dtype, rows, width):
     x, dout = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
     out = ops.softmax(x)
-    shape = f"{rows}x{width}"
-    forward_cost, backward_cost = OPERATORS["softmax"].costs(x)
-
-    yield Case(
-        "softmax fwd",
-        shape,
+    libraries = {"liger": liger, "quack": quack}
+    yield from both(
+        "softmax",
+        f"{rows}x{width}",
+        formula,
         lambda: ops.softmax(x),
-        lambda: exact.outputs(formula, [x]),
-        **vars(forward_cost),
-        peers={
-            "torch": partial(formula, x),
-            "compile": partial(compiled(formula), x),
-            "liger": partial(liger, x),
-            "quack": partial(quack, x),
-        },
-    )
-    yield Case(
-        "softmax bwd",
-        shape,
         lambda: ops.softmax_backward(dout, out),
-        lambda: exact.outputs(derivative, [dout, out]),
-        **vars(backward_cost),
-        peers={
-            "torch": backward(formula, [x], dout),
-            "compile": backward(compiled(formula), [x], dout),
-            "liger": backward(liger, [x], dout),
-            "quack": backward(quack, [x], dout),
-        },
+        dout,
+        [x],
+        exact_backward=lambda: exact.outputs(derivative, [dout, out]),
+        more=(
+            {name: partial(function, x) for name, function in libraries.items()},
+            {name: backward(function, [x], dout) for name, function in libraries.items()},
+        ),
     )

@@ -21,15 +21,15 @@ class Case:
 
     Args:
         name: the name, e.g. ``"layernorm fwd"``.
-        shape: the sizes, for people to read.
-        ours: runs our kernel.
-        peers: other implementations, with names from ``peers.PEERS``; run only if selected.
+        shape: the sizes, as text for the tables.
+        ours: runs this package's kernel.
         exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
         bytes: the fewest bytes that must move: each input read once, each output written once.
-        flops: floating-point operations, approximate if they do not bound the op.
-        look: selects the tensors to check from a variant's result. There may be fewer than ``exact`` has.
-        reset: restores what variants overwrite, before each is checked.
-        rounded: the dtype with the precision of the products, if it is less than the outputs'.
+        flops: floating-point operations; a rough count if the op is memory-bound.
+        peers: the baselines, by their names in ``peers.PEERS``. Only the selected ones are run.
+        look: selects the tensors to verify from a variant's result. There may be fewer than ``exact`` has.
+        reset: restores the tensors that variants overwrite. It is called before each verification.
+        rounded: the dtype with the precision of the matmuls, if it is less than that of the outputs.
     """
 
     name: str
@@ -45,5 +45,5 @@ class Case:
 
 
 def nbytes(*tensors) -> int:
-    """The number of bytes of all these tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    """The number of bytes of all these tensors; None counts as 0."""
+    return sum(t.nbytes for t in tensors if t is not None)

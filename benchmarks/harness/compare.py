@@ -1,17 +1,17 @@
-"""Comparison with a kept run: which kernels became slower."""
+"""Comparison with an earlier run: which kernels are slower."""
 
 import statistics
 
 from benchmarks.harness.report import microseconds
 
-LEAST = 0.03
+LEAST = 0.03  # smaller differences are not reported
 
 
 def slower(old_rows, new_rows):
-    """A line for each row whose kernel takes over 3 % longer than before, and more than the spread of both runs.
+    """Return a line for each row whose time is over 3 % longer than before, if that exceeds the spread of both runs.
 
-    Machines differ by a few per cent. Therefore all times are first divided by the ratio of the copies' times: the
-    median over all rows, since a single copy would add its own noise to its row.
+    Machines differ by a few per cent. All times are therefore divided by the ratio of the copies' times. The ratio is
+    the median over all rows, because the ratio of a single row has too much noise.
     """
     old = {row.key: row for row in old_rows if "ours" in row.times}
     pairs = [(old[row.key], row) for row in new_rows if row.key in old]

@@ -1,52 +1,47 @@
-"""The forward and backward cases of an operator that computes each row independently."""
-
-from functools import partial
+"""The forward and the backward case of an operator."""
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case
-from benchmarks.harness.peers import backward as backward_of
-from benchmarks.harness.peers import compiled
+from benchmarks.harness.peers import of_backward, of_forward
 from gptkernels.testing.cases import OPERATORS
 
 
-def both(op, shape, formula, forward, backward, dout, rows, shared=(), more=({}, {}), compiled_forward=partial):
-    """Cases of the forward and the backward, with torch's eager and compiled kernels as peers.
+def both(
+    op, shape, formula, forward, backward, dout, rows, shared=(), *,
+    costs=None, eager=None, exact_backward=None, more=({}, {}), saves=False,
+):  # fmt: skip
+    """Yield the case of the forward and that of the backward, with torch's eager and compiled code as baselines.
 
     Args:
-        op: the operator's name in ``OPERATORS``, which has its costs.
+        op: the operator's name.
         shape: the sizes, as text for the tables.
         formula: computes the result from ``rows`` and ``shared`` with torch's operators.
-        forward: runs our kernel.
-        backward: runs our kernel of the backward.
+        forward: runs this package's forward.
+        backward: runs this package's backward.
         dout: the gradient of the result.
-        rows: tensors with the same first dimension.
+        rows: tensors with the same first dimension. The formula computes each row independently.
         shared: tensors that every row uses, such as weights.
-        more: other peers of each direction.
-        compiled_forward: ``training`` if our forward saves tensors for its backward.
+        costs: bytes and flops of each direction (default: the operator's in ``OPERATORS``).
+        eager: the function that torch runs eagerly, if it differs from the formula.
+        exact_backward: yields the exact results of the backward (default: the formula's gradients in float64).
+        more: further baselines of each direction.
+        saves: whether the forward saves tensors for its backward, so that the compiled formula must save them too.
     """
     inputs = (*rows, *shared)
-    costs = [vars(cost) for cost in OPERATORS[op].costs(*inputs)]
+    costs = costs or [vars(cost) for cost in OPERATORS[op].costs(*inputs)]
     yield Case(
         f"{op} fwd",
         shape,
         forward,
         lambda: exact.outputs(formula, rows, shared),
         **costs[0],
-        peers={
-            "torch": partial(formula, *inputs),
-            "compile": compiled_forward(compiled(formula), *inputs),
-            **more[0],
-        },
+        peers=of_forward(formula, inputs, eager, saves) | more[0],
     )
     yield Case(
         f"{op} bwd",
         shape,
         backward,
-        lambda: exact.gradients(formula, dout, rows, shared),
+        exact_backward or (lambda: exact.gradients(formula, dout, rows, shared)),
         **costs[1],
-        peers={
-            "torch": backward_of(formula, inputs, dout),
-            "compile": backward_of(compiled(formula), inputs, dout),
-            **more[1],
-        },
+        peers=of_backward(formula, inputs, dout, eager) | more[1],
     )

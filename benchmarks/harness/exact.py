@@ -1,17 +1,17 @@
-"""Outputs and gradients of a formula in float64, a few rows at a time, so that float64 needs little memory."""
+"""Outputs and gradients of a formula in float64, computed for a few rows at a time to save memory."""
 
 import torch
 
 from benchmarks.harness.case import as_tuple
 
-ELEMENTS = 1 << 24  # in one piece
+ELEMENTS = 1 << 24  # of one piece
 
 
 def outputs(function, rows, shared=()):
-    """The outputs of ``function(*rows, *shared)``, for ``Case.exact``.
+    """Yield the outputs of ``function(*rows, *shared)``, for ``Case.exact``.
 
     Args:
-        function: the formula; rows must be independent of each other.
+        function: the formula, which must compute each row independently.
         rows: tensors with the same first dimension, along which they are split into pieces.
         shared: tensors that all rows use, such as weights.
     """
@@ -22,7 +22,7 @@ def outputs(function, rows, shared=()):
 
 
 def gradients(function, douts, rows, shared=()):
-    """The gradients of ``rows``, piece by piece, then those of ``shared``, summed over all pieces."""
+    """Yield the gradients of ``rows`` piece by piece, and then the gradients of ``shared``."""
     shared = [double(t).requires_grad_() for t in shared]
     totals = [torch.zeros_like(t) for t in shared]
     for part in _parts(rows[0]):
@@ -38,7 +38,7 @@ def gradients(function, douts, rows, shared=()):
 
 
 def double(t):
-    """A float64 copy of a tensor without history; integers stay integers."""
+    """Return the tensor detached, in float64 unless it has integers."""
     return t.detach().double() if t.is_floating_point() else t
 
 

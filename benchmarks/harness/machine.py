@@ -1,4 +1,4 @@
-"""Description of the machine and the versions of a run."""
+"""The description of a run's machine and versions."""
 
 import datetime
 import os
@@ -16,7 +16,7 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 
 def describe(device) -> dict:
-    """Everything on which the figures may depend, as JSON."""
+    """Return everything on which the figures may depend, for JSON."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -35,7 +35,7 @@ def describe(device) -> dict:
 
 
 def title(machine) -> str:
-    """A description in one line."""
+    """Return a description in one line."""
     gpu, versions = machine["gpu"], machine["versions"]
     where = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['threads']} threads"
     what = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
@@ -70,7 +70,7 @@ def _version(package):
 
 
 def _commit():
-    """The environment variable GIT_COMMIT, for files without their repository; otherwise the checkout's commit."""
+    """Return the environment variable GIT_COMMIT if it is set, else the checkout's commit."""
     if told := os.environ.get("GIT_COMMIT"):
         return told
     commit = _output("git", "rev-parse", "--short=12", "HEAD").strip() or "unknown commit"

@@ -1,4 +1,4 @@
-"""Measuring an op's cases."""
+"""Measurement of an op's cases."""
 
 import gc
 import importlib
@@ -13,7 +13,7 @@ from benchmarks.harness.row import Row
 from benchmarks.harness.timing import host_times, kernel_times
 from benchmarks.harness.verify import fault
 
-OTHERS = ("__main__", "generate", "ledger", "swap")  # these have their own commands: whole models, and the ledger
+OTHERS = ("__main__", "generate", "ledger")  # these files are not of an op
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 
@@ -30,7 +30,7 @@ class Settings:
 
 
 def sizes_of(op, settings):
-    """The dtypes and sizes to measure for an op; none if the given sizes have another number of dimensions."""
+    """Yield the dtypes and sizes to measure for an op: of the command line's sizes, those that suit the op."""
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -46,28 +46,25 @@ def sizes_of(op, settings):
 
 
 def cases(op, settings, dtype, size):
-    """The op's cases at one size, with the same random numbers every time."""
+    """Return the op's cases at one size, with the same random numbers every time."""
     torch.manual_seed(0)
     return importlib.import_module(f"benchmarks.{op}").cases(settings.device, dtype, *size)
 
 
 def measure(op, settings):
-    """Yield the op's rows."""
+    """Measure an op's cases and yield the rows."""
     for dtype, size in sizes_of(op, settings):
         for case in cases(op, settings, dtype, size):
             if settings.host and case.name.endswith("bwd"):
-                continue  # the peers would include autograd, while ours is only a call
+                continue  # the baselines' times would include autograd, and ours would not
             yield measure_case(op, case, dtype, settings)
         gc.collect()  # compiled functions and graphs keep tensors in reference cycles
 
 
 def measure_case(op, case, dtype, settings) -> Row:
-    """Time all variants with correct results."""
+    """Verify all variants and time those that are right."""
     variants = {"ours": case.ours} | {p: f for p, f in case.peers.items() if p in settings.peers}
-    faults = {}
-    for name, variant in variants.items():
-        if why := _fault(case, variant, dtype):
-            faults[name] = why
+    faults = {name: why for name, variant in variants.items() if (why := _fault(case, variant, dtype))}
     timed = {name: variant for name, variant in variants.items() if name not in faults}
     if not settings.host:
         timed["copy"] = roof.copy(case.bytes, settings.device)
@@ -80,9 +77,14 @@ def measure_case(op, case, dtype, settings) -> Row:
 def _fault(case, variant, dtype):
     try:
         wrong = fault(case, variant, dtype)
-    except Exception as error:  # a peer that does not support this size must not end the run
-        return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+    except Exception as error:  # a baseline that does not support this size must not end the run
+        return f"failed: {first_line(error)}"
     return wrong and f"WRONG: {wrong}"
+
+
+def first_line(error) -> str:
+    """Return the type of an exception and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 def _name(dtype):

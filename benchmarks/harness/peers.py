@@ -1,7 +1,8 @@
-"""The peers, and how they are called."""
+"""The baselines, called peers in the code, and the ways to call them."""
 
 import importlib.util
 import warnings
+from functools import partial
 
 import torch
 
@@ -9,38 +10,26 @@ from benchmarks.harness.case import as_tuple
 
 PEERS = {
     "torch": "torch's own kernels, eager",
-    "compile": "torch.compile: what Inductor makes of the formula",
+    "compile": "the formula in torch's operators, compiled by torch.compile",
     "liger": "Liger-Kernel (Triton)",
     "quack": "quack (CuTe DSL)",
     "cudnn": "cuDNN's attention, through torch",
     "flex": "flex_attention under torch.compile",
     "fa3": "FlashAttention-3",
 }
-PACKAGES = {
-    "compile": "triton",
-    "liger": "liger_kernel",
-    "quack": "quack",
-    "flex": "triton",
-    "fa3": "flash_attn_interface",
-}
-IN_TORCH = ("compile", "flex")  # on the CPU they generate C++ instead of Triton
+PACKAGES = {"liger": "liger_kernel", "quack": "quack", "fa3": "flash_attn_interface"}  # CUDA only
 
 
 def absent(device) -> dict[str, str]:
-    """The peers that cannot run here, with the reason."""
-    reasons = {} if device.type == "cuda" else {"cudnn": "it has no CPU kernels"}
-    for peer, package in PACKAGES.items():
-        if peer in IN_TORCH and device.type == "cpu":
-            continue
-        if device.type == "cpu":
-            reasons[peer] = "it has no CPU kernels"
-        elif importlib.util.find_spec(package) is None:
-            reasons[peer] = f"no package {package}"
-    return reasons
+    """The baselines that cannot run here, with the reason."""
+    if device.type == "cpu":
+        return dict.fromkeys(["cudnn", *PACKAGES], "it has no CPU kernels")
+    needed = {**PACKAGES, "compile": "triton", "flex": "triton"}
+    return {peer: f"no package {name}" for peer, name in needed.items() if importlib.util.find_spec(name) is None}
 
 
 def compiled(function):
-    """The function under torch.compile, specialised to one case's shapes; it is compiled at the first call."""
+    """Return the function under torch.compile, specialized to one case's shapes. The first call compiles it."""
     made = []
 
     def call(*inputs):
@@ -57,13 +46,13 @@ def compiled(function):
 
 
 def training(function, *inputs):
-    """A forward as in training, with inputs that require gradients: it saves what its backward needs, as ours does."""
+    """Return a call of the function on inputs that require gradients, so that it saves what its backward needs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return lambda: function(*leaves)
 
 
 def backward(function, inputs, douts):
-    """A variant that runs autograd's backward; its forward runs once and is not timed."""
+    """Return a call of autograd's backward of the function. The forward runs once and is not timed."""
     graph = []
 
     def run():
@@ -74,3 +63,24 @@ def backward(function, inputs, douts):
         return torch.autograd.grad(outs, leaves, as_tuple(douts), retain_graph=True)
 
     return run
+
+
+def of_forward(formula, inputs, eager=None, saves=False):
+    """Return the eager and the compiled call of a formula. With ``saves``, the compiled one saves for its backward."""
+    call = training if saves else partial
+    return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
+
+
+def of_backward(formula, inputs, douts, eager=None):
+    """Return the eager and the compiled backward of a formula."""
+    return {
+        "torch": backward(eager or formula, inputs, douts),
+        "compile": backward(compiled(formula), inputs, douts),
+    }
+
+
+def loss_and_gradients(function, targets, *inputs):
+    """Return the loss ``function(*inputs, targets)`` and its gradients with respect to the inputs."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    loss = function(*leaves, targets)
+    return loss.detach(), *torch.autograd.grad(loss, leaves)

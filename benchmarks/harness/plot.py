@@ -1,5 +1,6 @@
 """Plots of a run: bars for each op, and a roofline of all ops."""
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,12 @@ STYLE: Any = {
 
 
 def draw(run, folder: Path):
-    """Draw a plot for each op and the roofline, and write a page of tables with them."""
+    """Draw a plot of each op and the roofline, and write a page of tables that shows them."""
     folder.mkdir(parents=True, exist_ok=True)
-    ops = {op: rows for op, rows in by_op(run["rows"]).items() if op != "roof"}
     with plt.rc_context(STYLE):
-        for op, rows in ops.items():
-            _save(bars(rows), folder / f"{op}.png")
+        for op, rows in by_op(run["rows"]).items():
+            if op != "roof":
+                _save(bars(rows), folder / f"{op}.png")
         _save(roofline(run), folder / "roofline.png")
     (folder / "README.md").write_text(page(run))
 
@@ -50,45 +51,58 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """A panel for each name of an op, with a group of bars for each size."""
-    names = list(dict.fromkeys(row.name for row in rows))
-    figure, panels = plt.subplots(len(names), 1, figsize=(14, 0.6 + 2.9 * len(names)), squeeze=False)
+    """Return a figure with a panel for each name of an op, and in it a group of bars for each size."""
+    panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
-    for name, axes in zip(names, panels[:, 0], strict=True):
-        _group(axes, [row for row in rows if row.name == name], variants)
-        axes.set_title(name, loc="left", fontweight="bold")
-    panels[0, 0].legend(*_legend(rows, variants), ncols=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    labels = {name: _labels(mine) for name, mine in panels.items()}
+    heights = [2.5 + 0.2 * max(label.count("\n") + 1 for label in labels[name]) for name in panels]
+    size = (14, 0.6 + sum(heights))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, height_ratios=heights, squeeze=False)
+    for (name, mine), panel in zip(panels.items(), axes[:, 0], strict=True):
+        _group(panel, mine, [v for v in variants if any(v in row.times for row in mine)], labels[name])
+        panel.set_title(name, loc="left", fontweight="bold")
+    axes[0, 0].legend(*_legend(variants), ncols=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
-def _group(axes, rows, variants):
+def _labels(rows):
+    """Return the size and dtype of each row, in lines that are short enough for the space below its bars."""
+    width = max(11, 120 // len(rows))
+    return [f"{textwrap.fill(row.shape, width, break_long_words=False)}\n{row.dtype}" for row in rows]
+
+
+def _group(axes, rows, variants, labels):
     width = 0.82 / len(variants)
+    narrow = len(rows) * len(variants) > 30
+    top = 1.12 * max(row.rate(name) for row in rows for name in row.times if name != "copy" or row.unit == "GB/s")
     for i, row in enumerate(rows):
         for j, variant in enumerate(variants):
             if variant in row.times:
-                at = i + (j - (len(variants) - 1) / 2) * width
-                axes.bar(at, row.rate(variant), 0.92 * width, color=COLOURS[variant])
-                style = {"fontsize": 8, "rotation": 90} if len(rows) * len(variants) > 30 else {"fontsize": 9}
-                style |= {"xytext": (0, -2), "textcoords": "offset points", "ha": "center", "va": "top"}
-                axes.annotate(f"{row.rate(variant):.0f}", (at, row.rate(variant)), color="white", **style)
+                at, rate = i + (j - (len(variants) - 1) / 2) * width, row.rate(variant)
+                axes.bar(at, rate, 0.92 * width, color=COLOURS[variant])
+                inside = rate > (0.17 if narrow else 0.1) * top  # otherwise the bar is shorter than its label
+                style = {"fontsize": 8 if narrow else 9, "rotation": 90 if narrow else 0, "ha": "center"}
+                style |= {"va": "top", "xytext": (0, -3)} if inside else {"va": "bottom", "xytext": (0, 3)}
+                colour, behind = ("white", COLOURS[variant]) if inside else ("black", "white")
+                box = {"facecolor": behind, "edgecolor": "none", "pad": 1}  # hides the line of the copy
+                style |= {"color": colour, "bbox": box}
+                axes.annotate(f"{rate:.0f}", (at, rate), textcoords="offset points", **style)
         if "copy" in row.times and row.unit == "GB/s":
             axes.hlines(row.rate("copy"), i - 0.45, i + 0.45, color="black", linewidth=1.5)
-    axes.set_xticks(
-        range(len(rows)), [f"{row.shape}\n{row.dtype}" for row in rows], fontsize=9 if len(rows) > 6 else 10
-    )
+    axes.set_xticks(range(len(rows)), labels, fontsize=8 if len(rows) > 12 else 9 if len(rows) > 6 else 10)
     axes.set_xlim(-0.55, max(len(rows), 3) - 0.45)
+    axes.set_ylim(0, top)
     axes.set_ylabel(rows[0].unit)
-    axes.margins(y=0.12)
 
 
-def _legend(rows, variants):
+def _legend(variants):
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[variant]) for variant in variants]
     line = plt.Line2D([], [], color="black", linewidth=1.5)
     return [*handles, line], [*variants, "a copy of as many bytes"]
 
 
 def roofline(run):
-    """Left: flops per second over flops per byte. Right: for memory-bound cases, the fraction of a copy's rate."""
+    """Return two panels: flops per second over flops per byte, and the share of a copy's rate of memory-bound rows."""
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)
@@ -98,37 +112,36 @@ def roofline(run):
 
 
 def _roof(axes, roofs, rows):
-    copy, matmul = (next((r for r in roofs if r.name == name), None) for name in ("copy", "matmul"))
     most = max([1e3, *(row.intensity * 2 for row in rows)])
-    if copy and matmul:
+    if {"copy", "matmul"} <= {row.name for row in roofs}:
+        copy, matmul = (next(row for row in roofs if row.name == name) for name in ("copy", "matmul"))
         bandwidth = copy.bytes / copy.times["torch"].median
         peak = matmul.flops / matmul.times["torch"].median
-        xs = [0.2, peak / bandwidth, most]
-        axes.plot(xs, [bandwidth * 0.2, peak, peak], color="black", linewidth=1.5)
-        axes.annotate(f"copy {bandwidth / 1e9:.0f} GB/s", (0.8, bandwidth * 1.3), ha="right", fontsize=9)
-        axes.annotate(f"{matmul.dtype} matmul {peak / 1e12:.3g} TFLOP/s", (most, peak * 1.1), ha="right", fontsize=9)
-    ops = list(dict.fromkeys(row.op for row in rows))
-    for i, op in enumerate(ops):
+        axes.plot([0.2, peak / bandwidth, most], [bandwidth * 0.2, peak, peak], color="black", linewidth=1.5)
+        style = {"fontsize": 9, "textcoords": "offset points", "ha": "right"}
+        axes.annotate(f"copy {bandwidth / 1e9:.0f} GB/s", (8, bandwidth * 8), xytext=(-4, 4), **style)
+        text = f"{matmul.dtype} matmul {peak / 1e12:.3g} TFLOP/s"
+        axes.annotate(text, (peak / bandwidth, peak), xytext=(-6, 2), **style)
+    for i, op in enumerate(dict.fromkeys(row.op for row in rows)):
         mine = [row for row in rows if row.op == op]
         speeds = [row.flops / row.times["ours"].median for row in mine]
         marker = "osD^vP*X"[i % 8]
         axes.plot([row.intensity for row in mine], speeds, marker, color=plt.cm.tab20(i % 20), markersize=6, label=op)
-    axes.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="flops a second")
-    axes.set_title("ours under the roof", loc="left", fontweight="bold")
+    axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="flops per second")
+    axes.set_title("this package's kernels", loc="left", fontweight="bold")
     axes.grid(axis="both")
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 def _shares(axes, rows):
     names = list(dict.fromkeys(row.name for row in rows))
-    for i, name in enumerate(names):
-        for row in (row for row in rows if row.name == name):
-            best = min((row.times[p].median for p in row.peers if p in row.times), default=None)
-            if best:
-                axes.plot(
-                    row.times["copy"].median / best, i + 0.15, "o", color=COLOURS["torch"], alpha=0.7, markersize=5
-                )
-            axes.plot(row.share, i - 0.15, "o", color=COLOURS["ours"], alpha=0.8, markersize=6)
+    for row in rows:
+        i = names.index(row.name)
+        best = min((row.times[p].median for p in row.peers if p in row.times), default=None)
+        if best:
+            share = row.times["copy"].median / best
+            axes.plot(share, i + 0.15, "o", color=COLOURS["torch"], alpha=0.7, markersize=5)
+        axes.plot(row.share, i - 0.15, "o", color=COLOURS["ours"], alpha=0.8, markersize=6)
     axes.axvline(1, color="black", linewidth=1.5)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
@@ -136,7 +149,6 @@ def _shares(axes, rows):
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
     axes.set_title("share of a copy's rate", loc="left", fontweight="bold")
     handles = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[c]) for c in ("ours", "torch")]
-    axes.legend(
-        handles, ["ours, each size", "best peer"], ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1)
-    )
+    labels = ["ours, each size", "fastest baseline"]
+    axes.legend(handles, labels, ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))
     axes.grid(axis="both")

@@ -9,7 +9,7 @@ PAD = {"justify": "right", "no_wrap": True}
 
 
 def show(rows, console=None):
-    """Print one op's table, then a line for each variant without a time."""
+    """Print one op's table, and a line for each variant without a time."""
     console = console or Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
@@ -30,7 +30,7 @@ def header(rows):
 
 
 def cells(row, peers, strong):
-    """A row's texts: our time, rate and fraction, then each peer's microseconds and our speedup over it."""
+    """Return a row's texts: our time, rate and share of the copy's rate, then each baseline's time and speedup."""
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
@@ -64,29 +64,29 @@ def number(value):
 
 
 def faults(rows):
-    """The reasons why variants have no time."""
+    """Return the reasons why variants have no time."""
     return [f"{row.name} {row.shape} {row.dtype}, {name}: {why}" for row in rows for name, why in row.faults.items()]
 
 
 def table(rows) -> str:
-    """The table in Markdown; peers that are faster than ours are bold."""
+    """Return the table in Markdown. Baselines that are faster than ours are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 
 def tables(rows) -> list[str]:
-    """The table, and the faults if there are any."""
+    """Return the table, and the faults if there are any."""
     lines = "\n".join(f"- {line}" for line in faults(rows))
     return [table(rows), lines] if lines else [table(rows)]
 
 
 def markdown(head, lines, texts) -> str:
-    """A table with columns of text first, then columns of figures."""
+    """Return a table in Markdown whose first ``texts`` columns are texts and whose other columns are figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
 
 def page(run) -> str:
-    """A whole run as a Markdown page with its plots."""
+    """Return a whole run as a Markdown page with its plots."""
     parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():

@@ -1,4 +1,4 @@
-"""The machine's limits: copies with which every row is compared, and one large matrix product."""
+"""The machine's limits: the copies with which rows are compared, and one large matmul."""
 
 import torch
 
@@ -7,10 +7,10 @@ from benchmarks.harness.timing import kernel_times
 
 
 def copy(nbytes, device):
-    """A variant: torch's copy on the device, which reads half of these bytes and writes the other half.
+    """Return a copy on the device by torch, which reads half of these bytes and writes the other half.
 
-    A small kernel is compared with a small copy, since neither reaches the rate of a large one. The bytes are random,
-    because zeros can be copied faster.
+    A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
+    random, because zeros can be copied faster.
     """
     source = torch.randint(256, (max(1, nbytes // 2),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -18,7 +18,7 @@ def copy(nbytes, device):
 
 
 def rows(device, repeats) -> list[Row]:
-    """The large copy and the large product, as rows."""
+    """Time the large copy and the large matmul."""
     cuda = device.type == "cuda"
     nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))

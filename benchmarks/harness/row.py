@@ -4,13 +4,13 @@ from dataclasses import asdict, dataclass, field
 
 from benchmarks.harness.timing import Time
 
-COMPUTE_BOUND = 50  # flops per byte: above, the rate is in TFLOP/s instead of GB/s
-TIE = 0.995  # two runs of one kernel differ by this much
+COMPUTE_BOUND = 50  # flops per byte; above it the rate is in TFLOP/s instead of GB/s
+TIE = 0.995  # two runs of one kernel differ by this factor
 
 
 @dataclass
 class Row:
-    """The times of ours, the copy, and each peer with correct results; for the others, the reason."""
+    """The times of ours, of the copy and of each correct baseline, and the faults of the others."""
 
     op: str
     name: str
@@ -27,7 +27,7 @@ class Row:
         return cls(**{**data, "times": {name: Time(*time) for name, time in data["times"].items()}})
 
     def dump(self) -> dict:
-        """Convert to JSON; the rates are only for readers."""
+        """Convert to JSON. The rates are only for readers."""
         rates = {n: round(self.rate(n), 1) for n in self.times if n != "copy" or self.unit == "GB/s"}
         return {**asdict(self), "times": {n: list(t) for n, t in self.times.items()}, "rates": rates}
 
@@ -37,7 +37,7 @@ class Row:
 
     @property
     def intensity(self) -> float:
-        """Flops per byte."""
+        """Return the flops per byte."""
         return self.flops / self.bytes
 
     @property
@@ -45,13 +45,13 @@ class Row:
         return "TFLOP/s" if self.intensity > COMPUTE_BOUND else "GB/s"
 
     def rate(self, name) -> float:
-        """The rate in ``unit``, of the fewest bytes or of the flops."""
+        """Return the rate in ``unit``: the fewest bytes, or the flops, by the time."""
         work = self.flops * 1e-12 if self.unit == "TFLOP/s" else self.bytes * 1e-9
         return work / self.times[name].median
 
     @property
     def share(self) -> float | None:
-        """Our rate as a fraction of that of a copy of as many bytes."""
+        """Return our rate divided by the rate of a copy of as many bytes."""
         if "copy" not in self.times or "ours" not in self.times:
             return None
         return self.times["copy"].median / self.times["ours"].median
@@ -61,13 +61,13 @@ class Row:
         return [name for name in (*self.times, *self.faults) if name not in ("ours", "copy")]
 
     def speedup_over(self, peer) -> float | None:
-        """Our speedup over a peer."""
+        """Return a baseline's time divided by ours."""
         if peer not in self.times or "ours" not in self.times:
             return None
         return self.times[peer].median / self.times["ours"].median
 
     @property
     def ahead(self) -> list[str]:
-        """The peers that are faster than ours."""
+        """Return the baselines that are faster than ours."""
         ours = self.times["ours"].median if "ours" in self.times else float("inf")
         return [p for p in self.peers if p in self.times and self.times[p].median < TIE * ours]

@@ -9,7 +9,7 @@ import torch
 
 
 class Time(NamedTuple):
-    """Seconds: the median and the quartiles of several runs."""
+    """Seconds of several runs: the median and the quartiles."""
 
     median: float
     low: float
@@ -22,10 +22,10 @@ class Time(NamedTuple):
 
 
 def kernel_times(functions, device, repeats):
-    """Time each function. The functions alternate, so that a drift of the machine affects all of them.
+    """Time each function, on CUDA by events and on the CPU by the wall clock.
 
-    On CUDA the L2 cache is flushed before each run, and the launches wait for a delay on the device, so that neither
-    cached data nor launch gaps count. On the CPU it is wall time, after a warm-up.
+    The functions alternate, so that clock drift affects all of them. On CUDA the L2 cache is flushed before each run,
+    and the launches are queued behind a delay kernel, so that launch gaps are not included.
     """
     time_once = _cuda_timer() if device.type == "cuda" else _cpu_seconds
     for function in functions:
@@ -49,8 +49,8 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
         nonlocal cycles
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Cache lines with the policy evict_last, which torch.compile's reductions use, survive the flush below: the
-            # next kernel would find up to a tenth of its input in the cache.
+            # Cache lines with the policy evict_last, which torch.compile's reductions use, survive the flush below. The
+            # next kernel would then find up to a tenth of its input in the cache.
             if error := forget_persisting():
                 raise RuntimeError(f"cuCtxResetPersistingL2Cache: CUDA error {error}")
             flush.sum()  # reads four times the size of the cache, so that no write-back remains when the clock starts
@@ -58,7 +58,7 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
             begin.record()
             function()
             end.record()
-            late = begin.query()  # the device was here before the host had launched everything
+            late = begin.query()  # the delay ended before the host had queued all launches
             torch.cuda.synchronize()
             if not late or cycles >= most_cycles:
                 return begin.elapsed_time(end) * 1e-3
@@ -68,7 +68,7 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 
 def host_times(functions, device, repeats):
-    """Time the host for calls of each function; the functions alternate, with many calls at a time."""
+    """Time the host for calls of each function. The functions alternate, with many calls at a time."""
     for function in functions:
         _host_seconds(function, device)
     rounds = [[_host_seconds(function, device) for function in functions] for _ in range(repeats)]

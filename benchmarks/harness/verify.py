@@ -1,14 +1,14 @@
-"""Verification of a variant's results. The time of a wrong variant is not shown."""
+"""Verification of a variant's results. A wrong variant is not timed."""
 
 import torch
 
-# Relative to the largest element and to the mean of the exact result. Much larger than the error of a correct kernel,
-# much smaller than that of a wrong one. The tests check how exact our kernels are.
+# Relative to the largest element and to the mean of the exact result. The tolerances are much larger than the error of
+# a correct kernel and much smaller than that of a wrong kernel. The tests check how exact our kernels are.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def fault(case, variant, dtype) -> str | None:
-    """Describe what is wrong with the variant's outputs; None if they are right."""
+    """Describe what is wrong with the variant's outputs. Return None if they are right."""
     case.reset()
     outputs = case.look(variant())
     errors: dict[int, _Error] = {}
@@ -28,7 +28,7 @@ def fault(case, variant, dtype) -> str | None:
 
 
 class _Error:
-    """The error of one output, accumulated piece by piece without synchronising with the device."""
+    """The error of one output, accumulated piece by piece without synchronizing with the device."""
 
     def __init__(self):
         self.largest, self.sum, self.exact_largest, self.exact_sum = [], [], [], []
@@ -41,7 +41,7 @@ class _Error:
             gathered[1].append(values.sum())
 
     def relative(self) -> float:
-        """The largest error relative to the largest value, or the mean error relative to the mean, if that is worse."""
+        """Return the larger of two ratios: the largest error by the largest value, the mean error by the mean value."""
         largest = torch.stack(self.largest).max() / torch.stack(self.exact_largest).max()
         mean = torch.stack(self.sum).sum() / torch.stack(self.exact_sum).sum()
         return torch.maximum(largest, mean).item()
