@@ -6,12 +6,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import compare, measure, pages, report, roof
+from benchmarks.harness import compare, measure, pages, report
 from benchmarks.harness.machine import describe, title
 from benchmarks.harness.options import add_device, add_kept, described, names_in
 from benchmarks.harness.peers import PEERS, absent
 from benchmarks.harness.run import load, save
-from benchmarks.harness.warm import warm
 
 
 def parser():
@@ -72,9 +71,9 @@ def run_of(arguments, settings):
     run = {"machine": describe(settings.device), "settings": plain, "rows": []}
     print(title(run["machine"]), flush=True)
     ops = arguments.ops or measure.OPS
-    warm(ops, settings)
+    measure.warm(ops, settings)
     for op in [*([] if settings.host else ["roof"]), *ops]:
-        measured = roof.rows(settings.device, settings.repeats) if op == "roof" else measure.measure(op, settings)
+        measured = measure.roof(settings.device, settings.repeats) if op == "roof" else measure.measure(op, settings)
         rows = list(measured)
         run["rows"] += rows
         if rows:

@@ -85,11 +85,12 @@ class State:
 
     def exact(self, clip):
         """Compute every written tensor from its state at the start."""
-        masters, firsts, seconds, _, grads = self.split(self.start)
+        count = len(self.masters)
+        masters, firsts, seconds = (self.start[i * count :][:count] for i in range(3))
+        grads = self.start[-count:]
         divisor = 1.0
         if clip:
             divisor = max(1.0, sum(g.double().square().sum() for g in grads).sqrt().item() / MAX_NORM)
-        count = len(masters)
         for i, tensors in enumerate(zip(masters, grads, firsts, seconds, strict=True)):
             master, grad, first, second = (t.double() for t in tensors)
             grad = grad / divisor
@@ -100,35 +101,26 @@ class State:
             for j, value in enumerate((master, first, second, master)[: 4 if self.low else 3]):
                 yield i + j * count, ..., value
 
-    def split(self, tensors):
-        """Split into masters, moments, low-precision parameters if any, and gradients."""
-        n = len(self.masters)
-        parts = [tensors[i : i + n] for i in range(0, len(tensors), n)]
-        return parts if self.low else [*parts[:3], [], parts[3]]
-
 
 def cases(device, dtype, *model):
     state = State(parameter_shapes(*model), device, dtype)
-    shape = label(state.params)
     elements = sum(t.numel() for t in state.params)
-    look = {"look": lambda _: tuple(state.written), "reset": state.reset}
+    common = {"shape": label(state.params), "look": lambda _: tuple(state.written), "reset": state.reset}
     yield Case(
         "adamw_",
-        shape,
-        state.ours,
-        lambda: state.exact(clip=False),
+        ours=state.ours,
+        exact=lambda: state.exact(clip=False),
         bytes=state.bytes,
         flops=16 * elements,
         peers={"torch": state.torchs, "compile": compiled(state.formula)},
-        **look,
+        **common,
     )
     yield Case(
         "global_norm, clip, adamw_",
-        shape,
-        state.ours_clipped,
-        lambda: state.exact(clip=True),
+        ours=state.ours_clipped,
+        exact=lambda: state.exact(clip=True),
         bytes=state.bytes + nbytes(*state.grads),
         flops=19 * elements,
         peers={"torch": state.torchs_clipped},
-        **look,
+        **common,
     )

@@ -19,13 +19,8 @@ PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", 
 # batch, heads, queries, keys, head size, which keys. Causal attention without padding has packed qkv.
 SIZES = {
     "bfloat16": [
-        (64, 12, 1024, 1024, 64, CAUSAL),
-        (16, 12, 4096, 4096, 64, CAUSAL),
-        (4, 12, 16384, 16384, 64, CAUSAL),
-        (4, 12, 1024, 1024, 64, CAUSAL),
-        (64, 6, 1024, 1024, 128, CAUSAL),
-        (16, 6, 4096, 4096, 128, CAUSAL),
-        (4, 6, 16384, 16384, 128, CAUSAL),
+        *((batch, 12, keys, keys, 64, CAUSAL) for batch, keys in ((64, 1024), (16, 4096), (4, 16384), (4, 1024))),
+        *((batch, 6, keys, keys, 128, CAUSAL) for batch, keys in ((64, 1024), (16, 4096), (4, 16384))),
         (256, 12, 256, 256, 64, CAUSAL),
         (64, 12, 1024, 1024, 64, ALL),
         (16, 12, 4096, 4096, 64, ALL),

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.generate``: tokens per second of decoding, ours and Hugging Face's generate.
+"""``python -m benchmarks.generate`` measures decoding in tokens per second, ours and Hugging Face's.
 
-All have GPT-2's shape, random weights and top-k sampling. Ours must give the same tokens with and without CUDA graphs.
-The floor is the time to read what a token needs at the memory's speed: the weights, and the keys and values so far.
+All models have GPT-2's shape, random weights and top-k sampling. Ours must give the same tokens with and without CUDA
+graphs. The floor is the time to read the weights and the previous keys and values from memory.
 """
 
 import argparse
@@ -11,87 +11,78 @@ import time
 import torch
 
 from benchmarks.harness.machine import describe, title
+from benchmarks.harness.measure import copy
+from benchmarks.harness.options import add_device, described, names_in
 from benchmarks.harness.report import markdown
-from benchmarks.harness.roof import copy
-from benchmarks.harness.timing import kernel_times
+from benchmarks.harness.timing import kernel_times, synchronize
 from gptkernels.models import GPT2, GPT2Config, decoding
 from gptkernels.models.config import PRESETS
 
 VARIANTS = {
     "graph": "ours",
     "eager": "ours without a CUDA graph",
-    "modules": "ours, each module called",
+    "modules": "ours, with each module called",
     "huggingface": "transformers' generate",
     "huggingface-static": "transformers' generate, compiled, with a static cache",
 }
-HEADER = ["", "B", "tokens/s", "us a step", "of the floor"]
+HEADER = ["", "B", "tokens/s", "us per step", "floor / time"]
 TEMPERATURE, TOP_K = 0.8, 40
 
 
 def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.generate", description=__doc__)
     add = parser.add_argument
-    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
+    add("--variants", default=",".join(VARIANTS), help=described(VARIANTS))
     add("--model", choices=PRESETS, default="gpt2")
-    add("--batch", default="1", help="sequences, comma-separated (default: %(default)s)")
-    add("--tokens", type=int, default=1024, help="new tokens, after a prompt of one (default: %(default)s)")
-    add("--layers", type=int, help="number of layers, if not the model's")
-    add("--repeats", type=int, default=3, help="runs, of which the fastest counts (default: %(default)s)")
+    add("--batch", default="1", help="numbers of sequences (default: %(default)s)")
+    add("--tokens", type=int, default=1024, help="new tokens after a prompt of one token (default: %(default)s)")
+    add("--layers", type=int, help="number of layers (default: the model's)")
+    add("--repeats", type=int, default=3, help="runs, of which the fastest is shown (default: %(default)s)")
     add("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     return parser
 
 
 def main(arguments=None):
     cli = parser()
     arguments = cli.parse_args(arguments)
-    names = arguments.variants.split(",")
-    for name in names:
-        if name not in VARIANTS:
-            cli.error(f"there is no {name}; there is {', '.join(VARIANTS)}")
+    names = names_in(arguments.variants, VARIANTS, "variant", cli.error)
     device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
     changes = {} if arguments.layers is None else {"n_layer": arguments.layers}
     config = GPT2Config.preset(arguments.model, **changes)
     print(title(describe(device)), flush=True)
     nbytes = 1 << (31 if device.type == "cuda" else 27)
     speed = nbytes / kernel_times([copy(nbytes, device)], device, 5)[0].median
-    print(f"the memory: {speed / 1e9:.0f} GB/s; {config}", flush=True)
+    print(f"memory: {speed / 1e9:.0f} GB/s; {config}", flush=True)
     print(markdown(HEADER, [], texts=1), flush=True)
     for batch in map(int, arguments.batch.split(",")):
-        bytes_a_step = step_bytes(config, dtype, batch, arguments.tokens)
+        floor = step_bytes(config, dtype, batch, arguments.tokens) / speed
         for name in names:
-            seconds = measure(name, config, dtype, device, batch, arguments.tokens, arguments.repeats)
-            cells = [VARIANTS[name], str(batch), f"{batch * arguments.tokens / seconds:.0f}"]
-            step = seconds / arguments.tokens
-            cells += [f"{1e6 * step:.1f}", f"{bytes_a_step / speed / step:.0%}"]
+            step = measure(name, config, dtype, device, batch, arguments.tokens, arguments.repeats) / arguments.tokens
+            cells = [VARIANTS[name], str(batch), f"{batch / step:.0f}", f"{1e6 * step:.1f}", f"{floor / step:.0%}"]
             print("| " + " | ".join(cells) + " |", flush=True)
     return 0
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """The bytes that a step reads on average: every matrix once, and half of the keys and values."""
+    """Return the bytes that a step reads on average: every matrix, and half of the final keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds for all tokens: the fastest of several runs, after two that are not counted."""
+    """Return the seconds for all tokens: those of the fastest run, after two runs that are not counted."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []
     for _ in range(2 + repeats):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         generate()
-        _synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times[2:])
-
-
-def _synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def ours(name, config, dtype, device, batch, tokens):
@@ -114,7 +105,7 @@ def ours(name, config, dtype, device, batch, tokens):
             decoding._Graphs.FEWEST = fewest
 
     if name == "graph" and not torch.equal(generate(), eager()):
-        raise RuntimeError("the graph gives other tokens")
+        raise RuntimeError("the tokens with and without CUDA graphs differ")
     return eager if name == "eager" else generate
 
 
@@ -123,26 +114,15 @@ def huggingface(name, config, dtype, device, batch, tokens):
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    shape = transformers.GPT2Config(
-        n_layer=config.n_layer,
-        n_head=config.n_head,
-        n_embd=config.n_embd,
-        n_positions=max(config.block_size, tokens + 1),
-    )
+    sizes = {name: getattr(config, name) for name in ("n_layer", "n_head", "n_embd")}
+    shape = transformers.GPT2Config(**sizes, n_positions=max(config.block_size, tokens + 1))
     model = transformers.GPT2LMHeadModel(shape).to(device, dtype).eval()
     prompt = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-    options = {"cache_implementation": "static"} if name == "huggingface-static" else {}
-    return lambda: model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        do_sample=True,
-        temperature=TEMPERATURE,
-        top_k=TOP_K,
-        pad_token_id=0,
-        **options,
-    )
+    options = {"attention_mask": torch.ones_like(prompt), "min_new_tokens": tokens, "max_new_tokens": tokens}
+    options |= {"do_sample": True, "temperature": TEMPERATURE, "top_k": TOP_K, "pad_token_id": 0}
+    if name == "huggingface-static":
+        options["cache_implementation"] = "static"
+    return lambda: model.generate(prompt, **options)
 
 
 if __name__ == "__main__":

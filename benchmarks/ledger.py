@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ledger`` writes docs/ledger.md: the lines of each kernel's variants, and what they win."""
+"""``python -m benchmarks.ledger`` writes docs/ledger.md: the lines of the kernels' variants, and the time they save."""
 
 import json
 import re
@@ -10,25 +10,29 @@ from benchmarks.harness.report import markdown
 ROOT = Path(__file__).parents[1]
 PAGE, CUDA, RESULTS = ROOT / "docs" / "ledger.md", ROOT / "csrc" / "cuda", ROOT / "benchmarks" / "results"
 GPU = "NVIDIA H200"
-HEADER = ["variant", "lines", "without it", "measured", "with", "without", "wins"]
+HEADER = ["variant", "lines", "without it", "measured", "with", "without", "saved"]
 INTRODUCTION = f"""# Ledger
 
-`python -m benchmarks.ledger` writes this page from the source tree, the [kept runs](../benchmarks/results) and the list
-in `benchmarks/ledger.txt`. It has each family of CUDA kernels, its variants, the lines of their files in `csrc/cuda` to
-the nearest ten, and what a variant wins. A variant stays if it wins at least 3 % at a shape that a documented user has,
-or 1 % of a step of GPT-2, and if its lines are worth it: about 100 for each per cent.
+This page lists the variants of the CUDA kernels: the number of lines of each variant, and the time that it saves.
+`python -m benchmarks.ledger` writes the page from the source tree, the [kept runs](../benchmarks/results) and the list
+of variants in `benchmarks/ledger.txt`. A variant is kept in the library if it saves at least 3 % at a shape that a
+documented user has, or 1 % of a training step of GPT-2, and if it has about 100 lines or fewer for each per cent.
 
-"Without it" names what computes a variant's calls if the variant is absent, and the environment variable that disables
-it, where one does. "-" marks a variant without which an operator would not exist. A run on the same GPU ({GPU})
-without the variant is kept as `benchmarks/results/without/FAMILY_VARIANT.json` (a second one, of the step, as
-`FAMILY_VARIANT.step.json`), in lower case with underscores: with that variable, or of a build whose dispatch leaves the
-variant out. `GPTKERNELS_MATMUL=cublas` disables three variants at once, so a step without one of them needs a build.
-Until there is such a run, the row is "not measured". The lines in brackets are those for each per cent.
+The column "lines" has the lines of the variant's files in `csrc/cuda`, to the nearest ten; "shared" is the rest of the
+folder. The column "without it" has the code that computes the variant's calls if the variant is absent, and the
+environment variable that disables it, if there is one; "-" means that an operator would not exist. The other columns
+have a row of a kept run, its time with and without the variant on the same GPU ({GPU}), how much longer it takes
+without the variant, and in brackets the lines for each per cent.
+
+A run without a variant is kept as `benchmarks/results/without/FAMILY_VARIANT.json` (for training steps
+`FAMILY_VARIANT.step.json`), in lower case with underscores. It is measured with the environment variable, or with a
+build whose dispatch omits the variant. Steps need such a build if the variable is `GPTKERNELS_MATMUL=cublas`, because
+it disables three variants at once. Where there is no such run, the table says "not measured".
 """
 
 
 class Variant(NamedTuple):
-    """One line of ledger.txt, and the keys of the rows below it."""
+    """One variant of ledger.txt, and the keys of the rows below it."""
 
     family: str
     name: str
@@ -38,13 +42,13 @@ class Variant(NamedTuple):
 
     @property
     def runs(self) -> list[Path]:
-        """The kept runs without it."""
+        """Return the kept runs without the variant."""
         stem = re.sub(r"\W+", "_", f"{self.family}_{self.name}".lower())
         return sorted(path for path in (RESULTS / "without").glob("*.json") if path.name.split(".")[0] == stem)
 
 
 def read(text) -> dict[str, list[Variant]]:
-    """ledger.txt by families, in its order."""
+    """Return the variants of ledger.txt by families, in the file's order."""
     families: dict[str, list[Variant]] = {}
     for line in text.splitlines():
         indent, entry = len(line) - len(line.lstrip()), line.strip()
@@ -61,17 +65,14 @@ def read(text) -> dict[str, list[Variant]]:
 
 
 def _matched(family, patterns):
-    files = []
-    for pattern in patterns.split():
-        found = sorted((CUDA / family).glob(pattern))
-        if not found:
-            raise ValueError(f"benchmarks/ledger.txt: no file matches {family}/{pattern}")
-        files += [path for path in found if path not in files]
-    return files
+    found = {pattern: sorted((CUDA / family).glob(pattern)) for pattern in patterns.split()}
+    if missing := [pattern for pattern, paths in found.items() if not paths]:
+        raise ValueError(f"benchmarks/ledger.txt: no file matches {family}/{missing[0]}")
+    return list(dict.fromkeys(path for paths in found.values() for path in paths))
 
 
 def measured(paths) -> dict[str, float]:
-    """The seconds of these runs' rows, by their keys."""
+    """Return the seconds of the rows of these runs, by their keys."""
     found = {}
     for path in paths:
         run = json.loads(path.read_text())
@@ -92,23 +93,21 @@ def measured(paths) -> dict[str, float]:
 
 
 def lines_of(files) -> int:
-    """To the nearest ten, so that the page does not change with every line."""
+    """Count lines to the nearest ten, so that the page does not change with every line."""
     return round(sum(len(path.read_text().splitlines()) for path in files), -1)
 
 
 def cells(variant, kept) -> list[list[str]]:
-    """One line for each row, or one in all."""
+    """Return the table's lines for a variant: one for each of its rows, or one if it has no rows."""
     without, count = measured(variant.runs), lines_of(variant.files)
-    head = [variant.name, str(count), variant.instead]
-    if variant.instead == "-":
-        return [[*head, key, _time(kept[key]), "", ""] for key in variant.rows] or [[*head, "", "", "", ""]]
+    head, needed = [variant.name, str(count), variant.instead], variant.instead == "-"
     lines = []
     for key in variant.rows:
         gain = without[key] / kept[key] * 100 - 100 if key in without else None
         price = f" ({count / gain:.0f} lines)" if gain and gain > 0 else ""
-        wins = "" if gain is None else f"{gain:.1f} %{price}"
-        lines.append([*head, key, _time(kept[key]), _time(without.get(key)), wins])
-    return lines or [[*head, "", "", _time(None), ""]]
+        saved = "" if gain is None else f"{gain:.1f} %{price}"
+        lines.append([*head, key, _time(kept[key]), "" if needed else _time(without.get(key)), saved])
+    return lines or [[*head, "", "", "" if needed else _time(None), ""]]
 
 
 def _time(seconds):
@@ -118,17 +117,16 @@ def _time(seconds):
 
 
 def page() -> str:
-    """docs/ledger.md."""
+    """Return the text of docs/ledger.md."""
     kept, parts = measured(sorted(RESULTS.glob("*.json"))), [INTRODUCTION]
     for family, variants in read((ROOT / "benchmarks" / "ledger.txt").read_text()).items():
         table = []
         for variant in variants:
-            found = cells(variant, kept)
-            table += [found[0], *([""] * 3 + line[3:] for line in found[1:])]  # the variant's name once
+            first, *others = cells(variant, kept)
+            table += [first, *([""] * 3 + line[3:] for line in others)]  # the variant's name only once
         named = {path for variant in variants for path in variant.files}
-        rest = [path for path in (CUDA / family).rglob("*.*") if path not in named]
-        if rest:
-            table.append(["shared", str(lines_of(rest)), "", "", "", "", ""])
+        if rest := [path for path in (CUDA / family).rglob("*.*") if path not in named]:
+            table.append(["shared", str(lines_of(rest)), *[""] * 5])
         parts.append(f"\n## {family}\n\n{markdown(HEADER, table, texts=4)}\n")
     return "".join(parts)
 

@@ -4,10 +4,10 @@ import torch.nn.functional as F
 from benchmarks.dropout import Mask, P
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case, nbytes
-from benchmarks.harness.peers import backward, compiled, of_backward, of_forward, training
+from benchmarks.harness.directions import both
+from benchmarks.harness.peers import backward, compiled, of_backward, training
 from benchmarks.layernorm import CPU_SIZES, SIZES, TINY  # noqa: F401
 from gptkernels import functional
-from gptkernels.testing.cases import OPERATORS
 
 ops = torch.ops.gptkernels
 
@@ -25,24 +25,17 @@ def cases(device, dtype, rows, width):
     x, residual, dout, dsum = (torch.randn(rows, width, device=device, dtype=dtype) for _ in range(4))
     weight, bias = (torch.randn(width, device=device, dtype=dtype) for _ in range(2))
     _, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
-    shape = f"{rows}x{width}"
-    forward_cost, backward_cost = OPERATORS["residual_layernorm"].costs(x)
-
-    yield Case(
-        "residual_layernorm fwd",
-        shape,
+    yield from both(
+        "residual_layernorm",
+        f"{rows}x{width}",
+        formula,
         lambda: ops.residual_layernorm(x, residual, weight, bias)[:2],
-        lambda: exact.outputs(formula, [x, residual], [weight, bias]),
-        **vars(forward_cost),
-        peers=of_forward(formula, [x, residual, weight, bias], saves=True),
-    )
-    yield Case(
-        "residual_layernorm bwd",
-        shape,
         lambda: ops.residual_layernorm_backward(dout, dsum, total, weight, mean, rstd, [True] * 3),
-        lambda: exact.gradients(norm, (dout, dsum), [total], [weight, bias]),
-        **vars(backward_cost),
-        peers=of_backward(norm, [total, weight, bias], (dout, dsum)),
+        (dout, dsum),
+        [x, residual],
+        [weight, bias],
+        differentiated=(norm, [total]),
+        saves=True,
     )
     yield from dropout_cases(x, residual, weight, bias, dout, dsum)
 

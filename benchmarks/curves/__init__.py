@@ -1,1 +1,1 @@
-"""Losses of GPT-2 trained with and without float8 products: ``python -m benchmarks.curves``; see docs/fp8.md."""
+"""Training curves with and without float8 matmuls: ``python -m benchmarks.curves`` (docs/fp8.md)."""

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.curves``: trains GPT-2 with and without float8 products from one seed, and plots the losses.
+"""``python -m benchmarks.curves`` trains GPT-2 with and without float8 matmuls from one seed, and plots the losses.
 
-The file of ``--json`` is updated every few steps. Variants and seeds may be trained by several processes, each with its
-own file; ``--from A.json B.json`` joins them.
+The file of ``--json`` is updated every few steps. Several processes may train variants and seeds, each with its own
+file; ``--from A.json B.json`` joins the files.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.curves.show import draw, tables
 from benchmarks.curves.train import VARIANTS, train
+from benchmarks.harness.options import add_device, add_kept, described, names_in
 from benchmarks.harness.pages import between
 from gptkernels.data import find_files
 from gptkernels.files.writing import replace_file
@@ -26,22 +27,22 @@ def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.curves", description=__doc__)
     add = parser.add_argument
     add("--train", metavar="PATTERN", help="token files to train on, as for `gptkernels train --train-files`")
-    add("--val", metavar="PATTERN", help="token files for the loss at the end")
-    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
+    add("--val", metavar="PATTERN", help="token files for validation at the end")
+    add("--variants", default=",".join(VARIANTS), help=described(VARIANTS))
     add("--steps", type=int, default=1000, help="(default: %(default)s)")
     add("--batch", type=int, default=32, help="sequences per step (default: %(default)s)")
     add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
-    add("--layers", type=int, default=12, help="number of layers (default: %(default)s, as GPT-2 124M)")
+    add("--layers", type=int, default=12, help="number of layers (default: %(default)s, as in GPT-2 124M)")
     add("--width", type=int, default=768, help="channels (default: %(default)s)")
-    add("--vocabulary", type=int, default=50257, help="tokens are below this (default: %(default)s)")
+    add("--vocabulary", type=int, default=50257, help="number of token ids (default: %(default)s)")
     add("--learning-rate", type=float, default=6e-4, help="peak learning rate (default: %(default)s)")
     add("--schedule", choices=["cosine", "constant"], default="cosine", help="cosine decays to a tenth of the peak")
     add("--warm-up", type=int, default=100, help="steps (default: %(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
-    add("--val-batches", type=int, default=1000, help="batches of validation at most, or 0 (default: %(default)s)")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--val-batches", type=int, default=1000, help="largest number of batches of validation (default: %(default)s)")
+    add_device(parser)
     add("--json", type=Path, metavar="FILE", help="save the curves to this file")
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="load these kept curves instead of training")
+    add_kept(parser)
     add("--plot", type=Path, metavar="PNG", help="plot the curves")
     add("--pages", action="store_true", help=f"write tables and plot into docs/{PAGE.name}")
     return parser
@@ -63,7 +64,7 @@ def main(arguments=None):
 
 
 def section(curves) -> str:
-    """Return the section of docs/fp8.md with the curves."""
+    """Return the section of docs/fp8.md that has the curves."""
     return "\n\n".join([*tables(curves), f"![Losses](../{PICTURE.relative_to(ROOT)})"])
 
 
@@ -74,22 +75,19 @@ def save(path, curves):
 
 
 def joined(paths, error):
-    """Join all files' curves, ordered by seed. Their settings may differ in nothing but the seed."""
+    """Join the curves of all files, ordered by seed. Only the seed may differ in their settings."""
     curves = [curve for path in paths for curve in json.loads(path.read_text())["curves"]]
     for curve in curves[1:]:
         if {**curve["settings"], "seed": None} != {**curves[0]["settings"], "seed": None}:
-            error(f"these are of different settings: {curves[0]['settings']} and {curve['settings']}")
+            error(f"the files have different settings: {curves[0]['settings']} and {curve['settings']}")
     order = list(VARIANTS)
     return sorted(curves, key=lambda curve: (curve["settings"]["seed"], order.index(curve["variant"])))
 
 
 def _trained(arguments, error):
-    chosen = arguments.variants.split(",")
-    for variant in chosen:
-        if variant not in VARIANTS:
-            error(f"there is no {variant}; there is {', '.join(VARIANTS)}")
+    chosen = names_in(arguments.variants, VARIANTS, "variant", error)
     if not arguments.train or not arguments.val:
-        error("--train and --val, or --from")
+        error("--train and --val, or --from, must be given")
     names = "steps batch length layers width vocabulary learning_rate schedule warm_up seed val_batches"
     settings = {name: getattr(arguments, name) for name in names.split()}
     files = {name: find_files(getattr(arguments, name)) for name in ("train", "val")}

@@ -6,35 +6,32 @@ from benchmarks.curves.train import CONTROL, VARIANTS
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import markdown
 
-AVERAGED = 50  # steps: single batches' losses vary more than the curves differ
+AVERAGED = 50  # steps; the losses of single batches vary more than the curves differ
 HEADER = ["", "seed", "steps", "ms a step", "last loss", f"mean of the last {AVERAGED}", "validation"]
 COMPARED = ["above {} at most", "at the end", "in validation"]
 COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#8a8a8a", "#ee7733", "#33a27f", "#aa6fc0"], strict=True))
 
 
 def smoothed(losses):
-    """The moving average of the losses over AVERAGED steps."""
+    """Return the moving average of the losses over AVERAGED steps."""
     return [statistics.fmean(losses[i : i + AVERAGED]) for i in range(len(losses) - AVERAGED + 1)]
 
 
 def differences(curve, other):
-    """The relative differences of the smoothed losses of two curves."""
+    """Return the relative differences of the smoothed losses of two curves."""
     return [a / b - 1 for a, b in zip(smoothed(curve["losses"]), smoothed(other["losses"]), strict=False)]
 
 
 def first_of_seed(curve, curves):
-    """The curve with which this one is compared: the first of its seed, with the same weights and batches."""
+    """Return the curve with which a curve is compared: the first curve of the same seed."""
     return next(other for other in curves if other["settings"]["seed"] == curve["settings"]["seed"])
 
 
 def tables(curves) -> list[str]:
-    """The machine, a table of curves with their differences from the first of their seed, and means over seeds."""
+    """Return the machine, a table of curves with their differences from the first of their seed, and means."""
     header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in COMPARED)]
-    shown = [
-        _machine(curves),
-        markdown(header, [_line(curve, first_of_seed(curve, curves)) for curve in curves], texts=1),
-    ]
-    return [*shown, *_over_seeds(curves)]
+    lines = [_line(curve, first_of_seed(curve, curves)) for curve in curves]
+    return [_machine(curves), markdown(header, lines, texts=1), *_over_seeds(curves)]
 
 
 def _machine(curves):
@@ -49,14 +46,13 @@ def _line(curve, first):
     cells = [VARIANTS[curve["variant"]], str(curve["settings"]["seed"]), str(len(losses))]
     if not losses:
         return [*cells, *[""] * 7]
-    cells.append(f"{1e3 * curve['seconds'] / len(losses):.1f}")
-    cells += [f"{losses[-1]:.4f}", f"{_end(curve):.4f}"]
+    cells += [f"{1e3 * curve['seconds'] / len(losses):.1f}", f"{losses[-1]:.4f}", f"{_end(curve):.4f}"]
     cells.append("" if curve["validation"] is None else f"{curve['validation']:.4f}")
     return [*cells, *("" if x is None else f"{x:+.2%}" for x in _beside(curve, first))]
 
 
 def _beside(curve, first):
-    """The differences from the first: the largest, that at the end, and that in validation; None if unknown."""
+    """Return the differences from the first curve: the largest, the last and validation's; None if unknown."""
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3
@@ -65,9 +61,10 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """A line for each variant that was trained from several seeds: its mean difference from the first variant.
+    """Return a line for each variant with several seeds: its mean difference from the first variant.
 
-    If there is a control, also the difference from the mean of both, which has less random variation.
+    If there is a control, the line also has the difference from the mean of the first variant and the control, which
+    has less random variation.
     """
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
@@ -86,10 +83,12 @@ def _over_seeds(curves) -> list[str]:
 
 
 def _ends(curves, variant):
-    """The last mean of each complete curve of a variant, by its seed."""
-    of_variant = [curve for curve in curves if curve["variant"] == variant]
-    whole = [curve for curve in of_variant if len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED]
-    return {curve["settings"]["seed"]: _end(curve) for curve in whole}
+    """Return the last mean of each complete curve of a variant, by its seed."""
+    return {
+        curve["settings"]["seed"]: _end(curve)
+        for curve in curves
+        if curve["variant"] == variant and len(curve["losses"]) == curve["settings"]["steps"] >= AVERAGED
+    }
 
 
 def _end(curve):
@@ -101,15 +100,14 @@ def _mean_and_error(shares):
 
 
 def draw(curves, path):
-    """Plot the losses, single and smoothed, and below the differences of the smoothed ones from the first curve."""
+    """Plot the losses and their moving averages, and in a second panel how far the averages are above the first."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(9, 6.5), height_ratios=(2.2, 1), sharex=True, layout="constrained"
-    )
+    size = {"figsize": (9, 6.5), "height_ratios": (2.2, 1), "layout": "constrained"}
+    figure, (above, below) = plt.subplots(2, 1, sharex=True, **size)
     faint, named = 0.35 / len({curve["settings"]["seed"] for curve in curves}), set()
     for curve in curves:
         losses, means, colour = curve["losses"], smoothed(curve["losses"]), COLOURS[curve["variant"]]
@@ -121,13 +119,13 @@ def draw(curves, path):
         if curve is not first:
             found = differences(curve, first)
             below.plot(_middles(found), [100 * x for x in found], color=colour, linewidth=1.2)
-    above.set(ylabel="loss, nats a token", yscale="log")
+    above.set(ylabel="loss (nats per token)", yscale="log")
     above.legend(frameon=False)
-    above.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    above.yaxis.set_minor_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
+    for set_formatter in (above.yaxis.set_major_formatter, above.yaxis.set_minor_formatter):
+        set_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     below.axhspan(-0.5, 0.5, color="#eeeeee")
     below.axhline(0, color=COLOURS[curves[0]["variant"]], linewidth=1.5)
-    below.set(ylabel=f"means of {AVERAGED},\n% above {curves[0]['variant']}", xlabel="step")
+    below.set(ylabel=f"% above {VARIANTS[curves[0]['variant']]}\n(means of {AVERAGED} steps)", xlabel="step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
@@ -135,5 +133,5 @@ def draw(curves, path):
 
 
 def _middles(means):
-    """The middle step of each mean."""
+    """Return the middle step of each mean."""
     return range(AVERAGED // 2, AVERAGED // 2 + len(means))

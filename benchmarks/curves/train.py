@@ -1,4 +1,4 @@
-"""One curve: a model trained from a seed, and its losses."""
+"""The training of one curve: a model, its seed and its losses."""
 
 import time
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from gptkernels.trainer.schedule import Schedule
 VARIANTS = {
     "bf16": "bfloat16",
     "bf16-reversed": "bfloat16, the sequences of a batch in reverse order",
-    "fp8": "float8 products in the layers",
-    "fp8-head": "float8 products in the layers and the head's gradients",
-    "fp8-logits": "float8 products in the layers, the head's gradients and its logits",
+    "fp8": "float8 matmuls in the layers",
+    "fp8-head": "float8 matmuls in the layers and the head's gradients",
+    "fp8-logits": "float8 matmuls in the layers, the head's gradients and its logits",
 }
-CONTROL = "bf16-reversed"  # differs from the first only by rounding errors
+CONTROL = "bf16-reversed"  # differs from bf16 only by rounding errors
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
 
@@ -37,15 +37,13 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
         keep: called with the curve so far every KEEP_EVERY steps, and at the end.
 
     Returns:
-        The curve: the variant, machine and settings, the loss of every step before its update, and that of the
-        validation data at the end (None before).
+        The curve: variant, machine, settings, the loss before each update, and the validation loss at the end.
     """
     curve = {"variant": variant, "settings": settings, "machine": describe(device)}
     curve |= {"losses": [], "seconds": 0.0, "validation": None}
     model = _model(variant, settings, device)
-    optimizer = AdamW(
-        parameter_groups(model, WEIGHT_DECAY), betas=BETAS, master_weights=True, max_grad_norm=MAX_NORM, lr=0.0
-    )
+    groups = parameter_groups(model, WEIGHT_DECAY)
+    optimizer = AdamW(groups, betas=BETAS, master_weights=True, max_grad_norm=MAX_NORM, lr=0.0)
     rate, peak = settings["schedule"], settings["learning_rate"]
     schedule = Schedule(rate, peak, FINAL_FRACTION * peak, settings["warm_up"], settings["steps"])
     data = _loader(files["train"], settings, device, shuffle=True)
@@ -78,38 +76,26 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
 
 def _model(variant, settings, device):
     torch.manual_seed(settings["seed"])
-    width = settings["width"]
-    config = GPT2Config(
-        block_size=settings["length"],
-        vocab_size=settings["vocabulary"],
-        n_layer=settings["layers"],
-        n_head=max(1, width // 64),
-        n_embd=width,
-        **fp8_options(variant),
-    )
+    names = {"block_size": "length", "vocab_size": "vocabulary", "n_layer": "layers", "n_embd": "width"}
+    sizes = {name: settings[setting] for name, setting in names.items()}
+    config = GPT2Config(**sizes, n_head=max(1, settings["width"] // 64), **fp8_options(variant))
     return GPT2(config).to(device, torch.bfloat16)
 
 
 def _in_order(batch, variant):
-    """Reverse the batch for the control, so that gradients are sums of the same terms in another order."""
+    """Reverse the control's batch. Gradients are then sums of the same terms in another order."""
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 
 def _loader(paths, settings, device, *, shuffle):
-    return DataLoader(
-        TokenFiles(paths),
-        settings["batch"],
-        settings["length"],
-        settings["vocabulary"],
-        seed=settings["seed"],
-        shuffle=shuffle,
-        pin_memory=device.type == "cuda",
-    )
+    sizes = (settings[name] for name in ("batch", "length", "vocabulary"))
+    options = {"seed": settings["seed"], "shuffle": shuffle, "pin_memory": device.type == "cuda"}
+    return DataLoader(TokenFiles(paths), *sizes, **options)
 
 
 @torch.no_grad()
 def _validation(model, paths, settings, device):
-    """The mean loss of the first batches, with the model in evaluation: without float8 products."""
+    """Return the mean loss of the first batches, with the model in evaluation mode, which uses no float8."""
     data = _loader(paths, settings, device, shuffle=False)
     count = min(data.batches_per_epoch, settings["val_batches"])
     if not count:

@@ -8,7 +8,7 @@ from gptkernels.testing.cases import OPERATORS
 
 def both(
     op, shape, formula, forward, backward, dout, rows, shared=(), *,
-    costs=None, eager=None, exact_backward=None, more=({}, {}), saves=False,
+    costs=None, eager=None, differentiated=None, exact_backward=None, more=({}, {}), saves=False,
 ):  # fmt: skip
     """Yield the case of the forward and that of the backward, with torch's eager and compiled code as baselines.
 
@@ -23,12 +23,14 @@ def both(
         shared: tensors that every row uses, such as weights.
         costs: bytes and flops of each direction (default: the operator's in ``OPERATORS``).
         eager: the function that torch runs eagerly, if it differs from the formula.
+        differentiated: the formula and the rows that the backward differentiates, if they differ from the forward's.
         exact_backward: yields the exact results of the backward (default: the formula's gradients in float64).
         more: further baselines of each direction.
         saves: whether the forward saves tensors for its backward, so that the compiled formula must save them too.
     """
     inputs = (*rows, *shared)
     costs = costs or [vars(cost) for cost in OPERATORS[op].costs(*inputs)]
+    function, leaves = differentiated or (formula, rows)
     yield Case(
         f"{op} fwd",
         shape,
@@ -41,7 +43,7 @@ def both(
         f"{op} bwd",
         shape,
         backward,
-        exact_backward or (lambda: exact.gradients(formula, dout, rows, shared)),
+        exact_backward or (lambda: exact.gradients(function, dout, leaves, shared)),
         **costs[1],
-        peers=of_backward(formula, inputs, dout, eager) | more[1],
+        peers=of_backward(function, (*leaves, *shared), dout, eager) | more[1],
     )

@@ -1,10 +1,13 @@
-"""Outputs and gradients of a formula in float64, computed for a few rows at a time to save memory."""
+"""Exact results, computed in float64 for a few rows at a time to save memory, and verification of variants."""
 
 import torch
 
 from benchmarks.harness.case import as_tuple
 
 ELEMENTS = 1 << 24  # of one piece
+# Relative to the largest element and to the mean of the exact result. The tolerances are much larger than the error of
+# a correct kernel and much smaller than that of a wrong kernel. The tests check how exact our kernels are.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def outputs(function, rows, shared=()):
@@ -45,3 +48,23 @@ def double(t):
 def _parts(t):
     step = max(1, ELEMENTS // max(1, t[0].numel()))
     return [slice(start, start + step) for start in range(0, len(t), step)]
+
+
+def fault(case, variant, dtype) -> str | None:
+    """Describe what is wrong with the variant's outputs. Return None if they are right."""
+    case.reset()
+    outputs = case.look(variant())
+    pieces: dict[int, list[torch.Tensor]] = {}  # by output: largest error, sum of errors, largest value, sum of values
+    for i, part, exact in case.exact():
+        if i < len(outputs):
+            got = outputs[i][part]
+            if got.shape != exact.shape:
+                return f"output {i} has shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+            both = (got.detach().double() - exact).abs_(), exact.abs()
+            pieces.setdefault(i, []).append(torch.stack([f() for t in both for f in (t.max, t.sum)]))
+    for i, found in pieces.items():
+        largest, total, largest_exact, total_exact = torch.stack(found).unbind(1)
+        worst = torch.maximum(largest.max() / largest_exact.max(), total.sum() / total_exact.sum()).item()
+        if not worst <= TOLERANCE[case.rounded or dtype]:  # NaN is wrong too
+            return f"output {i} is off by {worst:.1e}"
+    return None if pieces else "nothing to check"

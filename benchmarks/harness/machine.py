@@ -3,6 +3,7 @@
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -17,6 +18,9 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 def describe(device) -> dict:
     """Return everything on which the figures may depend, for JSON."""
+    info = gptkernels.info()
+    known = {"torch": torch.__version__, "gptkernels": info["gptkernels"]}
+    versions = {name: version for name in PACKAGES if (version := known.get(name) or _version(name))}
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -25,12 +29,8 @@ def describe(device) -> dict:
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
         "platform": platform.platform(),
-        "versions": {
-            "python": platform.python_version(),
-            "cuda": torch.version.cuda,
-            **{name: version for name in PACKAGES if (version := _version(name))},
-        },
-        "gptkernels": gptkernels.info(),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions},
+        "gptkernels": info,
     }
 
 
@@ -56,15 +56,13 @@ def _gpu():
 
 def _cpu():
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), re.M) if info.exists() else None
+    return found[1].strip() if found else platform.machine()
 
 
 def _version(package):
-    if package == "gptkernels":
-        return gptkernels.info()["gptkernels"]
     try:
-        return torch.__version__ if package == "torch" else metadata.version(package)
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 

@@ -1,20 +1,25 @@
-"""Measurement of an op's cases."""
+"""Measurement of an op's cases and of the machine's limits, and compilation of the baselines before a run."""
 
 import gc
 import importlib
+import os
 import pkgutil
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 
 import benchmarks
-from benchmarks.harness import roof
+from benchmarks.harness.exact import fault
 from benchmarks.harness.row import Row
 from benchmarks.harness.timing import host_times, kernel_times
-from benchmarks.harness.verify import fault
 
 OTHERS = ("__main__", "generate", "ledger")  # these files are not of an op
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
+
+COMPILERS = {"compile", "liger", "quack", "flex"}  # They store compiled code on disk, and the run loads it.
+MEMORY = 8 << 30  # reserved for each process, enough for the largest case
 
 
 @dataclass
@@ -27,6 +32,31 @@ class Settings:
     sizes: list[tuple[int, ...]] | None = None  # instead of the op's own
     host: bool = False
     repeats: int = 20
+
+
+def copy(nbytes, device):
+    """Return a copy on the device by torch, which reads half of these bytes and writes the other half.
+
+    A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
+    random, because zeros can be copied faster.
+    """
+    source = torch.randint(256, (max(1, nbytes // 2),), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def roof(device, repeats) -> list[Row]:
+    """Time the large copy and the large matmul."""
+    cuda = device.type == "cuda"
+    nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    copied, multiplied = kernel_times([copy(nbytes, device), lambda: a @ b], device, repeats)
+    name = str(dtype).removeprefix("torch.")
+    size = f"{nbytes >> 21} MiB"
+    return [
+        Row("roof", "copy", size, "bytes", nbytes, 0, {"torch": copied}),
+        Row("roof", "matmul", f"{n}x{n}x{n}", name, 3 * a.nbytes, 2 * n**3, {"torch": multiplied}),
+    ]
 
 
 def sizes_of(op, settings):
@@ -67,7 +97,7 @@ def measure_case(op, case, dtype, settings) -> Row:
     faults = {name: why for name, variant in variants.items() if (why := _fault(case, variant, dtype))}
     timed = {name: variant for name, variant in variants.items() if name not in faults}
     if not settings.host:
-        timed["copy"] = roof.copy(case.bytes, settings.device)
+        timed["copy"] = copy(case.bytes, settings.device)
     time_all = host_times if settings.host else kernel_times
     times = time_all(timed.values(), settings.device, settings.repeats)
     found = dict(zip(timed, times, strict=True))
@@ -89,3 +119,31 @@ def first_line(error) -> str:
 
 def _name(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def warm(ops, settings):
+    """Run every compiled baseline of these ops once, in other processes, to fill the compilers' caches."""
+    if settings.device.type != "cuda" or settings.host or not COMPILERS & set(settings.peers):
+        return
+    tasks = [(op, settings, dtype, size) for op in ops for dtype, size in sizes_of(op, settings)]
+    workers = min(len(tasks), os.cpu_count() or 1, max(1, torch.cuda.mem_get_info()[0] // MEMORY))
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
+        wait([pool.submit(_run_once, *task) for task in tasks])  # the run reports errors
+
+
+def _one_thread():
+    import torch._inductor.config
+
+    torch.set_num_threads(1)
+    torch._inductor.config.compile_threads = 1
+
+
+def _run_once(op, settings, dtype, size):
+    for case in cases(op, settings, dtype, size):
+        for peer in COMPILERS & set(settings.peers) & set(case.peers):
+            try:
+                case.peers[peer]()
+            except Exception:
+                torch.cuda.empty_cache()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

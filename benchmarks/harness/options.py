@@ -20,7 +20,7 @@ def names_in(text, known, what, error) -> list[str]:
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
-            error(f"there is no {what} {name}; there is {', '.join(known)}")
+            error(f"unknown {what} {name}: choose from {', '.join(known)}")
     return names
 
 

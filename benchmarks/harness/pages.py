@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.harness.machine import title
-from benchmarks.harness.report import by_op, markdown, microseconds, rate, tables
+from benchmarks.harness.report import by_op, markdown, microseconds, rate, share, tables
 
 KEPT = "the kept run"
 BEGIN, END = f"<!-- {KEPT} -->", f"<!-- /{KEPT} -->"
@@ -11,12 +11,7 @@ PICTURES = "benchmarks/results"
 
 
 def fill(root: Path, run):
-    """Write the run's figures into the README and the ops' pages.
-
-    Args:
-        root: the checkout.
-        run: as ``run.load`` returns it.
-    """
+    """Write a run's figures into the README and the ops' pages of the checkout ``root``."""
     for path, text in filled(root, run).items():
         path.write_text(text)
 
@@ -54,8 +49,6 @@ def overview(run) -> str:
 
 
 def _line(row):
-    share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
-    best = min((p for p in row.peers if p in row.times), key=lambda p: row.times[p].median, default=None)
-    fastest = f"{best}, {row.speedup_over(best):.2f}" if best else ""
-    size = f"{row.shape} {row.dtype}"
-    return [row.name, size, microseconds(row.times["ours"].median), rate(row, "ours"), share, fastest]
+    fastest = f"{row.fastest}, {row.ratio(row.fastest):.2f}" if row.fastest else ""
+    ours = microseconds(row.times["ours"].median), rate(row, "ours"), share(row)
+    return [row.name, f"{row.shape} {row.dtype}", *ours, fastest]

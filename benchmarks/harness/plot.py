@@ -12,26 +12,10 @@ import matplotlib.pyplot as plt
 from benchmarks.harness.machine import title
 from benchmarks.harness.report import by_op, columns_of, page
 
-COLOURS = {
-    "ours": "#1f4e9c",
-    "torch": "#ee7733",
-    "compile": "#9a9a9a",
-    "liger": "#33a27f",
-    "quack": "#aa6fc0",
-    "cudnn": "#76b900",
-    "flex": "#c9a227",
-    "fa3": "#c23b54",
-}
-STYLE: Any = {
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.color": "#dddddd",
-    "figure.constrained_layout.use": True,
-}
+COLOURS = {"ours": "#1f4e9c", "torch": "#ee7733", "compile": "#9a9a9a", "liger": "#33a27f", "quack": "#aa6fc0"}
+COLOURS |= {"cudnn": "#76b900", "flex": "#c9a227", "fa3": "#c23b54"}
+STYLE: Any = {"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True}
+STYLE |= {"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "figure.constrained_layout.use": True}
 
 
 def draw(run, folder: Path):
@@ -61,7 +45,9 @@ def bars(rows):
     for (name, mine), panel in zip(panels.items(), axes[:, 0], strict=True):
         _group(panel, mine, [v for v in variants if any(v in row.times for row in mine)], labels[name])
         panel.set_title(name, loc="left", fontweight="bold")
-    axes[0, 0].legend(*_legend(variants), ncols=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[v], label=v) for v in variants]
+    handles.append(plt.Line2D([], [], color="black", linewidth=1.5, label="a copy of as many bytes"))
+    axes[0, 0].legend(handles=handles, ncols=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
 
@@ -95,18 +81,12 @@ def _group(axes, rows, variants, labels):
     axes.set_ylabel(rows[0].unit)
 
 
-def _legend(variants):
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[variant]) for variant in variants]
-    line = plt.Line2D([], [], color="black", linewidth=1.5)
-    return [*handles, line], [*variants, "a copy of as many bytes"]
-
-
 def roofline(run):
     """Return two panels: flops per second over flops per byte, and the share of a copy's rate of memory-bound rows."""
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)
-    _shares(right, [row for row in rows if row.share and row.unit == "GB/s"])
+    _shares(right, [row for row in rows if row.share])
     figure.suptitle(title(run["machine"]), fontsize=9, color="#666666")
     return figure
 
@@ -137,9 +117,8 @@ def _shares(axes, rows):
     names = list(dict.fromkeys(row.name for row in rows))
     for row in rows:
         i = names.index(row.name)
-        best = min((row.times[p].median for p in row.peers if p in row.times), default=None)
-        if best:
-            share = row.times["copy"].median / best
+        if row.fastest:
+            share = row.times["copy"].median / row.times[row.fastest].median
             axes.plot(share, i + 0.15, "o", color=COLOURS["torch"], alpha=0.7, markersize=5)
         axes.plot(row.share, i - 0.15, "o", color=COLOURS["ours"], alpha=0.8, markersize=6)
     axes.axvline(1, color="black", linewidth=1.5)
@@ -148,7 +127,7 @@ def _shares(axes, rows):
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
     axes.set_title("share of a copy's rate", loc="left", fontweight="bold")
-    handles = [plt.Line2D([], [], marker="o", linestyle="", color=COLOURS[c]) for c in ("ours", "torch")]
-    labels = ["ours, each size", "fastest baseline"]
-    axes.legend(handles, labels, ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))
+    labels = {"ours, each size": COLOURS["ours"], "fastest baseline": COLOURS["torch"]}
+    handles = [plt.Line2D([], [], marker="o", linestyle="", color=c, label=label) for label, c in labels.items()]
+    axes.legend(handles=handles, ncols=2, fontsize=9, loc="lower right", bbox_to_anchor=(1, 1))
     axes.grid(axis="both")

@@ -8,9 +8,9 @@ from benchmarks.harness.machine import title
 PAD = {"justify": "right", "no_wrap": True}
 
 
-def show(rows, console=None):
+def show(rows):
     """Print one op's table, and a line for each variant without a time."""
-    console = console or Console(width=190)
+    console = Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
         table.add_column(column, **({"no_wrap": True} if i < 3 else PAD))
@@ -34,21 +34,24 @@ def cells(row, peers, strong):
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
-        share = f"{row.share:.0%}" if row.share and row.unit == "GB/s" else ""
         texts += [microseconds(median), f"{(high - low) / median:.0%}"]
-        texts += [rate(row, "ours") if "copy" in row.times else "", share]
+        texts += [rate(row, "ours") if "copy" in row.times else "", share(row)]
     elif row.op == "roof":
         texts += ["", "", rate(row, "torch"), ""]
     else:
         texts += [row.faults["ours"].split(":")[0], "", "", ""]
     for peer in peers:
         if peer in row.times:
-            ratio = row.speedup_over(peer)
+            ratio = row.ratio(peer)
             text = microseconds(row.times[peer].median) + (f" ({ratio:.2f}x)" if ratio else "")
             texts.append(strong.format(text) if peer in row.ahead and row.op != "roof" else text)
         else:
             texts.append(row.faults[peer].split(":")[0] if peer in row.faults else "")
     return [*texts, ", ".join(row.ahead) if row.op != "roof" else ""]
+
+
+def share(row):
+    return f"{row.share:.0%}" if row.share else ""
 
 
 def rate(row, variant):

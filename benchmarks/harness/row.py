@@ -50,21 +50,24 @@ class Row:
         return work / self.times[name].median
 
     @property
-    def share(self) -> float | None:
-        """Return our rate divided by the rate of a copy of as many bytes."""
-        if "copy" not in self.times or "ours" not in self.times:
-            return None
-        return self.times["copy"].median / self.times["ours"].median
-
-    @property
     def peers(self) -> list[str]:
         return [name for name in (*self.times, *self.faults) if name not in ("ours", "copy")]
 
-    def speedup_over(self, peer) -> float | None:
-        """Return a baseline's time divided by ours."""
-        if peer not in self.times or "ours" not in self.times:
+    def ratio(self, name) -> float | None:
+        """Return a variant's time divided by ours, or None if either is missing."""
+        if name not in self.times or "ours" not in self.times:
             return None
-        return self.times[peer].median / self.times["ours"].median
+        return self.times[name].median / self.times["ours"].median
+
+    @property
+    def share(self) -> float | None:
+        """Return our rate divided by the rate of a copy of as many bytes, if the rate is in GB/s."""
+        return self.ratio("copy") if self.unit == "GB/s" else None
+
+    @property
+    def fastest(self) -> str | None:
+        """Return the fastest baseline."""
+        return min((p for p in self.peers if p in self.times), key=lambda p: self.times[p].median, default=None)
 
     @property
     def ahead(self) -> list[str]:

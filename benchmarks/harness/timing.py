@@ -21,16 +21,24 @@ class Time(NamedTuple):
         return cls(median, low, high)
 
 
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
 def kernel_times(functions, device, repeats):
     """Time each function, on CUDA by events and on the CPU by the wall clock.
 
     The functions alternate, so that clock drift affects all of them. On CUDA the L2 cache is flushed before each run,
     and the launches are queued behind a delay kernel, so that launch gaps are not included.
     """
-    time_once = _cuda_timer() if device.type == "cuda" else _cpu_seconds
     for function in functions:
         for _ in range(3):
             function()
+    return _in_turn(functions, _cuda_timer() if device.type == "cuda" else _cpu_seconds, repeats)
+
+
+def _in_turn(functions, time_once, repeats):
     rounds = [[time_once(function) for function in functions] for _ in range(repeats)]
     return [Time.of(seconds) for seconds in zip(*rounds, strict=True)]
 
@@ -69,17 +77,14 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 def host_times(functions, device, repeats):
     """Time the host for calls of each function. The functions alternate, with many calls at a time."""
-    for function in functions:
-        _host_seconds(function, device)
-    rounds = [[_host_seconds(function, device) for function in functions] for _ in range(repeats)]
-    return [Time.of(seconds) for seconds in zip(*rounds, strict=True)]
 
+    def seconds(function, calls=200):
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        taken = time.perf_counter() - start
+        synchronize(device)
+        return taken / calls
 
-def _host_seconds(function, device, calls=200):
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    seconds = time.perf_counter() - start
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return seconds / calls
+    _in_turn(functions, seconds, 1)  # warm-up
+    return _in_turn(functions, seconds, repeats)

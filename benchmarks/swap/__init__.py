@@ -1,1 +1,1 @@
-"""Training steps of other people's GPT-2, unswapped and swapped: ``python -m benchmarks.swap``; docs/swap.md."""
+"""Training steps of third-party GPT-2 models, unswapped and swapped: ``python -m benchmarks.swap`` (docs/swap.md)."""

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.swap``: training steps of other people's GPT-2, unswapped and swapped.
+"""``python -m benchmarks.swap`` times training steps of third-party GPT-2 models, unswapped and swapped.
 
-A step is a usual one: bfloat16 autocast, T=1024, torch's fused AdamW, gradient clipping. Each variant is measured in
-its own process.
+A step has bfloat16 autocast, T=1024, gradient clipping and torch's fused AdamW. Each variant is measured in its own
+process.
 """
 
 import argparse
@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.machine import describe, title
+from benchmarks.harness.options import add_kept, names_in
+from benchmarks.harness.run import save
 from benchmarks.swap import table
 from benchmarks.swap.measure import measure, measure_in_processes, profile, until_told
 from benchmarks.swap.variants import LOGITS, SIZES, Variant, variant_of
@@ -29,20 +31,16 @@ ROWS = (
 def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.swap", description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add(
-        "--rows",
-        default="*",
-        help="comma-separated MODEL/MODE/BATCH/DROPOUT; * and ? match the table's rows: " + ", ".join(ROWS),
-    )
-    add("--swapped", default="no,yes", help="of no, yes, no-logits, detached (default: %(default)s)")
+    add("--rows", default="*", help=f"MODEL/MODE/BATCH/DROPOUT, ...; * and ? match the table's: {', '.join(ROWS)}")
+    add("--swapped", default="no,yes", help=f"comma-separated, of {', '.join(LOGITS)} (default: %(default)s)")
     add("--size", default="gpt2", choices=SIZES)
     add("--length", type=int, default=1024, help="T (default: %(default)s)")
-    add("--seconds", type=float, default=2, help="time of steps for each variant (default: %(default)s)")
+    add("--seconds", type=float, default=2, help="duration of each variant's timed steps (default: %(default)s)")
     add("--losses", type=int, default=50, help="number of steps whose losses are compared (default: %(default)s)")
-    add("--at-once", type=int, default=1, metavar="N", help="N variants compile in parallel; each is timed alone")
-    add("--profile", action="store_true", help="show each variant's kernels instead, in this process (CUDA)")
+    add("--at-once", type=int, default=1, metavar="N", help="compile N variants in parallel; each is timed alone")
+    add("--profile", action="store_true", help="show the kernels of each variant's step instead of times (CUDA)")
     add("--json", type=Path, metavar="FILE", help="save the run to this file after each variant")
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="join these kept runs instead of measuring")
+    add_kept(parser)
     add("--pages", action="store_true", help="write the table into docs/swap.md and the README")
     add("--one", help=argparse.SUPPRESS)
     return parser
@@ -60,7 +58,7 @@ def main(arguments=None):
     if options.kept:
         run = table.load(options.kept)
         if options.json:
-            table.save(options.json, run)
+            save(options.json, run)
     else:
         variants = _variants(options, cli.error)
         if options.profile:
@@ -82,10 +80,7 @@ def _variants(options, error):
         if not found:
             error(f"--rows: {given} is none of {', '.join(ROWS)}")
         names += [name for name in found if name not in names]
-    swapped = options.swapped.split(",")
-    for how in swapped:
-        if how not in LOGITS:
-            error(f"--swapped: there is no {how}; there is {', '.join(LOGITS)}")
+    swapped = names_in(options.swapped, LOGITS, "value of --swapped", error)
     try:
         rows = [variant_of(name, size=options.size, length=options.length) for name in names]
     except ValueError as wrong:
@@ -94,15 +89,14 @@ def _variants(options, error):
 
 
 def _measured(variants, options, device):
-    """Measure all variants; each one's figures are shown and saved at once."""
+    """Measure all variants. The figures of each are shown and saved when they are known."""
     run = {"machine": describe(device), "rows": []}
     print(title(run["machine"]), flush=True)
     for row in measure_in_processes(variants, options):
         run["rows"].append(row)
-        shown = {name: value for name, value in row.items() if name != "losses"}
-        print(json.dumps(shown), flush=True)
+        print(json.dumps({name: value for name, value in row.items() if name != "losses"}), flush=True)
         if options.json:
-            table.save(options.json, run)
+            save(options.json, run)
     return run
 
 

@@ -1,4 +1,4 @@
-"""Timing of a variant's steps; several variants run in separate processes, so that they share no memory."""
+"""Timing of a variant's steps. Each variant runs in its own process, so that variants share no memory."""
 
 import contextlib
 import dataclasses
@@ -11,31 +11,30 @@ import time
 
 import torch
 
+from benchmarks.harness.timing import synchronize
 from benchmarks.swap.variants import Trainer, batches
 
-STEPS = 4  # between two readings of the clock
+STEPS = 4  # number of steps between two readings of the clock
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Measure milliseconds per step, peak memory and the first losses; ``wait`` is called before the timed steps."""
+    """Measure the milliseconds of a step, peak memory and the first losses. Calls ``wait`` before the timed steps."""
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)
     began = time.perf_counter()
-    first = [trainer.step(next(data)) for _ in range(max(losses, 3))]
-    first = [loss.item() for loss in first]
+    first = torch.stack([trainer.step(next(data)) for _ in range(max(losses, 3))]).tolist()
     started = time.perf_counter() - began
     wait()
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     times = []
     while sum(times) * STEPS < seconds or len(times) < 3:
-        synchronize()
+        synchronize(device)
         began = time.perf_counter()
         for _ in range(STEPS):
             trainer.step(fixed)
-        synchronize()
+        synchronize(device)
         times.append((time.perf_counter() - began) / STEPS)
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -53,7 +52,7 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 def measure_in_processes(variants, options):
     """Yield each variant's figures when it is measured.
 
-    ``options.at_once`` variants are started together: they compile and make their first steps in parallel, and their
+    ``options.at_once`` variants are started together. They compile and run their first steps in parallel, and their
     timed steps one after the other.
     """
     for i in range(0, len(variants), options.at_once):
@@ -67,28 +66,26 @@ def _together(variants, options):
             command = [sys.executable, "-m", "benchmarks.swap", "--one", json.dumps(dataclasses.asdict(variant))]
             command += ["--seconds", str(options.seconds), "--losses", str(options.losses)]
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True)
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
+            process = subprocess.Popen(command, **pipes, text=True)
             stack.callback(process.kill)  # if the run is interrupted
             started.append((variant, process, errors))
         for _, process, _ in started:
-            for line in process.stdout:
-                if line == "ready\n":
-                    break
+            next((line for line in process.stdout if line == "ready\n"), None)
         for variant, process, errors in started:
             lines = process.communicate("\n" if process.poll() is None else None)[0].splitlines()
             if process.returncode == 0 and lines:
                 yield json.loads(lines[-1])
                 continue
             errors.seek(0)
-            said = errors.read().strip()
-            print(f"{variant}, swapped: {variant.swapped}: failed\n{said[-2000:]}", file=sys.stderr, flush=True)
-            fault = said.splitlines()[-1] if said else f"exit status {process.returncode}"
+            output = errors.read().strip()
+            print(f"{variant}, swapped: {variant.swapped}: failed\n{output[-2000:]}", file=sys.stderr, flush=True)
+            fault = output.splitlines()[-1] if output else f"exit status {process.returncode}"
             yield {**dataclasses.asdict(variant), "fault": fault[:200]}
 
 
 def until_told():
-    """Report that the first steps are done, and wait for the permission to continue."""
+    """Print that the first steps are done, and wait for a line on standard input."""
     print("ready", flush=True)
     sys.stdin.readline()
 
@@ -103,7 +100,7 @@ def profile(variant, device):
         trainer.step(tokens)
         torch.cuda.synchronize()
     kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
-    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # these are ranges of several kernels
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # a range of several kernels
     total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
     print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:

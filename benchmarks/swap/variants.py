@@ -1,4 +1,4 @@
-"""The variants to measure: models of other people, with their size and how they are swapped and compiled."""
+"""The variants to measure: third-party models, with their sizes and the ways to swap and compile them."""
 
 import dataclasses
 import sys
@@ -16,7 +16,7 @@ SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}  # layers, heads, channels
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The model of one row, swapped in one way or unswapped."""
+    """One model, unswapped or swapped in one way."""
 
     model: str
     mode: str
@@ -26,17 +26,18 @@ class Variant:
     size: str = "gpt2"
     length: int = 1024
 
+    @classmethod
+    def of(cls, row):
+        """Return the variant of a run's row."""
+        return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
+
     def __str__(self):
         mode = {"graphs": "compiled with `reduce-overhead`"}.get(self.mode, self.mode)
         return f"{MODELS[self.model]}, {mode}, B={self.batch}, dropout {self.dropout:g}"
 
 
 def variant_of(row, **options) -> Variant:
-    """Parse a row's name, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1.
-
-    Raises:
-        ValueError: there is no such row.
-    """
+    """Parse a row's name, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1. Raises a ValueError."""
     try:
         model, mode, batch, dropout = row.split("/")
         if model in MODELS and mode in MODES:
@@ -47,7 +48,7 @@ def variant_of(row, **options) -> Variant:
 
 
 def made(variant, device):
-    """Make the model, and its loss as a function of tokens (B, T + 1)."""
+    """Create the model, and its loss as a function of the model and of tokens (B, T + 1)."""
     layers, heads, channels = SIZES[variant.size]
     torch.manual_seed(0)
     if variant.model == "huggingface":
@@ -69,7 +70,7 @@ def made(variant, device):
 
 
 def batches(variant, device):
-    """Yield tokens that can be learnt a little: most are the previous one plus a constant."""
+    """Yield tokens that a model can learn to predict: most tokens are the previous token plus a constant."""
     generator = torch.Generator().manual_seed(0)
     while True:
         jumps = torch.randint(50257, (variant.batch, variant.length + 1), generator=generator)
@@ -78,7 +79,7 @@ def batches(variant, device):
 
 
 class Trainer:
-    """A variant's model and optimizer, with a usual step: autocast, torch's fused AdamW, clipping."""
+    """A variant's model and optimizer. A step has bfloat16 autocast, clipping and torch's fused AdamW."""
 
     def __init__(self, variant, device):
         self.device = device
@@ -92,7 +93,7 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, tokens):
-        """Make a step; returns the loss before the update, on the device."""
+        """Run a step. Returns the loss before the update, on the device."""
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._loss_of(self._call, tokens)
         loss.backward()

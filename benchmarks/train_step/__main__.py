@@ -1,6 +1,7 @@
-"""``python -m benchmarks.train_step``: times, profiles and saves steps, and writes them into docs/step.md."""
+"""``python -m benchmarks.train_step`` times and profiles training steps, and writes the figures into docs/step.md."""
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.machine import describe, title
+from benchmarks.harness.options import add_device, add_kept, described, names_in
 from benchmarks.harness.pages import between
 from benchmarks.harness.report import markdown
 from benchmarks.train_step import cpu, host, timeline
@@ -24,41 +26,36 @@ def parser():
     parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__)
     add = parser.add_argument
     add("--batch", default="64,4", help="sequences per step, comma-separated (default: %(default)s)")
-    add("--variants", default=",".join(VARIANTS), help="; ".join(f"{k}: {v}" for k, v in VARIANTS.items()))
-    add("--precisions", default="bf16", help="; ".join(f"{k}: {v}" for k, v in PRECISIONS.items()))
+    add("--variants", default=",".join(VARIANTS), help=described(VARIANTS))
+    add("--precisions", default="bf16", help=described(PRECISIONS))
     add("--model", choices=PRESETS, default="gpt2", help="(default: %(default)s, 124M parameters)")
-    add("--layers", type=int, help="number of layers, if not the model's")
-    add("--width", type=int, help="channels, if not the model's; a head has 64")
+    add("--layers", type=int, help="number of layers (default: the model's)")
+    add("--width", type=int, help="channels, in heads of 64 (default: the model's)")
     add("--length", type=int, default=1024, help="tokens of a sequence (default: %(default)s)")
-    add("--vocabulary", type=int, default=50304, help="a multiple of 128: no padding (default: %(default)s)")
+    add(
+        "--vocabulary", type=int, default=50304, help="a multiple of 128, which needs no padding (default: %(default)s)"
+    )
     add("--warm-up", type=int, default=10, help="steps before the timed ones (default: %(default)s)")
     add("--steps", type=int, default=40, help="timed steps (default: %(default)s)")
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--profile", action="store_true", help="the kernels of one step of each of ours instead of times (CUDA)")
+    add_device(parser)
+    add("--profile", action="store_true", help="show the kernels of one step of each of our variants (CUDA)")
+    add("--host", action="store_true", help="measure the host's time for a step's parts and operators, with few tokens")
+    add("--cpu", action="store_true", help="measure `make train`'s model and its operators on the CPU")
+    add("--turns", type=int, default=30, help="with --cpu, how often each variant runs 5 steps (default: %(default)s)")
+    add("--peak", type=float, default=117.0, help="with --cpu, one thread's peak GFLOP/s (default: %(default)s)")
     add(
-        "--host",
-        action="store_true",
-        help="the host's time for the parts of a step and for its operators, with a tiny batch",
+        "--json", type=Path, metavar="FILE", help="save steps, profile, host or cpu to this file; the others stay in it"
     )
-    add("--cpu", action="store_true", help="make train's model on the CPU, variants alternating, and its operators")
-    add("--turns", type=int, default=30, help="turns of 5 steps for --cpu (default: %(default)s)")
-    add("--peak", type=float, default=117.0, help="peak GFLOP/s of one thread for --cpu (default: %(default)s)")
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="save the run here after each row; other kinds (steps, profile, host) in the file are kept",
-    )
-    add("--from", type=Path, nargs="+", dest="kept", metavar="FILE", help="load these kept runs instead of measuring")
-    add("--pages", action="store_true", help="write the tables into docs/step.md")
+    add_kept(parser)
+    add("--pages", action="store_true", help=f"write the tables into docs/{PAGE.name}")
     return parser
 
 
 def main(arguments=None):
     cli = parser()
     arguments = cli.parse_args(arguments)
-    chosen = _list(arguments.variants, VARIANTS, cli.error)
-    precisions = _list(arguments.precisions, PRECISIONS, cli.error)
+    chosen = names_in(arguments.variants, VARIANTS, "variant", cli.error)
+    precisions = names_in(arguments.precisions, PRECISIONS, "precision", cli.error)
     if arguments.vocabulary % 128:
         cli.error(f"--vocabulary must be a multiple of 128, got {arguments.vocabulary}")
     sizes = [int(batch) for batch in arguments.batch.split(",")]
@@ -76,69 +73,44 @@ def _keep(path, run):
     if path:
         before = json.loads(path.read_text()) if path.exists() else {}
         path.write_text(json.dumps({**before, **run}, indent=1) + "\n")
-
-
-def _list(text, known, error):
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            error(f"there is no {name}; there is {', '.join(known)}")
-    return names
+    return run
 
 
 def _measured(arguments, chosen, precisions, sizes):
+    device = torch.device("cpu" if arguments.cpu else arguments.device)
+    machine = describe(device)
+    print(title(machine), flush=True)
     if arguments.cpu:
-        return _on_the_cpu(arguments, chosen)
-    device = torch.device(arguments.device)
+        found = cpu.measured([name for name in chosen if name in cpu.VARIANTS], arguments.turns, arguments.peak)
+        print(*cpu.tables(found), sep="\n\n")
+        return _keep(arguments.json, {"cpu": {"machine": machine, **found}})
     config = _config(arguments)
     torch.manual_seed(0)
     weights = GPT2(config).state_dict()
-    machine = describe(device)
-    print(title(machine), flush=True)
     if arguments.profile:
-        mine = dict.fromkeys(name.removesuffix("-graph") for name in chosen if name.startswith("ours"))
-        steps = [_profile(name, config, weights, size, precisions[0], device) for size in sizes for name in mine]
-        run = {"profile": {"machine": machine, "steps": steps}}
-        _keep(arguments.json, run)
-        return run
+        names = dict.fromkeys(name.removesuffix("-graph") for name in chosen if name.startswith("ours"))
+        steps = [_profile(name, config, weights, size, precisions[0], device) for size in sizes for name in names]
+        return _keep(arguments.json, {"profile": {"machine": machine, "steps": steps}})
     if arguments.host:
-        run = {"host": {"machine": machine, **host.measured(config, weights, device)}}
-        print(*host.tables(run["host"]), sep="\n\n")
-        _keep(arguments.json, run)
-        return run
+        found = host.measured(config, weights, device)
+        print(*host.tables(found), sep="\n\n")
+        return _keep(arguments.json, {"host": {"machine": machine, **found}})
     rows = []
     run = {"steps": {"machine": machine, "model": arguments.model, "rows": rows}}
     print(markdown(HEADER, [], texts=2), flush=True)
-    for precision in precisions:
-        for batch in sizes:
-            for variant in chosen:
-                options = {"warm_up": arguments.warm_up, "steps": arguments.steps}
-                rows.append(measure(variant, precision, config, weights, batch, device, **options).dump())
-                print("| " + " | ".join(_cells(rows[-1])) + " |", flush=True)
-                _keep(arguments.json, run)
+    options = {"warm_up": arguments.warm_up, "steps": arguments.steps}
+    for precision, batch, variant in itertools.product(precisions, sizes, chosen):
+        rows.append(vars(measure(variant, precision, config, weights, batch, device, **options)))
+        print("| " + " | ".join(_cells(rows[-1])) + " |", flush=True)
+        _keep(arguments.json, run)
     return run
 
 
 def _config(arguments):
     shape = PRESETS[arguments.model]
     width = arguments.width or shape["n_embd"]
-    return GPT2Config(
-        block_size=arguments.length,
-        vocab_size=arguments.vocabulary,
-        n_layer=arguments.layers or shape["n_layer"],
-        n_head=max(1, width // 64),
-        n_embd=width,
-    )
-
-
-def _on_the_cpu(arguments, chosen):
-    machine = describe(torch.device("cpu"))
-    print(title(machine), flush=True)
-    found = cpu.measured([name for name in chosen if name in cpu.VARIANTS], arguments.turns, arguments.peak)
-    print(*cpu.tables(found), sep="\n\n")
-    run = {"cpu": {"machine": machine, **found}}
-    _keep(arguments.json, run)
-    return run
+    sizes = {"n_layer": arguments.layers or shape["n_layer"], "n_head": max(1, width // 64), "n_embd": width}
+    return GPT2Config(block_size=arguments.length, vocab_size=arguments.vocabulary, **sizes)
 
 
 # ---- profile ---------------------------------------------------------------------------------------------------------
@@ -162,9 +134,9 @@ def _profile(variant, config, weights, batch, precision, device):
 
 def _profile_table(step):
     variant = step.get("variant", "")
-    fp8 = ", float8 products in the layers" if "fp8" in variant else ""
-    fp8 += " and in the head's gradients" if "fp8-head" in variant else ""
-    fp8 += " and the whole head" if "fp8-logits" in variant else ""
+    fp8 = ", float8 matmuls in the layers" if "fp8" in variant else ""
+    fp8 += " and in the LM head's gradients" if "fp8-head" in variant else ""
+    fp8 += " and the whole LM head" if "fp8-logits" in variant else ""
     head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}{fp8}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
 
@@ -182,7 +154,7 @@ def _cells(row):
 
 
 def tables(run) -> list[str]:
-    """The tables of a run for docs/step.md."""
+    """Return the tables of a run for docs/step.md."""
     found = []
     if "steps" in run:
         found += [

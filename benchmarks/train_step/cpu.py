@@ -1,4 +1,4 @@
-"""``make train``'s model on a CPU: alternating variants, and the operators of a step of ours."""
+"""Steps of ``make train``'s model on a CPU: the times of all variants, and of the operators of our steps."""
 
 import collections
 import math
@@ -9,33 +9,29 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.report import markdown
+from benchmarks.train_step import timeline
 from benchmarks.train_step.measure import batches
 from benchmarks.train_step.variants import make
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import PRESETS
 
-PRECISION = "tf32"  # float32 parameters; on a CPU the products are float32
+PRECISION = "tf32"  # float32 parameters; on a CPU the matmuls are float32
 VARIANTS = "ours", "torch-eager", "torch-compile"
-TURN = 5  # steps
+TURN = 5  # number of steps that a variant runs before the next variant
 VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Measure the variants' steps, by process time on one thread and by the clock on all threads, and our operators.
+    """Measure steps by process time on one thread and by the clock on all threads, and our operators on one thread.
 
     Args:
         variants: names.
-        turns: how often each variant makes 5 steps.
-        peak: the peak GFLOP/s of one thread, for the floors of products.
+        turns: how often each variant runs TURN steps.
+        peak: the peak GFLOP/s of one thread, for the floors of the matmuls.
     """
     preset = PRESETS["tiny"]
-    config = GPT2Config(
-        block_size=preset.sequence_length,
-        vocab_size=VOCABULARY,
-        n_layer=preset.layers,
-        n_head=preset.heads,
-        n_embd=preset.channels,
-    )
+    sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}
+    config = GPT2Config(block_size=preset.sequence_length, vocab_size=VOCABULARY, **sizes)
     torch.manual_seed(0)
     weights = GPT2(config).state_dict()
     threads = torch.get_num_threads()
@@ -52,7 +48,7 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """Each variant's milliseconds per step (lower quartile, median and minimum) and its last loss."""
+    """Return each variant's milliseconds per step (lower quartile, median, minimum) and its last loss."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
@@ -76,64 +72,43 @@ def _interleaved(variants, turns, clock, config, weights, batch):
 
 
 def _parts(config, weights, batch, steps):
-    """For each operator of a step: calls, milliseconds (the minimum over steps), floating-point operations."""
+    """Return for each operator of a step its calls, milliseconds (the minimum over the steps) and flops."""
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, steps, device)
     step = make("ours", PRECISION, config, weights, device)
     step(*data[0])
-    times, flops, calls = collections.defaultdict(list), {}, {}
+    times = collections.defaultdict(list)
     for b in data:
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
             start = time.process_time()
             step(*b)
             whole = time.process_time() - start
         now = collections.Counter({"a step, with the profiler's own time": 1e3 * whole})
-        counts, operations = collections.Counter(), collections.Counter()
+        calls, flops = collections.Counter(), collections.Counter()
         for event in profiler.events():
-            if not event.name.startswith("gptkernels::") or _inside_ours(event):
+            if not event.name.startswith("gptkernels::") or timeline.owner(event) is not event:
                 continue
             name = event.name.removeprefix("gptkernels::")
             now[name] += event.cpu_time_total / 1e3
-            counts[name] += 1
-            operations[name] += _flops(name, [tuple(s) for s in event.input_shapes if isinstance(s, list | tuple)])
+            calls[name] += 1
+            flops[name] += _flops(name, timeline.shapes_of(event))
         for name, value in now.items():
             times[name].append(value)
-        calls, flops = counts, operations
     return {name: [calls[name], min(values), flops[name]] for name, values in times.items()}
 
 
-def _inside_ours(event):
-    parent = event.cpu_parent
-    while parent is not None:
-        if parent.name.startswith("gptkernels::"):
-            return True
-        parent = parent.cpu_parent
-    return False
-
-
 def _flops(op, shapes):
-    """The flops of a call's products. The mask hides half of attention's; its backward has 5 for the forward's 2."""
-    rows = math.prod(shapes[0][:-1]) if shapes and shapes[0] else 0
-    if op == "linear":
-        return 2 * rows * math.prod(shapes[1])
-    if op == "linear_backward":
-        return 4 * rows * math.prod(shapes[2])
-    if op in ("mlp", "mlp_backward"):
-        fc, proj = (shapes[1], shapes[3]) if op == "mlp" else (shapes[2], shapes[3])
-        return (2 if op == "mlp" else 4) * rows * (math.prod(fc) + math.prod(proj))
-    if op == "linear_cross_entropy":  # includes the gradients
-        return 6 * rows * math.prod(shapes[1])
+    """Return the flops of a call's matmuls."""
     if op in ("attention", "attention_backward"):
-        b, t, c3 = shapes[0] if op == "attention" else shapes[1]
-        return (2 if op == "attention" else 5) * b * t * t * (c3 // 3)
-    return 0
+        return timeline.attention_flops(op, shapes)
+    return sum(timeline.matmul_flops(op, what, shapes) for what in timeline.PRODUCTS.get(op, ()))
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(found) -> list[str]:
-    """The tables of what ``measured`` returned."""
+    """Return the tables of a result of ``measured``."""
     names = ["1 thread, process time", f"{found['threads']} threads, by the clock"]
     steps = []
     for what, summary in zip(names, found["rows"], strict=True):
@@ -142,7 +117,7 @@ def tables(found) -> list[str]:
             numbers = [f"{x:.1f}" for x in (quartile, median, least)]
             speed = f"{1e3 * found['tokens'] / quartile:.0f}"
             steps.append([what, name, *numbers, speed, f"{quartile / ours:.2f}", f"{loss:.4f}"])
-    head = ["", "", "lower quartile, ms", "median", "least", "tokens/s", "of ours", "loss"]
+    head = ["", "", "lower quartile, ms", "median", "least", "tokens/s", "time / ours", "loss"]
     parts = []
     for name, (calls, ms, flops) in sorted(found["parts"].items(), key=lambda item: -item[1][1]):
         floor = flops / found["peak"] / 1e6
@@ -150,5 +125,5 @@ def tables(found) -> list[str]:
         parts.append([name, str(calls or ""), f"{ms:.2f}", *rate])
     return [
         markdown(head, steps, texts=2),
-        markdown(["op", "calls", "ms", "products' floor", "excess", "GFLOP/s"], parts, texts=1),
+        markdown(["op", "calls", "ms", "floor of the matmuls", "excess", "GFLOP/s"], parts, texts=1),
     ]

@@ -1,4 +1,4 @@
-"""The host's time for the parts of a step (ours and plain torch's), for a layer, and for a layer's operators."""
+"""The host's time for the parts of a step, ours and plain torch's, and for a layer and its operators."""
 
 import statistics
 import time
@@ -7,20 +7,20 @@ from itertools import pairwise
 import torch
 
 from benchmarks.harness.report import markdown
-from benchmarks.harness.timing import host_times
+from benchmarks.harness.timing import host_times, synchronize
 from benchmarks.train_step.torch_gpt2 import GPT2 as TorchGPT2
 from benchmarks.train_step.variants import groups, torchs_update
 from gptkernels.models import GPT2
 from gptkernels.optim import AdamW
 from gptkernels.rules import ops
 
-LENGTH = 64  # tokens of the only sequence, so that the device is faster than the host
+LENGTH = 64  # tokens; with a single sequence of this length the device is faster than the host
 ROUNDS, WARM_UP = 60, 15
 PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Measure a step's parts, ours and plain torch's, in milliseconds, and operators in microseconds, with backward."""
+    """Measure the parts of a step, ours and plain torch's, in milliseconds, and operators in microseconds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
     model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
@@ -30,7 +30,7 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """Measure both models, alternating."""
+    """Measure the parts of both models' steps. The models alternate."""
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 
@@ -44,30 +44,26 @@ def _parts(model, plain, length, device):
         "ours, backward in the caller's thread": (*ours, False),
         "torch-eager": (lambda: plain(tokens, tokens), torchs_update(plain), True),
     }
-    rounds = [{name: _round(*of, device) for name, of in variants.items()} for _ in range(ROUNDS)]
-
-    def medians(name):
-        return (statistics.median(values) for values in zip(*(r[name] for r in rounds[WARM_UP:]), strict=True))
-
-    return {name: dict(zip(PARTS, medians(name), strict=True)) for name in variants}
+    rounds = [{name: _round(*of, device) for name, of in variants.items()} for _ in range(ROUNDS)][WARM_UP:]
+    times = {name: zip(*(one[name] for one in rounds), strict=True) for name in variants}
+    return {name: dict(zip(PARTS, map(statistics.median, parts), strict=True)) for name, parts in times.items()}
 
 
 def _round(loss, update, threads, device):
-    marks = [time.perf_counter()]
+    start = time.perf_counter()
     result = loss()
-    marks.append(time.perf_counter())
+    computed = time.perf_counter()
     with torch.autograd.set_multithreading_enabled(threads):
         result.backward()
-    marks.append(time.perf_counter())
+    differentiated = time.perf_counter()
     update()
-    marks.append(time.perf_counter())
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    marks = start, computed, differentiated, time.perf_counter()
+    synchronize(device)
     return [1e3 * (b - a) for a, b in pairwise(marks)]
 
 
 def _calls(model, length, dtype, device):
-    """For each operator: the time of a call that autograd records, and of a call with its backward."""
+    """Return for each operator the time of a call that autograd records, and of a call with its backward."""
     config, block = model.config, model.transformer.h[0]
 
     def tensor(*shape):
@@ -84,26 +80,23 @@ def _calls(model, length, dtype, device):
         "mlp": lambda: ops.mlp.default(x, mlp.c_fc.weight, mlp.c_fc.bias, mlp.c_proj.weight, mlp.c_proj.bias)[0],
         "a whole layer": lambda: block(x),
     }
-    found = {}
-    for name, call in calls.items():
+
+    def with_backward(call):
         dout = torch.ones_like(call())
+        return lambda: call().backward(dout)
 
-        def with_backward(call=call, dout=dout):
-            call().backward(dout)
-
-        found[name] = [1e6 * times.median for times in host_times([call, with_backward], device, repeats=7)]
-    return found
+    return {
+        name: [1e6 * time.median for time in host_times([call, with_backward(call)], device, repeats=7)]
+        for name, call in calls.items()
+    }
 
 
 def tables(found) -> list[str]:
-    """The tables of what ``measured`` returned."""
+    """Return the tables of a result of ``measured``."""
     steps = {name: {**parts, "in all": sum(parts.values())} for name, parts in found["step"].items()}
     rows = [[part, *(f"{of[part]:.2f}" for of in steps.values())] for part in (*PARTS, "in all")]
+    calls = [[name, *(f"{value:.1f}" for value in values)] for name, values in found["calls"].items()]
     return [
         markdown(["", *(f"{name}, ms" for name in steps)], rows, texts=1),
-        markdown(
-            ["", "forward, us", "with backward, us"],
-            [[name, *(f"{value:.1f}" for value in values)] for name, values in found["calls"].items()],
-            texts=1,
-        ),
+        markdown(["", "forward, us", "with backward, us"], calls, texts=1),
     ]

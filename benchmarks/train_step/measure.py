@@ -3,20 +3,22 @@
 import gc
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
+from benchmarks.harness.measure import first_line
 from benchmarks.train_step import variants
+from gptkernels.models import GPT2
 
-# Dense 16-bit products, from the data sheets; TF32 has half of this rate.
+# FLOP/s of dense 16-bit matmuls, from the data sheets. TF32 has half of this rate.
 PEAK = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 
 @dataclass
 class Row:
-    """A variant at one batch size and precision; `fault` is the reason if it did not run."""
+    """A variant at one batch size and precision. If it did not run, `fault` is the reason."""
 
     variant: str
     precision: str
@@ -29,20 +31,17 @@ class Row:
     losses: tuple[float, ...] = ()
     fault: str = ""
 
-    def dump(self):
-        return asdict(self)
 
-
-def batches(config, batch, length, count, device, seed=0):
-    """Make tokens that a model can learn to predict, so that wrong gradients show in the losses."""
-    generator = torch.Generator().manual_seed(seed)
+def batches(config, batch, length, count, device):
+    """Return tokens that a model can learn to predict, so that wrong gradients are visible in the losses."""
+    generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(count, batch, length + 1, generator=generator)
     tokens = (config.vocab_size * uniform**4).long().to(device)  # small tokens are far more frequent
     return [(window[:, :-1].contiguous(), window[:, 1:].contiguous()) for window in tokens]
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles and captures; the losses are those of all steps."""
+    """Time some steps, after a warm-up that compiles and captures. The row has the losses of all steps."""
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)
@@ -56,7 +55,7 @@ def measure(variant, precision, config, weights, batch, device, *, warm_up, step
             marks.append(_mark(device))
         times = [_seconds(a, b) for a, b in pairwise(marks)]
     except Exception as error:  # a failing variant must not end the run
-        row.fault = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"
+        row.fault = first_line(error)
         return row
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     seconds = sum(times) / len(times)
@@ -93,18 +92,10 @@ def _seconds(a, b):
 
 
 def _mfu(row, config, device):
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((value for key, value in PEAK.items() if key in name), None)
     if peak is None:
         return None
-    flops = flops_per_token(config) * row.tokens_per_second
-    return flops / (peak / 2 if row.precision == "tf32" else peak)
-
-
-def flops_per_token(config):
-    from gptkernels.models import GPT2
-
     with torch.device("meta"):
-        return GPT2(config).flops_per_token(config.block_size)
+        flops = GPT2(config).flops_per_token(config.block_size) * row.tokens_per_second
+    return flops / (peak / 2 if row.precision == "tf32" else peak)

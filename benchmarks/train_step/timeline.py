@@ -1,4 +1,4 @@
-"""The kernels of one step by what they compute: their time, its lower bound, and the difference."""
+"""The kernels of one step, grouped by what they compute: their time, a lower bound of it, and the difference."""
 
 import collections
 import math
@@ -10,29 +10,37 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import roof
+from benchmarks.harness.measure import roof
+
+# The matmuls of an op in launch order, each with the position of its weight among the op's arguments. If an op launches
+# more matmuls, the list starts again. The ops with UNKNOWN have no argument of the weight's shape. For
+# fp8_layer_backward the number is the weight's other dimension divided by C, as in GPT-2.
+UNKNOWN = -1
+PRODUCTS: dict[str, dict[str, int]] = {
+    "linear": {"out": 1},
+    "linear_backward": {"dx": 2, "dweight": 2},
+    "mlp": {"fc and GELU": 1, "proj": 3},
+    "mlp_backward": {"dproj_weight": 3, "dhidden and dGELU": 3, "dx": 2, "dfc_weight": 2},
+    "linear_cross_entropy": dict.fromkeys(["logits", "dx", "dweight"], 1),
+    "fp8_layer": {"qkv": 5, "attention's out": 7, "fc and GELU": 11, "proj": 13},
+    "fp8_layer_backward": {
+        **{"dproj_weight": 4, "dhidden and dGELU": 4, "fc's dx": 4, "dfc_weight": 4},
+        **{"dattended": 1, "dout_weight": 1, "qkv's dx": 3, "dqkv_weight": 3},
+    },
+}
+PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "mlp", "linear_cross_entropy")}
+PRODUCTS |= {f"fp8_{op}": dict.fromkeys(PRODUCTS[op], UNKNOWN) for op in ("linear_backward", "mlp_backward")}
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT = re.compile(r"Memset")  # launched by cuBLAS with a product
-REDO = "ExpEpilogue<true>"  # a product of rows that are computed again, of which there are none
-AFTER_PRODUCT = re.compile(r"splitKreduce")  # adds up the parts of a product
-
-# The matrix products of an op in launch order. If there are more products, the list starts again.
-PRODUCTS = {
-    "linear": ["out"],
-    "linear_backward": ["dx", "dweight"],
-    "mlp": ["fc and GELU", "proj"],
-    "mlp_backward": ["dproj_weight", "dhidden and dGELU", "dx", "dfc_weight"],
-    "linear_cross_entropy": ["logits", "dx", "dweight"],
-}
-PRODUCTS |= {
-    f"fp8_{op}": PRODUCTS[op] for op in ("linear", "linear_backward", "mlp", "mlp_backward", "linear_cross_entropy")
-}
-PRODUCTS["fp8_layer"] = ["qkv", "attention's out", "fc and GELU", "proj"]
-PRODUCTS["fp8_layer_backward"] = [
-    *("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"),
-    *("dattended", "dout_weight", "qkv's dx", "dqkv_weight"),
-]
+BEFORE_PRODUCT = re.compile(r"Memset")  # cuBLAS launches it before a matmul
+AFTER_PRODUCT = re.compile(r"splitKreduce")  # adds the parts of a matmul
+REDO = "ExpEpilogue<true>"  # the matmul that recomputes rows; usually there are none
+PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
+PARTS |= {"exp_classifier": "factors", REDO: "factors"}
+PARTS |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
+PARTS_OF_A_LAYER = PARTS | {"layernorm": "norms", "attention": "attention"}
+PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}  # over a tensor of the first one's size
+HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
 class Launch(NamedTuple):
@@ -47,7 +55,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same at one size. `floor` is seconds for all of them."""
+    """All launches of a step that compute the same thing at one size. `seconds` and `floor` are sums over them."""
 
     op: str
     what: str
@@ -63,18 +71,15 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The device's limits: bytes/s of a large copy, flop/s of a large product."""
+    """The device's limits: bytes/s of a large copy, flop/s of a large matmul."""
 
     bytes: float
     flops: float
 
 
 def rates(device, repeats=10) -> Rates:
-    copy, product = roof.rows(device, repeats)
+    copy, product = roof(device, repeats)
     return Rates(copy.bytes / copy.times["torch"].median, product.flops / product.times["torch"].median)
-
-
-# ---- launches --------------------------------------------------------------------------------------------------------
 
 
 def launches(step: Callable[[], object]) -> list[Launch]:
@@ -85,15 +90,14 @@ def launches(step: Callable[[], object]) -> list[Launch]:
     found = []
     for event in sorted(profiler.events(), key=lambda event: event.time_range.start):
         if event.kernels:
-            op = _owner(event)
-            shapes = tuple(tuple(s) for s in op.input_shapes or () if isinstance(s, list | tuple))
+            op = owner(event)
             name = op.name.removeprefix("gptkernels::")
-            found += [Launch(name, op.id, shapes, k.name, k.duration * 1e-6) for k in event.kernels]
+            found += [Launch(name, op.id, shapes_of(op), k.name, k.duration * 1e-6) for k in event.kernels]
     return found
 
 
-def _owner(event):
-    """The outermost of our ops around an event, otherwise the outermost of torch's."""
+def owner(event):
+    """Return the outermost of our ops around an event, else the outermost of torch's."""
     around = []
     while event is not None:
         around.append(event)
@@ -105,23 +109,25 @@ def _owner(event):
     return around[0]
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+def shapes_of(event) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in event.input_shapes or () if isinstance(shape, list | tuple))
+
+
+class Sizes(NamedTuple):
+    """What the shapes of a call do not include."""
+
+    itemsize: int  # bytes of an activation
+    parameters: int
+    updates: int  # number of calls that update the parameters
+    fp8_logits: bool  # whether fp8_linear_cross_entropy computes the logits by float8 matmuls
 
 
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """Group the launches by what they compute, sorted by the excess over the floor.
-
-    Args:
-        found: a step's launches.
-        speed: the rates from which the floors are computed.
-        itemsize: bytes of an activation.
-        parameters: the number of AdamW's parameters.
-        fp8_logits: whether fp8_linear_cross_entropy computes the logits by float8 products.
-    """
+    """Group the launches of a step by what they compute, sorted by the excess over the floor."""
     by_key: dict[tuple, Piece] = {}
-    counted, products, longest = set(), collections.Counter(), {}
+    counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
     sizes = Sizes(itemsize, parameters, max(updates, 1), fp8_logits)
     for launch in found:
@@ -131,7 +137,7 @@ def pieces(
         piece = by_key.setdefault(key, Piece(launch.op, what, size, ""))
         piece.launches += 1
         piece.seconds += launch.seconds
-        if launch.seconds > longest.get(key, 0.0):
+        if launch.seconds > longest[key]:
             longest[key], piece.kernel = launch.seconds, _short(launch.kernel)
         if (launch.call, what) not in counted:
             counted.add((launch.call, what))
@@ -141,123 +147,83 @@ def pieces(
 
 
 def _what(launch: Launch, products: collections.Counter) -> str:
-    """The part of the op that a launch computes; `products` counts the products of each call."""
-    names = PRODUCTS.get(launch.op)
-    if names and PRODUCT.search(launch.kernel) and REDO not in launch.kernel:
-        products[launch.call] += 1
-        return names[(products[launch.call] - 1) % len(names)]
-    if names and BEFORE_PRODUCT.search(launch.kernel):
-        return names[products[launch.call] % len(names)]
-    if names and AFTER_PRODUCT.search(launch.kernel):
-        return names[(products[launch.call] - 1) % len(names)]
+    """Return the part of the op that a launch computes. `products` counts the matmuls of each call."""
+    names = list(PRODUCTS.get(launch.op, ()))
     if not names:
         return ""
-    parts = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
-    parts |= {"exp_classifier": "factors", REDO: "factors"}
-    parts |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
-    if launch.op.startswith("fp8_layer"):
-        parts |= {"layernorm": "norms", "attention": "attention"}
-    return next((what for part, what in parts.items() if part in launch.kernel), "other")
-
-
-class Sizes(NamedTuple):
-    """Sizes that the shapes of a call do not include.
-
-    They are the bytes of an activation, the parameters, the number of calls that update them, and whether
-    fp8_linear_cross_entropy computes the logits by float8 products.
-    """
-
-    itemsize: int
-    parameters: int
-    updates: int
-    fp8_logits: bool
-
-
-def attention(op, b, t, c) -> int:
-    """The flops of the products, half of which the causal mask hides."""
-    return (5 if op.endswith("backward") else 2) * b * t * t * c
+    if PRODUCT.search(launch.kernel) and REDO not in launch.kernel:
+        products[launch.call] += 1
+    elif BEFORE_PRODUCT.search(launch.kernel):
+        return names[products[launch.call] % len(names)]
+    elif not AFTER_PRODUCT.search(launch.kernel):
+        parts = PARTS_OF_A_LAYER if launch.op.startswith("fp8_layer") else PARTS
+        return next((what for part, what in parts.items() if part in launch.kernel), "other")
+    return names[(products[launch.call] - 1) % len(names)]
 
 
 def least(op, what, shapes, sizes) -> tuple[int, int]:
-    """The fewest bytes and flops of one call; 0 if they could be part of another pass."""
+    """Return the fewest bytes and flops of one call, or 0 if they could be part of another pass."""
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
-        x, weight = _x_and_weight(op, what, shapes)
-        flops = 2 * math.prod(x) * weight[0 if weight[1] == x[-1] else 1]
+        flops = matmul_flops(op, what, shapes)
         eight_bits = op.startswith("fp8") and (what != "logits" or sizes.fp8_logits)
-        return 0, flops // 2 if eight_bits else flops  # the rate is that of 16-bit products
+        return 0, flops // 2 if eight_bits else flops  # the rate is that of 16-bit matmuls
     if op in ("attention", "attention_backward"):
-        b, t, c3 = shapes[0] if op == "attention" else shapes[1]
-        return 0, attention(op, b, t, c3 // 3)
+        return 0, attention_flops(op, shapes)
     if op.startswith("fp8_layer") and what == "attention":
-        return 0, attention(op, *shapes[0])
-    if op.startswith("fp8_layer") and what == "norms":  # two norms; float8 twice has the bytes of 16 bits once
+        return 0, attention_flops(op, [(*shapes[0][:2], 3 * shapes[0][2])] * 2)
+    if op.startswith("fp8_layer") and what == "norms":  # two norms; float8 written twice has the bytes of 16 bits
         return 2 * 4 * n * itemsize, 0
-    passes = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3, "encoder": 2}
     if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
         return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0
-    if op in passes:
-        return passes[op] * n * itemsize * (shapes[1][-1] if op == "encoder" else 1), 0
-    if op == "encoder_backward" and not what:
-        return n * itemsize, 0
     if what in ("classifier", "transposition"):
         logits = n // shapes[0][-1] * shapes[1][0]
-        if what == "transposition":
-            return 2 * logits, 0
-        return (itemsize + (1 if op.startswith("fp8") else itemsize)) * logits, 0
+        written = 1 if op.startswith("fp8") else itemsize
+        return logits * (2 if what == "transposition" else itemsize + written), 0
+    nbytes = {name: passes * n * itemsize for name, passes in PASSES.items()}
+    nbytes |= {
+        "encoder": 2 * n * itemsize * (shapes[1][-1] if op == "encoder" else 0),
+        "encoder_backward": n * itemsize,
+    }
     # AdamW: the gradient, two moments, the parameter, and for 16 bits its master.
-    update = {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
-    return update.get(op, 0), 0
+    nbytes |= {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
+    return nbytes.get(op, 0), 0
 
 
-def _x_and_weight(op, what, shapes):
-    """The operand of a product with one row for each token, and the matrix."""
-    if op == "linear_backward":
-        return shapes[1], shapes[2]
+def matmul_flops(op, what, shapes) -> int:
+    """Return the flops of one matmul of an op, whose first argument has a row for each token."""
+    columns = shapes[0][-1]
     if op == "fp8_linear_backward":  # dout, x transposed
-        return shapes[0], (shapes[1][0], shapes[0][-1])
-    if op == "fp8_mlp_backward":  # dout, GELU's input
-        return shapes[0], (shapes[1][-1], shapes[0][-1])
-    if op == "fp8_layer":
-        x, weights = shapes[0], dict(zip(PRODUCTS[op], (shapes[i] for i in (5, 7, 11, 13)), strict=True))
-        return (*x[:-1], weights[what][1]), weights[what]
-    if op == "fp8_layer_backward":  # the shapes in lists of tensors are unknown, so GPT-2's are used
-        dout, c = shapes[0], shapes[0][-1]
-        wide = {"dattended": c, "dout_weight": c, "qkv's dx": 3 * c, "dqkv_weight": 3 * c}
-        return dout, (wide.get(what, 4 * c), c)
-    if op in ("mlp", "fp8_mlp"):
-        x, fc, _, proj = shapes[:4]
-        return (x, fc) if what.startswith("fc") else ((*x[:-1], fc[0]), proj)
-    if op == "mlp_backward":
-        dout, x, fc, proj = shapes[:4]
-        return (dout, proj) if what in ("dproj_weight", "dhidden and dGELU") else (x, fc)
-    return shapes[0], shapes[1]
+        weight = columns, shapes[1][0]
+    elif op == "fp8_mlp_backward":  # dout, GELU's input
+        weight = columns, shapes[1][-1]
+    elif op == "fp8_layer_backward":
+        weight = columns, columns * PRODUCTS[op][what]
+    else:
+        weight = shapes[PRODUCTS[op][what]]
+    return 2 * math.prod(shapes[0][:-1]) * math.prod(weight)
+
+
+def attention_flops(op, shapes) -> int:
+    """Return the flops of attention's matmuls, without the half that the causal mask hides."""
+    b, t, c3 = shapes[1 if op.endswith("backward") else 0]
+    return (5 if op.endswith("backward") else 2) * b * t * t * (c3 // 3)
 
 
 def _short(kernel: str) -> str:
-    """A kernel's name without template arguments."""
+    """Return a kernel's name without template arguments."""
     name = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
     return re.split(r"[<(]", name)[0].split("::")[-1][:60]
 
 
-# ---- tables ----------------------------------------------------------------------------------------------------------
-
-HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
-
-
 def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
-    """A line for each piece, then one for all that are too short to show, then the sum."""
+    """Return a line for each piece, a line for all pieces that are too short to show, and a line for the sum."""
     shown = [piece for piece in found if piece.seconds >= least_shown]
     rest = [piece for piece in found if piece.seconds < least_shown]
-    lines = [[p.op, p.what, p.size, p.kernel, str(p.launches), *_milliseconds([p])] for p in shown]
-    if rest:
-        lines.append(["the rest", "", "", "", str(sum(p.launches for p in rest)), *_milliseconds(rest)])
-    lines.append(["all", "", "", "", str(sum(p.launches for p in found)), *_milliseconds(found)])
-    return lines
+    lines = [[p.op, p.what, p.size, p.kernel, *_sums([p])] for p in shown]
+    return [*lines, *([["the rest", "", "", "", *_sums(rest)]] if rest else []), ["all", "", "", "", *_sums(found)]]
 
 
-def _milliseconds(some: list[Piece]) -> list[str]:
-    return [
-        f"{1e3 * sum(values):.3f}"
-        for values in ([p.seconds for p in some], [p.floor for p in some], [p.excess for p in some])
-    ]
+def _sums(some: list[Piece]) -> list[str]:
+    times = [sum(values) for values in zip(*((p.seconds, p.floor, p.excess) for p in some), strict=True)]
+    return [str(sum(p.launches for p in some)), *(f"{1e3 * seconds:.3f}" for seconds in times)]

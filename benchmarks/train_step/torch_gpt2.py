@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, with fused attention. Parameters have the same names as ours."""
+"""GPT-2 in plain torch, with fused attention. Its parameters have the same names as those of this package."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -7,43 +7,25 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.heads = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
-
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in self.c_attn(x).split(C, dim=2))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(out.transpose(1, 2).reshape(B, T, C))
-
-
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(config.n_embd), nn.LayerNorm(config.n_embd)
-        self.attn, self.mlp = Attention(config), MLP(config)
+        c, self.heads = config.n_embd, config.n_head
+        self.ln_1, self.ln_2 = nn.LayerNorm(c), nn.LayerNorm(c)
+        self.attn = nn.ModuleDict({"c_attn": nn.Linear(c, 3 * c), "c_proj": nn.Linear(c, c)})
+        self.mlp = nn.ModuleDict({"c_fc": nn.Linear(c, 4 * c), "c_proj": nn.Linear(4 * c, c)})
 
     def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
+        B, T, C = x.shape
+        qkv = self.attn["c_attn"](self.ln_1(x)).split(C, dim=2)
+        q, k, v = (t.view(B, T, self.heads, -1).transpose(1, 2) for t in qkv)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attn["c_proj"](out.transpose(1, 2).reshape(B, T, C))
+        return x + self.mlp["c_proj"](F.gelu(self.mlp["c_fc"](self.ln_2(x)), approximate="tanh"))
 
 
 class GPT2(nn.Module):
-    """A model of a ``gptkernels.models.GPT2Config`` whose vocabulary needs no padding."""
+    """GPT-2 with the sizes of a ``gptkernels.models.GPT2Config`` whose vocabulary needs no padding."""
 
     def __init__(self, config):
         super().__init__()
@@ -58,7 +40,7 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.transformer["wte"].weight
 
     def forward(self, tokens, targets):
-        """Compute the mean cross-entropy."""
+        """Return the mean cross-entropy."""
         x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[: tokens.shape[1]]
         with sdpa_kernel(ATTENTION, set_priority=True):
             for block in self.transformer["h"]:

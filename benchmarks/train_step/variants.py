@@ -1,4 +1,4 @@
-"""The variants: ours and torch's, eager, compiled and with CUDA graphs, all with the same initial weights."""
+"""The variants: ours and torch's, eager, compiled and with CUDA graphs, with the same initial weights."""
 
 import contextlib
 import dataclasses
@@ -15,19 +15,19 @@ from gptkernels.optim import AdamW
 VARIANTS = {
     "ours": "gptkernels, eager",
     "ours-graph": "gptkernels.graphed_step",
-    "ours-recompute-gelu-graph": "gptkernels.graphed_step, GELUs computed again in the backward",
-    "ours-recompute-blocks-graph": "gptkernels.graphed_step, layers computed again in the backward",
-    "ours-fp8-graph": "gptkernels.graphed_step, float8 products in the layers",
-    "ours-fp8-head-graph": "the same, and in the gradients of the head",
-    "ours-fp8-logits-graph": "the same, and for its logits",
+    "ours-recompute-gelu-graph": "gptkernels.graphed_step, GELUs recomputed in the backward",
+    "ours-recompute-blocks-graph": "gptkernels.graphed_step, layers recomputed in the backward",
+    "ours-fp8-graph": "gptkernels.graphed_step, float8 matmuls in the layers",
+    "ours-fp8-head-graph": "the same, and float8 gradients of the LM head",
+    "ours-fp8-logits-graph": "the same, and float8 logits",
     "torch-eager": "plain torch: cuDNN attention, fused AdamW",
-    "torch-compile": "the same, torch.compile",
-    "torch-compile-reduce-overhead": 'the same, torch.compile(mode="reduce-overhead")',
+    "torch-compile": "torch-eager under torch.compile",
+    "torch-compile-reduce-overhead": 'torch-eager under torch.compile(mode="reduce-overhead")',
 }
 PRECISIONS = {
     "bf16": "bfloat16 parameters with float32 masters",
     "autocast": "float32 parameters, bfloat16 autocast",
-    "tf32": "float32 parameters, TF32 products",
+    "tf32": "float32 parameters, TF32 matmuls",
 }
 LR, BETAS, WEIGHT_DECAY, MAX_NORM = 6e-4, (0.9, 0.95), 0.1, 1.0
 
@@ -35,7 +35,7 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def make(variant: str, precision: str, config, weights: dict[str, Tensor], device) -> Step:
-    """Make a step on (tokens, targets) that returns the loss before its update, on the device."""
+    """Return a step: a function of (tokens, targets) that returns the loss before the update, on the device."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
@@ -55,13 +55,13 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
 
 
 def fp8_options(variant: str) -> dict[str, bool]:
-    """The options of GPT2Config for a variant with fp8, fp8-head or fp8-logits; each includes the previous ones."""
+    """Return the float8 options of GPT2Config. fp8-logits in a variant's name includes fp8-head, and that fp8."""
     logits = "fp8-logits" in variant
     return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 
 
 def groups(model):
-    """Parameter groups with weight decay only for matrices."""
+    """Return parameter groups with weight decay for matrices only."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -103,32 +103,25 @@ def _device(model):
 
 
 def torchs_update(model) -> Callable[[], None]:
-    """Clip and update with fused AdamW; for 16-bit parameters on float32 masters, which torch's optimizer lacks."""
-    fused = _device(model).type == "cuda"
+    """Return a function that clips and updates with fused AdamW. For 16-bit parameters it updates float32 masters."""
     parameters = list(model.parameters())
-    if parameters[0].dtype == torch.float32:
-        optimizer = torch.optim.AdamW(groups(model), lr=LR, betas=BETAS, fused=fused)
-
-        def update():
-            torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return update
-    masters = {p: p.detach().float().requires_grad_() for p in parameters}
-    own = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups(model)]
-    optimizer = torch.optim.AdamW(own, lr=LR, betas=BETAS, fused=fused)
-    wide = list(masters.values())
-    for master in wide:
-        master.grad = torch.empty_like(master)
+    low = parameters[0].dtype != torch.float32
+    masters = {p: p.detach().float().requires_grad_() if low else p for p in parameters}
+    wide = [{**group, "params": [masters[p] for p in group["params"]]} for group in groups(model)]
+    optimizer = torch.optim.AdamW(wide, lr=LR, betas=BETAS, fused=_device(model).type == "cuda")
+    if low:
+        for master in masters.values():
+            master.grad = torch.empty_like(master)
 
     @torch.no_grad()
-    def update_masters():
+    def update():
         torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-        torch._foreach_copy_([master.grad for master in wide], [p.grad for p in parameters])
+        if low:
+            torch._foreach_copy_([master.grad for master in masters.values()], [p.grad for p in parameters])
         optimizer.step()
-        torch._foreach_copy_(parameters, wide)
+        if low:
+            torch._foreach_copy_(parameters, list(masters.values()))
         for p in parameters:
             p.grad = None
 
-    return update_masters
+    return update
