@@ -88,9 +88,8 @@ class State:
         count = len(self.masters)
         masters, firsts, seconds = (self.start[i * count :][:count] for i in range(3))
         grads = self.start[-count:]
-        divisor = 1.0
-        if clip:
-            divisor = max(1.0, sum(g.double().square().sum() for g in grads).sqrt().item() / MAX_NORM)
+        norm = sum(g.double().square().sum() for g in grads).sqrt().item()
+        divisor = max(1.0, norm / MAX_NORM) if clip else 1.0
         for i, tensors in enumerate(zip(masters, grads, firsts, seconds, strict=True)):
             master, grad, first, second = (t.double() for t in tensors)
             grad = grad / divisor

@@ -29,8 +29,5 @@ def cases(device, dtype, batch, heads, tokens, size):
         lambda: ops.attention_probabilities_backward(dout, qkv, probabilities, heads),
         dout,
         [qkv],
-        costs=[
-            {"bytes": nbytes(qkv, out), "flops": flops},
-            {"bytes": 2 * nbytes(qkv, out), "flops": 5 * flops // 2},
-        ],
+        costs=[{"bytes": nbytes(qkv, out), "flops": flops}, {"bytes": 2 * nbytes(qkv, out), "flops": 5 * flops // 2}],
     )

@@ -7,10 +7,7 @@ from benchmarks.harness.directions import both
 from benchmarks.harness.peers import backward
 
 ops = torch.ops.gptkernels
-SIZES = {
-    "bfloat16": [(65536, 768), (16384, 1600), (8192, 8192), (4096, 768)],
-    "float32": [(65536, 768), (16384, 1600)],
-}
+SIZES = {"bfloat16": [(65536, 768), (16384, 1600), (8192, 8192), (4096, 768)], "float32": [(65536, 768), (16384, 1600)]}
 CPU_SIZES = [(4096, 768)]
 TINY = (4, 8)
 

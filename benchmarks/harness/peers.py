@@ -73,10 +73,7 @@ def of_forward(formula, inputs, eager=None, saves=False):
 
 def of_backward(formula, inputs, douts, eager=None):
     """Return the eager and the compiled backward of a formula."""
-    return {
-        "torch": backward(eager or formula, inputs, douts),
-        "compile": backward(compiled(formula), inputs, douts),
-    }
+    return {"torch": backward(eager or formula, inputs, douts), "compile": backward(compiled(formula), inputs, douts)}
 
 
 def loss_and_gradients(function, targets, *inputs):

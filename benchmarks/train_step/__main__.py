@@ -113,9 +113,6 @@ def _config(arguments):
     return GPT2Config(block_size=arguments.length, vocab_size=arguments.vocabulary, **sizes)
 
 
-# ---- profile ---------------------------------------------------------------------------------------------------------
-
-
 def _profile(variant, config, weights, batch, precision, device):
     speed = timeline.rates(device)
     itemsize = 4 if precision == "tf32" else 2
@@ -139,9 +136,6 @@ def _profile_table(step):
     fp8 += " and the whole LM head" if "fp8-logits" in variant else ""
     head = f"### One step at B={step['batch']}, {PRECISIONS[step['precision']]}{fp8}"
     return head + "\n\n" + markdown(timeline.HEADER, step["lines"], texts=4)
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _cells(row):

@@ -68,9 +68,6 @@ def _interleaved(variants, turns, clock, config, weights, batch):
     return summary
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
-
-
 def _parts(config, weights, batch, steps):
     """Return for each operator of a step its calls, milliseconds (the minimum over the steps) and flops."""
     device = torch.device("cpu")
@@ -102,9 +99,6 @@ def _flops(op, shapes):
     if op in ("attention", "attention_backward"):
         return timeline.attention_flops(op, shapes)
     return sum(timeline.matmul_flops(op, what, shapes) for what in timeline.PRODUCTS.get(op, ()))
-
-
-# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def tables(found) -> list[str]:

@@ -45,7 +45,12 @@ def measure(variant, precision, config, weights, batch, device, *, warm_up, step
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)
-    _start_afresh(device)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     try:
         step = variants.make(variant, precision, config, weights, device)
         losses = [step(*b) for b in data[:warm_up]]
@@ -65,15 +70,6 @@ def measure(variant, precision, config, weights, batch, device, *, warm_up, step
     row.gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
     row.losses = tuple(torch.stack([loss.float() for loss in losses]).tolist())
     return row
-
-
-def _start_afresh(device):
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
 def _mark(device):
