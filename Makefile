@@ -1,12 +1,17 @@
-# make train   a GPT-2 learns on this machine, from nothing but Python >= 3.10, make and a C++20 compiler
-# make test    every test           make bench   ours beside everybody else's kernels
-# make lint    what CI demands      make format  mends what can be mended      make wheel   a wheel in dist/
-# make fuzz    calls of every op, training steps and damaged files, drawn at random
-# make test-capabilities   the ops' tests with each instruction set       make test-torches   all tests with each torch
+# make train                trains a small GPT-2; needs Python >= 3.10, make and a C++20 compiler. In a fresh clone, with
+#                           two CPU cores, this takes four minutes, three of them for installing and compiling
+# make test                 runs every test: about ten minutes on two CPU cores
+# make bench                times the ops of this package and of other libraries
+# make lint, make format    check the style, as CI does; correct it
+# make wheel                writes a wheel into dist/
+# make fuzz                 runs random calls of every op, training steps, and reads of damaged files
+# make test-capabilities    runs the ops' tests with each instruction set of the CPU
+# make test-torches         runs all tests with several releases of torch
+# make sanitize             runs compute-sanitizer on tests of the CUDA kernels
 #
-# Everything is set up in .venv, with pinned versions. TORCH=installed uses the Python and the torch at hand instead (and
-# installs nothing but this package). GPTKERNELS_CUDA=1 demands the CUDA library, 0 forbids it; by default it is built
-# where there is a GPU to use it.
+# The environment .venv is created with pinned versions. TORCH=installed uses the current Python and its torch instead,
+# and installs nothing but this package. GPTKERNELS_CUDA=1 requires the CUDA library, 0 omits it. By default it is built
+# if the machine has a GPU.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -31,17 +36,17 @@ BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
 
-# One OpenMP thread for each of pytest's workers: with more, they spin while they wait for each other.
+# Each of pytest's workers has one OpenMP thread. With more threads, they spin while they wait for each other.
 test: $(BUILT) $(STAMPS)/test-tools
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
 
-# With torch's CPU kernels and with ours for each instruction set that this processor has: all pairs. ARGS=--same runs
-# fewer; other arguments are pytest's, in place of the ops' tests.
+# Runs the tests with all pairs of an instruction set for torch's CPU kernels and one for this package's. ARGS=--same
+# runs only equal pairs. Other arguments are passed to pytest instead of the ops' tests.
 test-capabilities: $(BUILT) $(STAMPS)/test-tools
 	$(PY) tests/capabilities.py $(ARGS)
 
-# One and the same library under several releases of torch, each in an environment of its own. A release that is not here
-# yet is downloaded, with gigabytes of CUDA libraries unless pip is told of an index of CPU builds (PIP_INDEX_URL).
+# Tests the same library with several releases of torch, each in its own environment. A release that is not installed
+# yet is downloaded, with gigabytes of CUDA libraries, unless PIP_INDEX_URL names an index of CPU builds.
 TORCHES ?= 2.10.0 2.13.0 2.15.0
 python_with = $(if $(filter $(TORCH),$(1)),$(PY),build/torches/$(1)/bin/python)
 
@@ -56,8 +61,9 @@ build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/
 	$(@D)/bin/pip install --quiet torch==$* $(^:%=-r %)
 	touch $@
 
-# The same calls for the same SEED; each failure prints the command that repeats it. Each product has another shape, so
-# that timing the algorithms for it would take most of the time; GPTKERNELS_MATMUL_CHOICES=<folder> has them timed.
+# A SEED always gives the same calls. For each failure the command that repeats it is printed. The timing of matmul
+# algorithms is off, because each matmul has another shape and timing would take most of the time.
+# GPTKERNELS_MATMUL_CHOICES=<folder> enables it.
 CALLS ?= 100000
 STEPS ?= 300
 SEED ?= 1
@@ -71,10 +77,10 @@ fuzz: $(BUILT) $(STAMPS)/test-tools
 bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)
 
-# Memory errors, races, misused barriers and uninitialised reads in the kernels (CUDA), on the tests' small shapes and on
-# one for every place that a row is kept in; memory errors and barriers also with one more tile than multiprocessors. Of
-# races and uninitialised reads only ours count: torch's own sums load values that they then leave out, before anything
-# has written these.
+# Searches the CUDA kernels for memory errors, races, misused barriers and reads of uninitialised memory. The tests have
+# small shapes, and one shape for every place where a row is kept. memcheck and synccheck also run a test with one more
+# tile than SMs. Of the reports of racecheck and initcheck only those in this package's kernels count, because torch's
+# sums load uninitialised values and ignore them.
 SANITIZED_TESTS = (matches_float64 and 33) or (wherever and bfloat16) or long_sums
 SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
 
@@ -104,7 +110,7 @@ clean:
 CXX_FILES = $(shell find csrc ops tests examples -regex '.*\.\(h\|cuh\|cpp\|cu\)' -not -path '*/build/*')
 LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
-# ---- set-up ----------------------------------------------------------------------------------------------------------
+# ---- the environment -------------------------------------------------------------------------------------------------
 
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
@@ -119,7 +125,7 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 build/installed/tools build/installed/test-tools build/installed/lint-tools:
 	mkdir -p $(@D) && touch $@
 
-# cuBLASLt's header, where the CUDA toolkit came without it.
+# Installs cuBLASLt's header if the CUDA toolkit has none.
 $(STAMPS)/cublas: $(STAMPS)/tools
 ifneq ($(GPTKERNELS_CUDA),0)
   ifneq ($(TORCH),installed)

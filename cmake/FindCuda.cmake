@@ -1,6 +1,6 @@
-# GPTKERNELS_WITH_CUDA, the architectures, and cuBLAS with cuBLASLt from the toolkit or else from the nvidia-cublas wheel.
-# Whatever is missing is said: as an error when GPTKERNELS_CUDA=1 demands the library, else as a line of the log that
-# `gptkernels info` repeats.
+# Sets GPTKERNELS_WITH_CUDA and the architectures, and finds cuBLAS and cuBLASLt in the toolkit or in the nvidia-cublas
+# wheel. If something is missing, the configuration fails if GPTKERNELS_CUDA=1. Otherwise it logs the reason for not
+# building the CUDA library, and `gptkernels info` shows it too.
 set(GPTKERNELS_WITH_CUDA OFF)
 set(GPTKERNELS_WITHOUT_CUDA "")
 
@@ -12,7 +12,7 @@ macro(gptkernels_no_cuda reason)
   message(STATUS "gptkernels: no CUDA library, because ${reason}")
 endmacro()
 
-# Torch's spelling ("9.0a", "8.0;9.0+PTX") to CMake's.
+# Converts TORCH_CUDA_ARCH_LIST ("9.0a", "8.0;9.0+PTX") to the form of CMAKE_CUDA_ARCHITECTURES.
 function(gptkernels_architectures list out)
   string(REGEX REPLACE "[ ,]+" ";" list "${list}")
   set(result)
@@ -68,7 +68,7 @@ else()
   if(asked_architectures)
     gptkernels_architectures("${asked_architectures}" architectures)
   else()
-    # PTX of plain compute_100 runs on what comes later; PTX of 100a would not.
+    # PTX of compute_100 also runs on later architectures. PTX of compute_100a does not.
     set(architectures 80-real 90a-real 100a-real 100-virtual)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES ${architectures})

@@ -1,4 +1,4 @@
-# TORCH_PATH: the installed torch package; its headers and libtorch are used, torch itself is not imported.
+# Sets TORCH_PATH to the installed torch package. Its headers and libtorch are used; the package is not imported.
 if(NOT TORCH_PATH)
   find_program(python_for_torch NAMES python3 python REQUIRED)
   execute_process(
