@@ -45,7 +45,7 @@ class Seen:
 
     causal: bool
     begin: Tensor | None = None  # (B): the first key of each sequence that is not padding
-    end: Tensor | None = None  # (B): the key after the last one that is not padding
+    end: Tensor | None = None  # (B): the key after the last key that is not padding
     mask: Tensor | None = None  # padding and causality together, for torch's function
     by_bounds: bool = False  # our op gets `begin` and `end` instead of the mask
 
@@ -65,7 +65,7 @@ class Seen:
 
     @property
     def causal_flag(self):
-        """The argument `is_causal`: whether causality is not already part of the mask."""
+        """Return the argument `is_causal`, which is False if causality is part of the mask."""
         return self.causal and self.mask is None
 
     def allows(self, b, h, q, k):

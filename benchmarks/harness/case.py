@@ -45,5 +45,5 @@ class Case:
 
 
 def nbytes(*tensors) -> int:
-    """The number of bytes of all these tensors; None counts as 0."""
+    """Return the number of bytes of all these tensors. None counts as 0."""
     return sum(t.nbytes for t in tensors if t is not None)

@@ -10,7 +10,7 @@ def both(
     op, shape, formula, forward, backward, dout, rows, shared=(), *,
     costs=None, eager=None, differentiated=None, exact_backward=None, more=({}, {}), saves=False,
 ):  # fmt: skip
-    """Yield the case of the forward and that of the backward, with torch's eager and compiled code as baselines.
+    """Yield a case of the forward and a case of the backward, with torch's eager and compiled code as baselines.
 
     Args:
         op: the operator's name.

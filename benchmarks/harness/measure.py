@@ -60,7 +60,7 @@ def roof(device, repeats) -> list[Row]:
 
 
 def sizes_of(op, settings):
-    """Yield the dtypes and sizes to measure for an op: of the command line's sizes, those that suit the op."""
+    """Yield the dtypes and sizes to measure for an op. The command line's sizes are used if they suit the op."""
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:

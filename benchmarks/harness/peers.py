@@ -21,7 +21,7 @@ PACKAGES = {"liger": "liger_kernel", "quack": "quack", "fa3": "flash_attn_interf
 
 
 def absent(device) -> dict[str, str]:
-    """The baselines that cannot run here, with the reason."""
+    """Return the baselines that cannot run here, with the reason."""
     if device.type == "cpu":
         return dict.fromkeys(["cudnn", *PACKAGES], "it has no CPU kernels")
     needed = {**PACKAGES, "compile": "triton", "flex": "triton"}
@@ -66,7 +66,7 @@ def backward(function, inputs, douts):
 
 
 def of_forward(formula, inputs, eager=None, saves=False):
-    """Return the eager and the compiled call of a formula. With ``saves``, the compiled one saves for its backward."""
+    """Return the eager and the compiled call. With ``saves``, the compiled call saves what its backward needs."""
     call = training if saves else partial
     return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
 

@@ -45,7 +45,7 @@ class Row:
         return "TFLOP/s" if self.intensity > COMPUTE_BOUND else "GB/s"
 
     def rate(self, name) -> float:
-        """Return the rate in ``unit``: the fewest bytes, or the flops, by the time."""
+        """Return the rate in ``unit``: the fewest bytes, or the flops, divided by the time."""
         work = self.flops * 1e-12 if self.unit == "TFLOP/s" else self.bytes * 1e-9
         return work / self.times[name].median
 

@@ -39,7 +39,7 @@ PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "Classifier
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
 PARTS |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
 PARTS_OF_A_LAYER = PARTS | {"layernorm": "norms", "attention": "attention"}
-PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}  # over a tensor of the first one's size
+PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}  # over the first argument
 HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
@@ -114,7 +114,7 @@ def shapes_of(event) -> tuple[tuple[int, ...], ...]:
 
 
 class Sizes(NamedTuple):
-    """What the shapes of a call do not include."""
+    """Sizes that the shapes of a call do not include."""
 
     itemsize: int  # bytes of an activation
     parameters: int

@@ -55,7 +55,7 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
 
 
 def fp8_options(variant: str) -> dict[str, bool]:
-    """Return the float8 options of GPT2Config. fp8-logits in a variant's name includes fp8-head, and that fp8."""
+    """Return the float8 options of GPT2Config. fp8-logits implies fp8-head, and fp8-head implies fp8."""
     logits = "fp8-logits" in variant
     return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 
