@@ -26,6 +26,7 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);
+  __syncwarp();  // lane 0 arrives for all lanes
   barrier_arrive_if(threadIdx.x % 32 == 0, empty[ring.slot]);
   ring.advance();
 }
@@ -70,6 +71,7 @@ struct SeenByWarpgroup {
       barrier_wait(shared.block_full[ring.slot], ring.phase);
       own = own_block<kRowsAreKeys>(blocks, shared.masked[ring.slot], row);
       if (!own.hidden() || passed_before + passed == kMostPassed) return;
+      __syncwarp();  // all lanes have read the record, which the loader may overwrite after lane 0's arrival
       barrier_arrive_if(threadIdx.x % 32 == 0, shared.block_empty[ring.slot]);
       ring.advance();
     }
