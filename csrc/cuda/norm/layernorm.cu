@@ -97,11 +97,11 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dr
       using R = typename decltype(type)::type;
       constexpr auto kKernel = layernorm_backward_ring_kernel<R, kArrays, X, Dropout>;
       const int64_t row_bytes = p.width * int64_t((p.dsum ? 2 : 1) * sizeof(T) + sizeof(X));
-      const RingShape shape =
-          ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
+      const int64_t sums_bytes = int64_t(row.threads) * kArrays * R::kItems * R::kVec * sizeof(float);
+      const RingShape shape = ring_shape(p.rows, row_bytes, sums_bytes, row.threads, max_threads(R::kItems),
+                                         max_dynamic_shared_memory<kKernel>());
       if (shape.stages == 0) return;
-      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * kArrays * R::kItems * R::kVec * sizeof(float);
-      kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages, dropout);
+      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages, dropout);
       blocks = shape.grid;
     });
   return blocks;

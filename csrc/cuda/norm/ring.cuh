@@ -29,16 +29,18 @@ namespace gptkernels::cuda {
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0 if shared memory does not hold two stages of one row
+  int stages;  // 0 if shared memory does not hold two stages of one row, and a team's sums
   int64_t shared_bytes;
 };
 
 // Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
-// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row.
-inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
+// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row. After the last
+// row the same memory holds `sums_bytes` per team.
+inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
+                            int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
   constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
-  const int64_t fitting = max_shared_bytes / (2 * row_bytes);
+  const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
@@ -50,7 +52,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int ma
   return {.block = dim3(threads, static_cast<unsigned>(height)),
           .grid = grid_size(grid),
           .stages = static_cast<int>(stages),
-          .shared_bytes = stages * height * row_bytes};
+          .shared_bytes = height * std::max(stages * row_bytes, sums_bytes)};
 }
 
 // R is the Row that a team loads from the ring. Rows of x, dout and, if it is not null, dsum pass through the ring
