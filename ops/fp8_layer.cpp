@@ -31,14 +31,11 @@ std::tuple<T...> copied(const std::tuple<T&...>& references) {
 }
 
 Saved check_saved(const char* op, const std::vector<Tensor>& tensors) {
-  Saved saved;
-  const auto members = saved.members();
-  constexpr size_t size = std::tuple_size_v<decltype(members)>;
-  if (tensors.size() != size)
-    fail(op, "saved must be the ", int64_t(size), " tensors of the forward, got ", tensors.size());
-  auto next = tensors.begin();
-  std::apply([&](auto&... member) { ((member = *next++), ...); }, members);
-  return saved;
+  constexpr size_t kCount = std::tuple_size_v<decltype(std::declval<Saved&>().members())>;
+  if (tensors.size() != kCount)
+    fail(op, "saved must be the ", int64_t(kCount), " tensors of the forward, got ", tensors.size());
+  const auto name = [&]<size_t... i>(std::index_sequence<i...>) { return Saved{tensors[i]...}; };
+  return name(std::make_index_sequence<kCount>());
 }
 
 // The order of the amax histories: those of the products' inputs in the forward, and of the gradients of their outputs
