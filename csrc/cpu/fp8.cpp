@@ -1,5 +1,5 @@
-// Quantisation to float8 on the CPU. It reads x twice: for the largest magnitude, which goes into the history, and for
-// the rounding.
+// Quantisation to float8 on the CPU. The first pass over x finds the amax, which is added to the history. The second
+// pass rounds x.
 #include "../fp8.h"
 
 #include <algorithm>
