@@ -44,10 +44,13 @@ struct Matmul {
 // answer is cached for the process. For a large product on the tensor cores the heuristic's first algorithm is up to 20
 // % slower than the best one, so the proposed algorithms are timed, once per shape and user (gemm/algorithm_cache.h).
 struct MatmulPlan {
-  bool cublaslt;       // cublasLtMatmul, with the epilogue; if false (and not sm90), cublasGemmEx, then our bias kernel
-  bool separate_gelu;  // our kernels compute GELU or its gradient after the product
+  // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the product and the epilogue.
+  // With sm90, our own kernel (gemm/sm90_gelu.h) computes them and column_sums. If both are false, cublasGemmEx
+  // computes the product, and our kernel adds the bias. The caller computes column_sums unless sm90 is true.
+  bool cublaslt;
+  bool separate_gelu;   // our kernels compute GELU or its gradient after the product
   bool needs_autotune;  // matmul_autotune may find a faster algorithm
-  bool sm90;  // our own kernel (gemm/sm90_gelu.h), with column_sums; if false, the caller computes column_sums
+  bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 

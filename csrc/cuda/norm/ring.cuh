@@ -1,10 +1,10 @@
 // A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
 //
-// At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times. Registers
-// have no space for so much data in addition to the current row. Every thread therefore copies its packs of the next
-// rows to shared memory (by cp.async, which bypasses the registers), and reads each row from there when it processes the
-// row. A thread reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while row r is in
-// use:
+// At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times.
+// Registers have no space for so much data in addition to the current row. Every thread therefore copies its packs of
+// the next rows to shared memory (by cp.async, which bypasses the registers), and reads each row from there when it
+// processes the row. A thread reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while
+// row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
