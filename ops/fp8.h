@@ -94,8 +94,8 @@ struct Fp8ProductOptions {
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// Computes fp8_product and quantises the result, in one kernel if a kernel supports the arguments. With dgelu_at, that
-// kernel may not write `out`.
+// Computes fp8_product and quantises the result, in one kernel if a kernel supports the arguments. With dgelu_at, this
+// kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

@@ -1,4 +1,5 @@
-// Flash attention on tiles of 64 queries and 64 keys. No include guard: see vector.h.
+// Flash attention on tiles of 64 queries and 64 keys. The file has no include guard, for the reason that vector.h
+// gives.
 //
 // Forward, for each tile of queries:
 //

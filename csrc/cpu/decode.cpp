@@ -108,7 +108,7 @@ class Step {
   }
 
  private:
-  // Number of elements of a layer's keys (or values) in the cache.
+  // Returns the number of elements of a layer's keys (or values) in the cache.
   int64_t cache_size() const { return p_.batch * p_.width * p_.capacity; }
 
   void layer(const DecodeLayer<T>& w, T* keys) {
@@ -140,7 +140,7 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // Offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
+  // Returns the offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kChunks = 64;  // chunks of x, reduced in parallel
 
-// Returns the bits of |x|; 0 for NaN and infinities.
+// Returns the bits of |x|, or 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;

@@ -113,7 +113,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// Returns the largest fn(i) over [0, n), -inf for n = 0. NaNs are ignored.
+// Returns the largest fn(i) over [0, n), or -inf if n is 0. NaNs are ignored.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];

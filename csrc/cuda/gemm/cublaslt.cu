@@ -113,7 +113,7 @@ cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
   return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// Returns the matrix that cuBLASLt's GELU epilogues write or read; null without GELU.
+// Returns the matrix that cuBLASLt's GELU epilogues write or read, or null if there is no GELU.
 template <typename T>
 const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
@@ -192,7 +192,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // The alignment of the matrices of all batches.
+  // Returns an alignment that the matrices of all batches have.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };

@@ -41,8 +41,9 @@ struct Matmul {
 };
 
 // The plan of a product: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
-// answer is cached for the process. For a large product on the tensor cores the heuristic's first algorithm is up to 20
-// % slower than the best one, so the proposed algorithms are timed, once per shape and user (gemm/algorithm_cache.h).
+// answer is cached for the process. For a large product on the tensor cores, the heuristic's first algorithm may be
+// 20 % slower than the best one, so the proposed algorithms are timed, once per shape and user
+// (gemm/algorithm_cache.h).
 struct MatmulPlan {
   // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the product and the epilogue.
   // With sm90, our own kernel (gemm/sm90_gelu.h) computes them and column_sums. If both are false, cublasGemmEx

@@ -4,9 +4,9 @@
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   product    stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
-//   after      adds the sums of a row; computes loss, factor, E at the target and factor * x; marks rows that
-//   overflowed product    again, for blocks of rows that have a marked row: stores the logits of marked rows redo the
-//   classifier (fused_classifier.cuh) on marked rows
+//   after      adds the sums of a row; computes loss, factor, E at the target, factor * x; marks rows to redo
+//   product    again, for blocks of rows that have a marked row: stores the logits of marked rows
+//   redo       the classifier (fused_classifier.cuh) on marked rows
 //
 // E is stored in bfloat16, which has float32's range, so c need not be the row's largest logit. As in the classifier,
 // the sum excludes the target's column, so that a small loss keeps its digits.

@@ -2,8 +2,8 @@
 // replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written.
 //
 // The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
-// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes, where a separate addition would make it
-// 5. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
+// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. With a separate addition it would be
+// 5 * N * C * sizeof(T) bytes. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
 //
 // layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a block) per row:
 //

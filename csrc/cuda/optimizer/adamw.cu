@@ -20,8 +20,7 @@ constexpr int kThreads = 128;
 constexpr int kPacks = 2;  // packs of each array per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kTensorIndex =
-    kMaster;  // without masters this slot has the tensor's index among all tensors of the call
+constexpr Slot kTensorIndex = kMaster;  // without masters this slot has the tensor's index in the lists
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148 tensors
 

@@ -5,7 +5,7 @@
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
 //
-//   - one that loads tiles, two of whose warps compute D = sum(g out) - dlogsumexp of the next head,
+//   - one that loads tiles, and in which two warps compute D = sum(g out) - dlogsumexp of the next head,
 //   - two with 64 keys each, which sum dk and dv in registers and pass dS^T in shared memory to the last one,
 //   - one that computes dq of the block of queries for these keys, and adds it to the sums of earlier tiles.
 //
@@ -138,7 +138,7 @@ struct BlockWalk {
   }
 };
 
-// Returns the first block with a query that sees key `key` or a later one.
+// Returns the first block with a query that sees key `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;

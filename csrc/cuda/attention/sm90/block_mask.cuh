@@ -67,8 +67,8 @@ struct SeenBlocks {
     for (int i = 0; i < words; ++i) n += __popcll(seen<kUnits>(i));
     return n;
   }
-  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits have the classes of the first row, the
-  // upper 16 bits those of the second row.
+  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits have the classes of the first row, and the
+  // upper 16 bits have the classes of the second row.
   template <int kUnits>
   __device__ uint32_t classes(int block) const {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;

@@ -1,4 +1,4 @@
-// Parts that the attention kernels for sm_90a share: arguments, dropout, and which calls they support.
+// The code that the attention kernels for sm_90a share: arguments, dropout, and the checks whether they support a call.
 #pragma once
 
 #include <cmath>
@@ -80,8 +80,8 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// Both functions draw two of philox.h's groups at a time. More would need too many registers, and with one the chain of
-// dependent instructions would be too long.
+// for_kept() and for_kept_transposed() draw two of philox.h's groups at a time. More groups would need too many
+// registers, and with one group the chain of dependent instructions would be too long.
 
 // Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
 // score i, and `keep_next` whether it keeps score i + 1. Rows are queries and columns are keys. `query` is the warp's

@@ -12,13 +12,13 @@
 //                  sum += P(j);  O += P(j) v(j); release stage j
 //     warpgroup:   store O / sum and the logsumexp
 //
-// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. After the last one of
-// a query tile, it is the first iteration of the next query tile. There are two schedules:
+// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. If j is the last
+// iteration of a query tile, j+1 is the first iteration of the next query tile. There are two schedules:
 //
 //   four warpgroups, one buffer of scores      two warpgroups, two buffers of scores
 //     start S(j+1)                               start S(j+1)
 //     start O += P(j) v(j)                       compute P(j), while S(j+1) and O += P(j-1) v(j-1) run
-//     wait for S(j+1) only                       wait for both
+//     wait for S(j+1) only                       wait for S(j+1) and O
 //     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
 //     wait for O
 //
@@ -334,8 +334,8 @@ struct Warpgroup {
   //
   // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
   // waits for the stage after the skipped ones. The loader refills a stage only after all warpgroups have released it,
-  // so it gets at most kStages - 1 stages past the unreleased one. The warpgroup therefore skips at most kStages - 2.
-  // It computes further key tiles that its queries do not see, with all scores masked.
+  // so it fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at most
+  // kStages - 2 key tiles. It computes further key tiles that its queries do not see, with all scores masked.
   __device__ void open(const QueryTile& tile) {
     constexpr int kStages = Tile::kStages;
     constexpr int kMostSkipped = kStages - 2;
