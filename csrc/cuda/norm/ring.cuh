@@ -1,9 +1,10 @@
 // A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
 //
-// At 4.2 TB/s and 1 us of latency, each SM of an H200 needs some 60 KB of loads in flight at all times. Registers have
-// no room for that in addition to the current row, so every thread copies its packs of the next rows to shared memory
-// (cp.async, which bypasses the registers) and reads them from there when it reaches them. A thread reads only what it
-// has copied itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+// At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times.
+// Registers have no space for so much data in addition to the current row. Every thread therefore copies its packs of
+// the next rows to shared memory (by cp.async, which bypasses the registers), and reads each row from there when it
+// processes the row. A thread reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while
+// row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
@@ -11,8 +12,8 @@
 //   | in use      | | in flight   | | in flight   | | in flight   |
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
-// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row in a stage is the rows
-// of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. In a stage, a row consists of
+// the rows of x, dout and dsum, one after another. A stage has one row for each of the blockDim.y teams of a block.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -46,7 +47,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes,
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
   const int64_t steps =
-      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: more stages would stay empty
+      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team; more stages would stay empty
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
@@ -70,18 +71,18 @@ class RowRing {
         row_step_(step() * width),
         width_(width),
         stages_(stages) {
-    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // over all arrays
+    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // elements of a row of all arrays
     stage_step_ = static_cast<int>(blockDim.y) * row_elements;
     read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * row_elements;
 #pragma unroll 1
     for (int i = 0; i < stages - 1; ++i) copy();
   }
 
-  // The stride between the rows of a team, which are Team::row(), Team::row() + step(), ...
+  // Returns the distance between the rows of a team, which are Team::row(), Team::row() + step(), ...
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // Returns the team's next row of x; dout() and dsum() find the other arrays' rows from it. The call overwrites the
-  // row that the previous call returned.
+  // Returns the team's next row of x, from which dout() and dsum() find the rows of the other arrays. The call
+  // overwrites the row that the previous call returned.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
