@@ -76,11 +76,27 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
+// Returns `a` as the first operand of torch's product. On processors with AMX, oneDNN loads 32 16-bit elements of a row
+// at a time. If `columns` is no multiple of 32, it multiplies the elements that follow a row in memory by 0, so a NaN
+// or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied, and
+// zeros follow each copy.
+Tensor first_operand(const Matrix& a) {
+  constexpr int64_t kUnit = 32;
+  const Tensor x = strided(a);
+  if (a.tensor.element_size() != 2 || a.column_stride != 1 || a.columns % kUnit == 0) return x;
+  const int64_t ld = (a.columns / kUnit + 1) * kUnit;
+  const Tensor padded = allocate({a.batches, a.rows, ld}, a.tensor);
+  check_shim(aoti_torch_zero_(padded.get()));
+  Tensor rows = strided({padded, a.rows, a.columns, ld, 1, 0, a.batches, a.rows * ld});
+  torch::stable::copy_(rows, x);
+  return rows;
+}
+
 // Calls torch's own BLAS below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
 // beta is 0, out is not read. If alpha is 0, out becomes zero, as in every BLAS; oneDNN, which torch calls for 16-bit
 // matrices, would leave it unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
-  const Tensor o = strided(out), x = strided(a), y = strided(b);
+  const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
   if (out.batches == 1) {
     if (alpha == 1 && beta == 0) return aoti_torch_cpu_mm_out(o.get(), x.get(), y.get());
@@ -104,7 +120,7 @@ void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, 
 }
 
 AOTITorchError product_plus_bias(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& bias) {
-  const Tensor o = strided(out), x = strided(a), y = strided(b);
+  const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   return aoti_torch_cpu_addmm_out(o.get(), bias.get(), x.get(), y.get(), 1, 1);
 }
 
