@@ -1,5 +1,5 @@
 // One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place. The arithmetic of the step is in this
-// header, shared by both devices.
+// header, because the CPU and CUDA kernels share it.
 #pragma once
 
 #include <cmath>
@@ -24,20 +24,21 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  bool round_stochastically;  // for bfloat16 parameters without masters and bfloat16 moments; others round to nearest
+  // Applies to bfloat16 parameters without masters and to bfloat16 moments. Other arrays are rounded to nearest.
+  bool round_stochastically;
   uint64_t rounding_seed;
 };
 
 // The arrays that may be rounded stochastically. Each uses different random bits.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
-// Optional scalars on the tensors' device (or null). The kernel reads them there, so a CUDA graph can replay with new
-// values.
+// Optional scalars in the memory of the tensors' device; null if not given. The kernel reads the values there, so a
+// CUDA graph can be replayed with new values.
 struct AdamwNumbers {
   const float* lr;          // if null, wide_lr is used
   const double* wide_lr;    // if null, options.lr is used
-  const float* grad_scale;  // the gradients are divided by it
-  const float* grad_norm;   // norm of the gradients after that division, which are clipped to options.max_grad_norm
+  const float* grad_scale;  // divisor of the gradients
+  const float* grad_norm;   // norm of the divided gradients; if given, they are clipped to options.max_grad_norm
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
@@ -46,8 +47,9 @@ struct AdamwNumbers {
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
-  // Float32 masters, or null. If given, they are updated, and params become masters rounded to T. A parameter that its
-  // master does not round to was changed by other code: the step starts from the parameter.
+  // Float32 master weights, or null. If given, the step updates the masters, and stores them rounded to T in params. If
+  // a master does not round to its parameter, other code has changed the parameter, and the step starts from the
+  // parameter.
   float* const* masters;
   const Gradient* const* grads;
   State* const* exp_avgs;
@@ -62,10 +64,10 @@ struct Adamw {
 template <typename T, typename Gradient, typename State>
 Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 
-// ---- the step, shared by both devices -------------------------------------------------------------------------------
+// ---- the step's arithmetic, shared by both devices ------------------------------------------------------------------
 
-// The factors of a tensor's step. They are computed in float64, because for small t 1 - beta^t has few accurate digits
-// in float32.
+// The factors of a tensor's step. They are computed in float64, because 1 - beta^t has few accurate digits in float32
+// if t is small.
 template <typename A>
 struct AdamwFactors {
   A gradient;  // factor of the gradient: clip coefficient / grad_scale, negated to maximize
@@ -79,14 +81,14 @@ struct AdamwFactors {
   A eps;
 };
 
-// Computes the coefficient like torch's clip_grad_norm_, with the same roundings; NaN stays NaN.
+// Returns the coefficient of torch's clip_grad_norm_, with the same roundings. A NaN norm gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// Returns 1 - beta^t, computed from log(beta), which is less work than a power. As in torch, beta^t is rounded before
-// the subtraction; for small t the results would otherwise differ from torch's.
+// Returns 1 - beta^t. Computing it from log(beta) is cheaper than a power. As in torch, beta^t is rounded before the
+// subtraction; for small t the results would otherwise differ from torch's.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;

@@ -46,7 +46,7 @@ struct AttentionSizes {
   int64_t head_size;  // HS
 };
 
-// The query head `index` of all batches, and the key head that it reads.
+// Query head number `index` of all B * NH query heads, and the key head that it reads.
 struct QueryHead {
   int64_t index;  // batch * NH + head
   int64_t batch;
@@ -99,7 +99,7 @@ constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// Bytes of scratch memory. The workspace must have an allocator's alignment (256 bytes on CUDA).
+// Return the size of the workspace in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>
@@ -110,7 +110,7 @@ Status attention_forward(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream);
 
-// Writes the dropout mask (B, NH, Tq, Tk), dense: true if the probability is kept. For tests and debugging.
+// Writes the dense (B, NH, Tq, Tk) dropout mask, for tests and debugging: true if the probability is kept.
 Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,5 +1,5 @@
-// One decoding step of GPT-2: takes the last token of each of B sequences through the model. The keys and values of
-// earlier tokens are in a cache, so every product is of a matrix and a few vectors, and the weights are read once.
+// One decoding step of GPT-2: computes the logits after the last token of each of B sequences. The keys and values of
+// earlier tokens are in a cache, so every matmul multiplies a matrix by a few vectors, and the weights are read once.
 //
 // Shapes: B sequences, L layers, C channels, NH attention heads, HS = C / NH head size, V vocabulary, Vp rows of the LM
 // head.
@@ -32,7 +32,7 @@ struct Decode {
   T* logits;                     // (B, Vp)
   T* keys_values;                // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
   const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, counts as 0
-  const int64_t* lengths;        // (B): number of tokens, at least 1. All but the last one are in the cache
+  const int64_t* lengths;        // (B): number of tokens, at least 1; all tokens but the last are in the cache
   const T* wte;                  // (V or more, C)
   const T* wpe;                  // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory

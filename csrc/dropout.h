@@ -27,7 +27,7 @@ struct DropoutForward {
 template <typename T>
 Status dropout_forward(const DropoutForward<T>& p, Stream stream);
 
-// Writes mask (size): true if the element is kept. For tests and debugging.
+// Writes mask (size), for tests and debugging: true if the element is kept.
 Status dropout_mask(bool* mask, int64_t size, const DropoutArguments& arguments, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

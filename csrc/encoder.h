@@ -17,7 +17,7 @@ struct EncoderForward {
   const T* wpe;         // (P, C), P >= T; null for no position embedding
   int64_t batch;        // B
   int64_t length;       // T
-  int64_t vocabulary;   // V: tokens must be below it
+  int64_t vocabulary;   // V: tokens must be below V
   int64_t width;        // C
 };
 
@@ -33,7 +33,7 @@ struct EncoderBackward {
   int64_t vocabulary;   // V
   int64_t positions;    // P
   int64_t width;        // C
-  bool accumulate;      // add to dwte in place: rows without a token are neither read nor written
+  bool accumulate;      // whether to add to dwte in place; rows of tokens that do not occur are then not accessed
 };
 
 template <typename T, typename Token>

@@ -14,10 +14,10 @@ enum class Fp8Format { kE4M3, kE5M2 };
 // The quantised values: x; GELU(x) rounded to T; x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
-// A tensor's amax history: the largest finite magnitudes of its last kFp8Calls calls, the newest last; then two working
-// cells that are 0 between calls, the largest magnitude so far in the current call and the number of blocks that have
-// finished. Magnitudes are stored as the bits of float32 in int32, because `module.to(dtype)` converts floating-point
-// buffers.
+// A tensor's amax history has the largest finite magnitudes of the last kFp8Calls calls, the newest last. Two working
+// cells follow, which are 0 between calls: the largest magnitude so far in the current call, and the number of blocks
+// that have finished. Magnitudes are stored as the bits of float32 in int32, because `module.to(dtype)` converts
+// floating-point buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
@@ -29,18 +29,18 @@ constexpr int64_t fp8_padded(int64_t rows) {
   return (rows + kFp8Alignment - 1) / kFp8Alignment * kFp8Alignment;
 }
 
-// Set if the preceding GEMM may already have quantised this tensor in its epilogue (CUDA; it does so if a scale is
-// known).
+// Given if the preceding matmul may already have quantised this tensor in its epilogue. (On CUDA it does so if a scale
+// is known.)
 struct Fp8Fused {
-  const int32_t* done = nullptr;  // on the device; not 0 if only the reduction of the partial sums is left
-  void* partials = nullptr;       // (partial_rows, C) of sum_t<T>: the GEMM's partial column sums
+  const int32_t* done = nullptr;  // in device memory; not 0 if only the partial sums are still to be added
+  void* partials = nullptr;       // (partial_rows, C) of sum_t<T>: the matmul's partial column sums
   int64_t partial_rows = 0;
 };
 
 // out = x / scale, rounded to nearest even. Values beyond the format's range saturate; infinities and NaN become NaN.
 //
-// The scale is the smallest power of two for which the largest magnitude in the history does not saturate. Without a
-// history, or with an all-zero one, the scale is computed from x itself, which is then read twice.
+// The scale is the smallest power of two for which the largest magnitude in the history does not saturate. If there is
+// no history, or the history is all zero, the scale is computed from x itself, which is then read twice.
 template <typename T>
 struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null if only out_transposed is needed
@@ -77,7 +77,7 @@ struct Fp8Transpose {
 
 Status fp8_transpose(const Fp8Transpose& p, Stream stream);
 
-// MACRO(T) for every dtype that can be quantised.
+// Calls MACRO(T) for every dtype that can be quantised.
 #define GPTKERNELS_FOR_FP8(MACRO) \
   MACRO(float)                    \
   MACRO(bfloat16)                 \

@@ -1,5 +1,5 @@
-// Computes the float8 scale of a tensor from its largest magnitude, in integer arithmetic, so that it has the same bits
-// on every device.
+// Computes the float8 scale of a tensor from its largest magnitude, in integer arithmetic, so that the scale has the
+// same bits on every device.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +18,9 @@ struct Fp8Scale {
   uint32_t scale;       // 2^-exponent: the float8 number * scale is the value
 };
 
-// `amax` holds the bits of a finite float32 that is not negative. The multiplier is the largest power of two by which
-// it can be multiplied without exceeding 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3),
-// 57344 for 15 (e5m2). It is 1 if amax is 0.
+// `amax` has the bits of a finite float32 that is not negative. The multiplier is the largest power of two for which
+// amax * multiplier does not exceed 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3), 57344
+// for 15 (e5m2). The multiplier is 1 if amax is 0.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75

@@ -1,7 +1,7 @@
 // Softmax, cross-entropy and its gradient in one pass. With p = softmax(logits) over the first V columns of a row,
 //   losses = -log p[target],   dlogits = (p - onehot(target)) * dlosses.
-// Both are 0 on a row whose target is ignore_index. Padding (columns V to Vp - 1) is ignored in logits and 0 in
-// dlogits.
+// The loss and dlogits are 0 in a row whose target is ignore_index. Padding (columns V to Vp - 1) is ignored in logits
+// and 0 in dlogits.
 //
 // A target outside the vocabulary is never used as an index. The CPU launcher returns an error before it writes
 // anything. On CUDA the host does not read the targets, and the kernel fails a device-side assertion.

@@ -1,8 +1,9 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
-// If there is a residual, it normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum: the
-// step between two sublayers of a transformer in one pass. x_bias is the bias of the linear layer that computed x.
-// Adding it here is free, and so is its gradient, the sum of dx over the rows.
+// If there is a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the
+// sum. In one pass it thus computes all that is between two sublayers of a transformer. x_bias is the bias of the
+// linear layer that computed x. Adding it here takes no additional time, and neither does its gradient, the sum of dx
+// over the rows.
 //
 // T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
 // a 16-bit type with a float32 residual stream, for models whose matrix products are 16-bit. Then `out` is rounded to

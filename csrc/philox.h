@@ -135,7 +135,7 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
   return philox(dropout_key(seed, offset), dense_dropout_counter(offset, group));
 }
 
-// ---- both -----------------------------------------------------------------------------------------------------------
+// ---- both kinds of masks --------------------------------------------------------------------------------------------
 
 // An element is kept if its 16 bits are at least this threshold.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {

@@ -22,7 +22,7 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // from 1 to V: keeps the k-th largest x and all x not below it
-  double top_p;  // then keeps the fewest largest x whose share of the probability is top_p or more, and their ties
+  double top_p;  // then keeps as few of the largest x as have a probability of at least top_p, and ties of the smallest
 };
 
 // top_p sums probabilities as integers, in units of 2^-31 of the largest one: the sums are exact in any order.

@@ -15,10 +15,10 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// The properties of a tensor that the checks need. Each is a call into LibTorch and the lists are long, so they are
-// read once, and a message is only written when a check fails.
+// The properties of a tensor that the checks need. Each property takes a call into LibTorch, and the lists are long.
+// Therefore the properties are read once, and messages are composed only when a check fails.
 struct Facts {
-  int32_t dtype;  // LibTorch's number
+  int32_t dtype;  // LibTorch's number of the dtype
   int32_t device_type;
   int32_t device;
   bool contiguous;
@@ -98,7 +98,7 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// Checks a tensor that is written together with its parameter: both are traversed in the order of their memory.
+// Checks that a tensor has the layout of its parameter, because the kernel traverses both in the order of their memory.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -259,7 +259,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// Returns the value of an lr on the CPU; 0 for an lr on the device, which the kernel reads.
+// Returns the value of an lr on the CPU, or 0 for an lr on the device, which the kernel reads.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

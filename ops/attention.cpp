@@ -14,7 +14,8 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// A (B, heads, T, HS) tensor, or a part of a packed one, with any strides but a contiguous last dimension.
+// A (B, heads, T, HS) tensor, or a part of a packed tensor. The last dimension is contiguous, and the other dimensions
+// may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -152,8 +153,8 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// The same for a gradient of out, which may be expanded, as the gradient of a sum is. The fastest 16-bit kernels load
-// it by TMA, whose strides are positive multiples of 16 bytes.
+// Returns a gradient of out, or a copy if the kernels do not support its strides. It may be expanded, as the gradient
+// of a sum is. The fastest 16-bit kernels load it by TMA, whose strides are positive multiples of 16 bytes.
 Tensor with_tma_strides(const Tensor& t) {
   bool supported = true;
   for (int64_t i = 0; i < 3; ++i)
@@ -161,7 +162,7 @@ Tensor with_tma_strides(const Tensor& t) {
   return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
-// Allocates a dense (B, heads, T, HS) tensor; `order` is that of its first three dimensions in memory.
+// Allocates a dense (B, heads, T, HS) tensor. `order` is the order of the first three dimensions in memory.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -178,8 +179,8 @@ Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// Allocates a gradient whose dimensions are in memory in the order of its tensor's. If that is dense,
-// the layouts agree.
+// Allocates the gradient of t. Its dimensions have the same order in memory as t's dimensions. If t is dense, the two
+// layouts are equal.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });

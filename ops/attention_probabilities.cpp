@@ -44,7 +44,7 @@ struct Heads {
 // The index of q, k and v in qkv.
 enum Part { kQuery, kKey, kValue };
 
-// Matrices (T, HS) with rows 3C apart.
+// Returns the matrices (T, HS) of q, k or v, whose rows are 3C apart.
 Heads part(const Tensor& qkv, Part which, const Sizes& s) {
   return {{.tensor = qkv,
            .rows = s.tokens,
@@ -56,14 +56,14 @@ Heads part(const Tensor& qkv, Part which, const Sizes& s) {
           s.head};
 }
 
-// Matrices (T, HS) with rows C apart.
+// Returns the matrices (T, HS) of out, whose rows are C apart.
 Heads parts_of_out(const Tensor& out, const Sizes& s) {
   return {{.tensor = out, .rows = s.tokens, .columns = s.head, .row_stride = s.channels, .column_stride = 1},
           s.tokens * s.channels,
           s.head};
 }
 
-// Dense matrices (T, T).
+// Returns the dense matrices (T, T).
 Heads squares(const Tensor& probabilities, const Sizes& s) {
   return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
           s.heads * s.tokens * s.tokens,
@@ -71,8 +71,8 @@ Heads squares(const Tensor& probabilities, const Sizes& s) {
 }
 
 // out = alpha * a @ b for every batch and head. A batched call of BLAS supports one constant stride between matrices,
-// but batches and heads have two. So the smaller of these dimensions is a loop, and each call computes all of the
-// other. In this way q, k, v and out need not be permuted.
+// but batches and heads have two strides. Therefore the smaller of these dimensions is a loop, and each call computes
+// all of the other dimension. In this way q, k, v and out need not be permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;
@@ -114,8 +114,8 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   return {out, probabilities};
 }
 
-// With the probabilities P and the scores S = scale * q k^T: dP = dout v^T, dv = P^T dout, dS by the softmax's
-// gradient, dq = scale * dS k, dk = scale * dS^T q.
+// Let P be the probabilities, and S = scale * q k^T the scores. Then dP = dout v^T, dv = P^T dout, dq = scale * dS k
+// and dk = scale * dS^T q, where causal_softmax_backward computes dS from dP.
 Tensor attention_probabilities_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& probabilities,
                                            int64_t num_heads, std::optional<double> scale) {
   constexpr const char* op = "attention_probabilities_backward";

@@ -1,4 +1,5 @@
-// A decoding step: the newest token of each sequence through all of GPT-2, with a cache of earlier keys and values.
+// A decoding step: computes GPT-2's logits after the newest token of each sequence, with a cache of earlier keys and
+// values.
 #include "../csrc/decode.h"
 
 #include "op.h"

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// The (batch, length) of the tokens for the kernels. Without positions they are one sequence.
+// The (batch, length) of the tokens for the kernels. Without positions all tokens are one sequence.
 struct Tokens {
   int64_t batch;
   int64_t length;
@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// Adds to an existing gradient of wte, from an LM head that is tied to it.
+// Adds to an existing gradient of wte, which comes from an LM head that is tied to wte.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);

@@ -29,7 +29,7 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
-// Copies a bias that is not 16-byte aligned: cuBLASLt's float8 products load it in packs of 16 bytes.
+// Copies a bias that is not 16-byte aligned, because cuBLASLt's float8 products load it in packs of 16 bytes.
 OptionalTensor aligned(const OptionalTensor& bias) {
   if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
   Tensor copy = allocate(shape_of(*bias), *bias);
@@ -64,7 +64,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// Times the plans of a new product and returns the fastest. A product that accumulates is timed on other memory.
+// Times the plans of a new product and returns the fastest. A product that accumulates is timed with another output.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {
@@ -127,7 +127,7 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator have it.
+// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator are so aligned.
 void check_aligned(const char* op, const char* name, const Tensor& t) {
   if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
     fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");

@@ -6,8 +6,8 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A quantised tensor. `values` has its shape; `transposed` is (C, N rounded up to a multiple of 16). Either may have no
-// elements.
+// A quantised tensor. `values` has the shape of the tensor, and `transposed` is (C, N rounded up to a multiple of 16).
+// `values` and `transposed` have no elements if they are not needed.
 struct Quantized {
   Tensor values;
   Tensor transposed;
@@ -28,7 +28,7 @@ void check_fp8(const char* op, const char* name, const Tensor& t);
 void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
                    const Tensor& like);
 
-// The number of features of a float8 product on the tensor cores must be a multiple of 16.
+// Checks that the number of features of a float8 product is a multiple of 16, as the tensor cores require.
 void check_features(const char* op, const char* name, int64_t features);
 
 // Allocates the outputs for a tensor like x.
@@ -94,8 +94,8 @@ struct Fp8ProductOptions {
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// Computes fp8_product and quantises the result, in one kernel if that supports it. With dgelu_at, that kernel may
-// leave out unwritten.
+// Computes fp8_product and quantises the result, in one kernel if a kernel supports the arguments. With dgelu_at, this
+// kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

@@ -1,6 +1,6 @@
-// A layer of GPT-2 in training with float8 products. The results have the same bits as those of the operators
-// fp8_linear, fp8_mlp, attention and layernorm. The norms' outputs are quantised by the kernels that compute them, and
-// are stored in float8 only. GELU has the tanh form.
+// A layer of GPT-2 in training with float8 matmuls. The results have the same bits as the results of the operators
+// fp8_linear, fp8_mlp, attention and layernorm. The kernels that compute the norms also quantise the outputs, which are
+// stored in float8 only. GELU has the tanh form.
 #include "fp8_layernorm.h"
 #include "fp8_linear.h"
 #include "layer.h"
@@ -10,8 +10,8 @@ namespace {
 
 constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
 
-// The outputs of fp8_layer from mean_1 on, which are the argument `saved` of fp8_layer_backward, in this order. _t are
-// transposed float8 operands.
+// The outputs of fp8_layer from mean_1 on, which are the argument `saved` of fp8_layer_backward, in this order. Names
+// that end in _t are transposed float8 operands.
 struct Saved {
   Tensor mean_1, rstd_1, norm_1_t, norm_1_scale, qkv_weight_t, qkv_weight_scale, qkv, attended, logsumexp, attended_t;
   Tensor attended_scale, attn_proj_weight_t, attn_proj_weight_scale, mean_2, rstd_2, norm_2_t, norm_2_scale;
@@ -31,18 +31,15 @@ std::tuple<T...> copied(const std::tuple<T&...>& references) {
 }
 
 Saved check_saved(const char* op, const std::vector<Tensor>& tensors) {
-  Saved saved;
-  const auto members = saved.members();
-  constexpr size_t size = std::tuple_size_v<decltype(members)>;
-  if (tensors.size() != size)
-    fail(op, "saved must be the ", int64_t(size), " tensors of the forward, got ", tensors.size());
-  auto next = tensors.begin();
-  std::apply([&](auto&... member) { ((member = *next++), ...); }, members);
-  return saved;
+  constexpr size_t kCount = std::tuple_size_v<decltype(std::declval<Saved&>().members())>;
+  if (tensors.size() != kCount)
+    fail(op, "saved must be the ", int64_t(kCount), " tensors of the forward, got ", tensors.size());
+  const auto name = [&]<size_t... i>(std::index_sequence<i...>) { return Saved{tensors[i]...}; };
+  return name(std::make_index_sequence<kCount>());
 }
 
-// The order of the amax histories: those of the products' inputs in the forward, and of the gradients of their outputs
-// in the backward.
+// The order of the amax histories. The forward has the histories of the matmuls' inputs, and the backward has the
+// histories of the gradients of the matmuls' outputs.
 enum Layers { kQkv, kAttnProj, kFc, kMlpProj, kLayers };
 
 void check_histories(const char* op, const char* name, const std::vector<Tensor>& histories, const char* like_name,

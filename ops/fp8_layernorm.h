@@ -1,4 +1,4 @@
-// A norm whose output is quantised to float8 for a following product. See docs/fp8.md.
+// A norm whose output is quantised to float8 for the next matmul. See docs/fp8.md.
 #pragma once
 
 #include "fp8.h"
@@ -13,7 +13,8 @@ struct Fp8Layernorm {
   Tensor rstd;
 };
 
-// Computes run_layernorm() and quantize() of its output, rounded to x's dtype, in one kernel if that supports it.
+// Computes run_layernorm() and quantize() of its output, rounded to x's dtype, in one kernel if a kernel supports the
+// arguments.
 Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const OptionalTensor& x_bias, const LayernormDropout& dropout,

@@ -1,4 +1,5 @@
-// The float8 layers' operators, callable from C++ (fp8_layer.cpp). Their arguments and results are in library.cpp.
+// The operators for float8 linear layers and MLPs that are callable from C++ (fp8_layer.cpp). Their arguments and
+// results are in library.cpp.
 #pragma once
 
 #include "fp8.h"
@@ -14,19 +15,20 @@ struct Fp8Product {
   Quantized weight;
 };
 
-// out = x @ weight^T + bias, in the weight's dtype. It quantises the weight, with a transposed copy on request.
+// out = x @ weight^T + bias, in the weight's dtype. The function also quantises the weight, and makes a transposed copy
+// if `transposed`.
 Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tensor& weight, const OptionalTensor& bias,
                        bool transposed);
 
 struct Fp8Mlp {
   Tensor out;
   Tensor pre_gelu;
-  Quantized fc;      // fc_weight
-  Quantized hidden;  // GELU's output
-  Quantized proj;    // proj_weight
+  Quantized fc;      // quantised fc_weight
+  Quantized hidden;  // quantised output of GELU
+  Quantized proj;    // quantised proj_weight
 };
 
-// Which tensors are also quantised transposed.
+// The tensors of which a transposed copy is made.
 struct Fp8MlpTransposed {
   bool fc_weight = true;
   bool hidden = true;

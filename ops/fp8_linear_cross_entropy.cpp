@@ -1,6 +1,6 @@
-// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md).
-// Otherwise logits and loss are those of linear_cross_entropy. No step depends on the values in a tensor, so a CUDA
-// graph can replay it.
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). Without
+// fp8_logits, the logits and the loss are the same as in linear_cross_entropy. No step depends on the values in a
+// tensor, so a CUDA graph can replay the op.
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -26,8 +26,8 @@ std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// Allocates the gradient of t. Float16 gradients are float32, because float16 would underflow before the backward
-// multiplies by the loss scale.
+// Allocates the gradient of t. The gradient of a float16 tensor is float32, because float16 would underflow before the
+// backward multiplies by the loss scale.
 Tensor gradient_if(bool wanted, const Tensor& t) {
   const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
@@ -37,7 +37,7 @@ Tensor gradient_if(bool wanted, const Tensor& t) {
 struct Gradients {
   bool want_x, want_weight;
   bool logits;                      // whether logits are computed from the rounded operands
-  OptionalTensor scale;             // of dlogits, without Fp8Dlogit's multiplier
+  OptionalTensor scale;             // scale of dlogits, without Fp8Dlogit's multiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
   Tensor sum;                       // dweight, or a float32 sum if there are several chunks
@@ -84,13 +84,14 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// Computes these rows of dx = dlogits @ weight. Fast accumulation would lose many small terms next to a few large ones.
+// Computes rows begin .. begin + count of dx = dlogits @ weight. Fast accumulation would lose many small terms next to
+// a few large terms.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Adds the contribution of these rows to dweight = dlogits^T @ x.
+// Adds the contribution of rows begin .. begin + count to dweight = dlogits^T @ x.
 void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
   const int64_t padded = fp8_padded(count);
   launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
@@ -111,7 +112,7 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // once even without rows, so that the sum is 0
+  do {  // runs once even without rows, so that the sum is 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

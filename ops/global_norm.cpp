@@ -28,7 +28,7 @@ double* squares(const Launcher& launcher, const std::vector<Tensor>& tensors, co
   return partials + count;
 }
 
-// An empty list has no device; the Python rule returns its norm.
+// The list is not empty. (An empty list has no device, so the Python rule returns its norm.)
 Tensor global_norm_op(const std::vector<Tensor>& tensors) {
   constexpr const char* op = "global_norm";
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -1,5 +1,5 @@
-// Shared by the operators of a whole layer (layer.cpp, fp8_layer.cpp): the backward, from the backwards of the
-// products.
+// The backward of a whole layer, which layer.cpp and fp8_layer.cpp share. They pass functions that compute the
+// backwards of the matmuls.
 #pragma once
 
 #include "calls.h"
@@ -42,10 +42,12 @@ struct AddAndNorm {
   const OptionalTensor& weight;
   LayernormDropout dropout;  // applied to the addend
 
-  // Returns whether the addend's gradient differs from the stream's: it has another dtype, or elements were dropped.
+  // Returns whether the addend's gradient differs from the residual stream's gradient, because the dtypes differ or
+  // elements were dropped.
   bool has_separate_gradient(const Tensor& dout) const { return is_mixed(dout, sum) || dropout.p > 0; }
 
-  // If the addend has no separate gradient, .dx is the gradient of both and .dresidual has no elements.
+  // If the addend has no separate gradient, .dx is the gradient of the addend and of the residual stream, and
+  // .dresidual is undefined.
   LayernormGradients backward(const char* op, const Tensor& dout, const OptionalTensor& dsum, bool need_dx,
                               bool need_weight, bool need_bias, bool need_x_bias, bool need_dresidual) const {
     std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
@@ -72,7 +74,7 @@ struct Attention {
   }
 };
 
-// The arguments of a layer's backward, without the operands of its products.
+// The arguments of a layer's backward, without the operands of its matmuls.
 struct LayerBackward {
   const Tensor& dout;
   const OptionalTensor& dresidual_2;
@@ -83,7 +85,8 @@ struct LayerBackward {
   const std::vector<bool>& mask;
 };
 
-// Returns the gradients of a layer, in the order of LayerGradient. The products' backwards depend on the number format:
+// Returns the gradients of a layer, in the order of LayerGradient. The backwards of the matmuls depend on the number
+// format:
 //   mlp_backward() -> dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight
 //   attn_proj_backward(dadded) -> dattended, dattn_proj_weight
 //   qkv_backward(dqkv, whether dnorm_1 is wanted) -> dnorm_1, dqkv_weight, dqkv_bias

@@ -25,13 +25,13 @@ struct LayernormDropout {
   DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
 };
 
-// Returns whether x has 16 bits and the stream (the residual, the sum and the parameters) is float32.
+// Returns whether x has 16 bits and the residual stream (the residual, the sum and the parameters) is float32.
 inline bool is_mixed(const Tensor& x, const Tensor& stream) {
   const auto narrow = x.scalar_type();
   return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
 }
 
-// Calls fn.template operator()<T, X>() with the dtypes of the stream and of x, which must be checked before.
+// Calls fn.template operator()<T, X>() with the dtypes of the residual stream and of x, which the caller has checked.
 template <typename Fn>
 void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   if (!is_mixed(x, stream)) return dispatch_floating(stream, [&]<typename T>() { fn.template operator()<T, T>(); });
@@ -48,7 +48,7 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // Returns the tensor that has the dtype of the stream and of the parameters.
+  // Returns the tensor that has the dtype of the residual stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 
@@ -129,9 +129,9 @@ struct LayernormGradients {
 };
 
 // Computes the gradients of a norm. `name` is the name of x in error messages. dsum is the gradient that reaches the
-// sum by other paths than the norm; it is added to dx. The mask has three entries, a fourth for dx_bias, and a fifth
-// for dresidual. With five entries dx is dresidual after the dropout, in dout's dtype, which may be narrower. Without a
-// fourth or fifth entry dx_bias or dresidual is undefined.
+// sum by other paths than the norm, and is added to dx. The mask has entries for dx, dweight and dbias, an optional
+// fourth entry for dx_bias, and an optional fifth entry for dresidual. With five entries dx is dresidual after the
+// dropout, in dout's dtype, which may be narrower. Without its entry, dx_bias or dresidual is an undefined tensor.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,

@@ -24,10 +24,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // sum = dropout(x + x_bias) + residual; seed and offset are 0-dim int64 on x's device. With a float32 residual, x may
-  // have 16 bits: out then has x's dtype, and all other tensors are float32. _bias_backward also returns the gradient
-  // of x_bias; without dropout, dx is the residual's gradient too. _dropout_backward returns both, with dx in dout's
-  // dtype.
+  // sum = dropout(x + x_bias) + residual. seed and offset are 0-dim int64 on x's device. With a float32 residual, x may
+  // have 16 bits: out then has x's dtype, and all other tensors are float32. residual_layernorm_backward returns dx,
+  // which is also the gradient of the residual. residual_layernorm_bias_backward also returns the gradient of x_bias.
+  // residual_layernorm_dropout_backward returns the gradients of x_bias and the residual, too, and dx in dout's dtype.
   m.def(
       "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
       "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
@@ -49,7 +49,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("causal_softmax(Tensor scores, float scale=1.0) -> Tensor");
   m.def("causal_softmax_backward(Tensor dout, Tensor out, float scale=1.0) -> Tensor");
 
-  // Causal, packed. With dropout_p, seed and offset are 0-dim int64 on the tensors' device.
+  // Causal attention of packed qkv (B, T, 3 * C). If dropout_p is not 0, seed and offset are 0-dim int64 on the
+  // tensors' device.
   m.def(
       "attention(Tensor qkv, int num_heads, float? scale=None, float dropout_p=0.0, Tensor? seed=None, "
       "Tensor? offset=None) -> (Tensor out, Tensor logsumexp)");
@@ -71,7 +72,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "attention_dropout_mask(SymInt batches, SymInt heads, SymInt queries, SymInt keys, float dropout_p, "
       "Tensor seed, Tensor offset) -> Tensor");
 
-  // Causal, packed, with the (T, T) matrices written out.
+  // Causal attention of packed qkv (B, T, 3 * C) that stores the (T, T) matrices.
   m.def("attention_probabilities(Tensor qkv, int num_heads, float? scale=None) -> (Tensor out, Tensor probabilities)");
   m.def(
       "attention_probabilities_backward(Tensor dout, Tensor qkv, Tensor probabilities, int num_heads, "
@@ -98,8 +99,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // float8 (docs/fp8.md). An amax history, (18) int32, is read for the scale and updated. q_t is (C, N rounded up to
-  // 16), without elements unless transposed. fp8_matmul is a @ b^T.
+  // float8 (docs/fp8.md). The scale is computed from the amax history, (18) int32, which is then updated. q_t is (C, N
+  // rounded up to a multiple of 16); it has no elements unless transposed is true. fp8_matmul computes a @ b^T.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");
@@ -107,16 +108,17 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "fp8_matmul(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType dtype, "
       "bool fast_accumulation=False) -> Tensor");
 
-  // layernorm, or residual_layernorm if there is a residual, with fp8_quantize of its output in e4m3. sum has no
-  // elements without a residual.
+  // layernorm, or residual_layernorm if there is a residual, followed by fp8_quantize of the output to e4m3. Without a
+  // residual, sum has no elements.
   m.def(
       "fp8_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? history, "
       "bool transposed=False, float eps=1e-5, Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, "
       "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
 
-  // A product has two amax histories: of its input, and of its output's gradient for the backward. `save` says which
-  // gradients will be needed: of x and weight; of x, fc_weight, proj_weight, and any but proj's own. The transposed
-  // operands of their products are returned.
+  // A matmul has two amax histories: one of its input, and one of the gradient of its output, for the backward. `save`
+  // says which gradients will be needed. Its entries are dx and dweight for fp8_linear. For fp8_mlp they are dx,
+  // dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias. The ops return the transposed operands of the
+  // matmuls that compute these gradients.
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? history, Tensor? dout_history, bool[2] save) "
       "-> (Tensor out, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale)");
@@ -134,8 +136,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor(a!)? dhidden_history, Tensor(b!)? dout_history, bool[5] output_mask) "
       "-> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, Tensor dproj_bias)");
 
-  // dlosses (N) or 0-dim float32, if already known, is multiplied into dlogits, so that the logits are read and written
-  // only once.
+  // If dlosses is already known, (N) or 0-dim float32, dlogits is multiplied by it, so that the logits are read and
+  // written only once.
   m.def(
       "fused_classifier(Tensor logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> (Tensor losses, Tensor dlogits)");
@@ -145,9 +147,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
-  // The loss is float32 (float64 for float64): 0-dim, or of targets' shape for reduction 'none'. A chunk_size of -1
-  // lets the op choose. _with_gradients is for 'mean' and 'sum'. In _with_logits the loss is the sum times scale, 0-dim
-  // in the loss's dtype, by default 1 / (the rows that are not ignored); dweight has the loss's dtype.
+  // The loss is float32 (float64 for float64). It is 0-dim, or has targets' shape for reduction 'none'. If chunk_size
+  // is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean' and 'sum'.
+  // In linear_cross_entropy_with_logits the loss is the sum of the losses times scale, which is 0-dim in the loss's
+  // dtype and by default 1 / (the number of rows that are not ignored); dweight has the loss's dtype.
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
@@ -163,8 +166,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "linear_cross_entropy_backward(Tensor dloss, Tensor x, Tensor weight, Tensor targets, SymInt vocab_size, "
       "int ignore_index, str reduction, SymInt chunk_size, bool[2] output_mask) -> (Tensor dx, Tensor dweight)");
 
-  // The same loss, for 'mean' and 'sum', with float8 products in the gradients (docs/fp8.md). _with_gradients returns
-  // float16's gradients in float32.
+  // The loss of linear_cross_entropy for 'mean' and 'sum', with float8 matmuls in the gradients (docs/fp8.md). If x is
+  // float16, fp8_linear_cross_entropy_with_gradients returns float32 gradients.
   m.def(
       "fp8_linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1, bool fp8_logits=False) -> Tensor");
@@ -181,13 +184,19 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
 
   m.def("global_norm(Tensor[] tensors) -> Tensor");
 
-  // A layer without its last addition: residual_1 = dropout(values + values_bias) + stream, residual_2 = residual_1 +
-  // dropout(attention's projection), and out, which the caller adds to residual_2 with the bias of mlp_proj. Without
-  // values, residual_1 is the stream, and the output of that name has no elements. Values and products may have 16 bits
-  // if the stream and the norms are float32. approximate selects GELU's form. out_dropout is applied to attention's
-  // projection. If post_gelu has no elements, the backward computes it again. The backward's mask has an entry for each
-  // output; dvalues has no elements if it equals dstream. Without values, adds_past may be false: dstream is then
-  // dresidual_1 without the gradient through the first norm, and dvalues is the gradient through the norm.
+  // A layer of GPT-2 (attention, MLP and their norms) without its last addition. `stream` is the residual stream, and
+  // `values` the output of the previous sublayer, which has not been added to it yet. The layer computes
+  //
+  //   residual_1 = dropout(values + values_bias) + stream
+  //   residual_2 = residual_1 + dropout(the output of attention's projection)
+  //   out        = the output of the MLP without the bias of mlp_proj; the caller adds out and the bias to residual_2
+  //
+  // Without values, residual_1 is the stream, and the output of that name has no elements. values and the matmuls may
+  // have 16 bits if the stream and the norms are float32. approximate selects GELU's form. out_dropout is the dropout
+  // of attention's projection. If post_gelu has no elements, the backward computes it again. The backward's mask has an
+  // entry for each output. dvalues has no elements if it equals dstream. Without values, adds_past may be false:
+  // dstream is then dresidual_1 without the gradient through the first norm, and dvalues is the gradient through the
+  // norm.
   m.def(
       "layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "
@@ -212,9 +221,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The same with float8 products and GELU's tanh form. The histories belong to the products with qkv_weight,
-  // attn_proj_weight, fc_weight and mlp_proj_weight: those of their inputs, and those of their outputs' gradients for
-  // the backward. saved holds the outputs from mean_1 on. adds_past is false only without values, as above.
+  // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` have an amax history for
+  // each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: of its input, and of the
+  // gradient of its output, for the backward. saved has the outputs of fp8_layer from mean_1 on. adds_past may be false
+  // only without values.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "
@@ -239,16 +249,18 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The logits after each sequence's newest token, sequences[b, lengths[b] - 1]. Its keys and values are added to
-  // keys_values (L, 2, B, NH, capacity, HS), which has those of the earlier tokens; B is at most 8. For each layer,
-  // `layers` has the tensors of ln_1, c_attn, c_proj, ln_2, c_fc, c_proj: the weight and, with a norm_bias, the bias.
+  // Returns the logits after each sequence's newest token, sequences[b, lengths[b] - 1]. keys_values (L, 2, B, NH,
+  // capacity, HS) has the keys and values of the earlier tokens, and the op adds the newest token's. B is at most 8.
+  // For each layer, `layers` has the tensors of ln_1, c_attn, c_proj, ln_2, c_fc and c_proj: the weight and, if
+  // norm_bias is given, the bias.
   m.def(
       "decode(Tensor sequences, Tensor lengths, Tensor wte, Tensor wpe, Tensor[] layers, Tensor norm_weight, "
       "Tensor? norm_bias, Tensor head, Tensor(a!) keys_values, int num_heads, SymInt vocab_size=-1, float eps=1e-5, "
       "str approximate='tanh') -> Tensor");
 
   // Appends a token to each sequence: sequences[b, lengths[b]] is drawn from logits[b] (V), and lengths[b] is
-  // incremented. noise (B, V) is float32 with an exponential distribution; without it the likeliest token is taken.
+  // incremented. noise (B, V) is float32 with an exponential distribution. Without noise, the token with the largest
+  // logit is taken.
   m.def(
       "sample_(Tensor logits, Tensor? noise, Tensor(a!) sequences, Tensor(b!) lengths, float temperature=1.0, "
       "int? top_k=None, float? top_p=None) -> ()");

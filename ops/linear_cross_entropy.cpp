@@ -1,6 +1,6 @@
 // cross_entropy(x @ weight^T, targets) without materializing all logits. The rows are processed in chunks. A chunk's
 // logits are overwritten by their gradient, or by exponentials. The exponentials times one factor per row are the
-// gradient. No step depends on the values in a tensor, so a CUDA graph can replay it.
+// gradient. No step depends on the values in a tensor, so a CUDA graph can replay the op.
 
 #include "linear_cross_entropy.h"
 
@@ -29,9 +29,8 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 namespace {
 
 // Divides the rows evenly into chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for
-// efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a few large chunks are
-// best. With GPT-2's vocabulary they have 5248 rows, and that pass takes a twentieth of the time of the chunk's three
-// matmuls.
+// efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best.
+// With GPT-2's vocabulary a chunk has 5248 rows, and the pass takes 5 % of the time of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -84,8 +83,8 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Computes losses and logits of rows begin .. begin + count, and dlogits, the gradient of the losses times dlosses,
-// which is (N), 0-dim, or absent. dlogits may be the same memory as logits.
+// Computes losses and logits of rows begin .. begin + count, and dlogits, the gradient of the losses times dlosses.
+// dlosses is (N), 0-dim, or absent. dlogits may be the same memory as logits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -101,12 +100,12 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// The gradients. One that is not wanted has no elements.
+// The gradients. A gradient that is not wanted has no elements.
 struct Gradients {
   bool want_x;
   bool want_weight;
   Tensor dx;       // of x's shape
-  Tensor dweight;  // (Vp, C), in weight's dtype or that of the sums
+  Tensor dweight;  // (Vp, C), in the dtype of weight or of the sums
 
   Gradients(const Tensor& x, const Tensor& weight, bool want_x, bool want_weight)
       : Gradients(x, weight, want_x, want_weight, weight.scalar_type()) {}
@@ -120,8 +119,9 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Computes rows begin .. begin + count without a separate pass over their logits, if a kernel supports that: losses,
-// dx, and in dlogits the gradient up to a factor for each row. Returns the rows of x times these factors, for dweight.
+// Computes rows begin .. begin + count of losses and dx without a separate pass over the logits. dlogits receives the
+// gradient of the logits up to a factor for each row. Returns the rows of x times these factors, for dweight, or
+// nullopt if no kernel supports the arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {
@@ -163,9 +163,9 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 
 #endif
 
-// Computes losses (N) and the gradients. dweight is the sum of the chunks' products, which the matmuls
-// accumulate in float32 (float64). A 16-bit dweight of several chunks is rounded once, at the end. The logits (N, Vp)
-// are written if given; otherwise a chunk's logits are replaced by their gradient.
+// Computes losses (N) and the gradients. dweight is the sum of the chunks' products, which the matmuls accumulate in
+// float32 (float64 for float64). A 16-bit dweight of several chunks is rounded once, at the end. The logits (N, Vp) are
+// written if given; otherwise a chunk's logits are replaced by their gradient.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -174,7 +174,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // once even without rows, so that the sum is 0
+  do {  // runs once even without rows, so that the sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;
@@ -282,7 +282,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
   return {logits, total(launcher, p, losses, factor), gradients.dx, gradients.dweight};
 }
 
-// Computes the logits a second time, now that dloss is known.
+// Computes the logits a second time, because dloss is known only now.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
                                                             int64_t ignore_index, StringHandle reduction_name,

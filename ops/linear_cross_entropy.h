@@ -1,5 +1,5 @@
-// Shared by linear_cross_entropy and fp8_linear_cross_entropy: the arguments, the logits and losses of a chunk of rows,
-// and the reduction.
+// The code that linear_cross_entropy and fp8_linear_cross_entropy share: the arguments, the logits and losses of a
+// chunk of rows, and the reduction.
 #pragma once
 
 #include <string>
@@ -13,7 +13,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// A reduction to one number. Its gradients can be computed before the gradient of that number is known.
+// Returns a reduction to one number, 'mean' or 'sum'. The gradients can then be computed before the gradient of that
+// number is known.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {
@@ -36,7 +37,7 @@ CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor
 // Computes only the loss.
 Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction);
 
-// Rows begin .. begin + count of a matrix.
+// Returns rows begin .. begin + count of a matrix.
 Matrix part(Matrix m, int64_t begin, int64_t count);
 
 // logits = rows begin .. begin + count of x @ weight^T.
@@ -47,7 +48,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// Returns the classifier's arguments for these rows, without dlogits and dlosses.
+// Returns the classifier's arguments for rows begin .. begin + count, without dlogits and dlosses.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {
@@ -67,12 +68,12 @@ FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Ten
           .first_row = begin};
 }
 
-// Returns the gradient of every loss: for "mean" (dloss or 1) / (the number of rows that are not ignored), otherwise
-// dloss. For "mean", `finite` receives the same, but 0 if all rows are ignored.
+// Returns the gradient of every loss: (dloss or 1) / (the number of rows that are not ignored) for "mean", otherwise
+// dloss. For "mean", `finite` receives the same value, but 0 if all rows are ignored.
 OptionalTensor row_gradient(const Launcher& launcher, const CrossEntropy& p, Reduction reduction,
                             const OptionalTensor& dloss, const OptionalTensor& finite = std::nullopt);
 
-// The sum of the losses, times scale.
+// Returns the sum of the losses, times scale.
 Tensor total(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& scale);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -18,17 +18,17 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// Returns torch's handle for the current device and stream. It has a workspace, and the math mode of
-// torch.backends.cuda.matmul, which says whether float32 products may use TF32; the stable ABI has no other way to read
-// that flag. torch sets all of this at each call, which takes host time.
+// Returns torch's handle for the current device and stream. The handle has a workspace, and the math mode of
+// torch.backends.cuda.matmul, which says whether float32 products may use TF32. (The stable ABI has no other way to
+// read that flag.) torch sets stream, workspace and math mode at each call, which takes host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
 
-// Returns the same handle for cuBLASLt, which gets the stream and the workspace with each product and reads no math
-// mode. torch has one handle for each thread and device, and never destroys it.
+// Returns torch's handle for products by cuBLASLt, which gets the stream and the workspace with each product and reads
+// no math mode. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -45,8 +45,8 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// A BLAS supports rows, or columns, that are `ld` apart. A single row (or column) may have any stride, but BLAS still
-// requires the ld that a second one would need.
+// A BLAS supports matrices whose rows, or columns, are `ld` elements apart. A single row (or column) may have any
+// stride, but BLAS still requires the ld that a second row would need.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -55,7 +55,7 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// Times the plans of a new product and returns the fastest. A product that accumulates is timed on other memory.
+// Times the plans of a new product and returns the fastest. A product that accumulates is timed with another output.
 template <typename T>
 MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
                           cublasHandle_t handle) {
@@ -76,11 +76,27 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
+// Returns `a` as the first operand of torch's product. On processors with AMX, oneDNN loads 32 16-bit elements of a row
+// at a time. If `columns` is no multiple of 32, it multiplies the elements that follow a row in memory by 0, so a NaN
+// or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied, and
+// zeros follow each copy.
+Tensor first_operand(const Matrix& a) {
+  constexpr int64_t kUnit = 32;
+  const Tensor x = strided(a);
+  if (a.tensor.element_size() != 2 || a.column_stride != 1 || a.columns % kUnit == 0) return x;
+  const int64_t ld = (a.columns / kUnit + 1) * kUnit;
+  const Tensor padded = allocate({a.batches, a.rows, ld}, a.tensor);
+  check_shim(aoti_torch_zero_(padded.get()));
+  Tensor rows = strided({padded, a.rows, a.columns, ld, 1, 0, a.batches, a.rows * ld});
+  torch::stable::copy_(rows, x);
+  return rows;
+}
+
 // Calls torch's own BLAS below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
 // beta is 0, out is not read. If alpha is 0, out becomes zero, as in every BLAS; oneDNN, which torch calls for 16-bit
 // matrices, would leave it unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
-  const Tensor o = strided(out), x = strided(a), y = strided(b);
+  const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
   if (out.batches == 1) {
     if (alpha == 1 && beta == 0) return aoti_torch_cpu_mm_out(o.get(), x.get(), y.get());
@@ -104,7 +120,7 @@ void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, 
 }
 
 AOTITorchError product_plus_bias(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& bias) {
-  const Tensor o = strided(out), x = strided(a), y = strided(b);
+  const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   return aoti_torch_cpu_addmm_out(o.get(), bias.get(), x.get(), y.get(), 1, 1);
 }
 
@@ -168,7 +184,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums)};
-    constexpr bool k16Bits = sizeof(T) == 2;  // their products do not depend on the math mode
+    constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit products do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     MatmulPlan plan = matmul_plan(p, handle);
     if (plan.needs_autotune) plan = autotuned_plan(launcher, out, p, plan, handle);

@@ -1,6 +1,6 @@
-// Matrix products with an epilogue: a bias, GELU, their gradients. The products are computed by torch's BLAS on the
-// CPU, by cuBLAS on CUDA, or by our own kernels; the epilogue is fused with the product, or computed by our kernels
-// after it.
+// Matmuls with an epilogue: a bias, GELU, and their gradients. The products are computed by torch's BLAS on the CPU, by
+// cuBLAS on CUDA, or by our own kernels. The epilogue is fused with the product, or computed by our kernels after the
+// product.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A matrix in a tensor's memory, or `batches` of them: element (i, j) of the first is at offset + i * row_stride +
-// j * column_stride, and one of the two strides is 1. A transposed matrix is the same memory with the strides
-// exchanged.
+// A matrix, or `batches` matrices, in a tensor's memory. Element (i, j) of the first matrix is at offset + i *
+// row_stride + j * column_stride, and one of the two strides is 1. A transposed matrix is the same memory with the
+// strides exchanged.
 struct Matrix {
   Tensor tensor;
   int64_t rows;
@@ -27,9 +27,9 @@ struct Matrix {
   }
 };
 
-// Returns a tensor as a matrix: the last dimension is its columns, the others together are its rows. 2-dimensional
-// views with contiguous rows or columns (a slice of columns, a transpose) are not copied, because a BLAS supports any
-// distance between them; other layouts are copied.
+// Returns a tensor as a matrix: the last dimension is the columns, and the other dimensions together are the rows.
+// 2-dimensional views with contiguous rows or columns (a slice of columns, a transpose) are not copied, because a BLAS
+// supports any distance between rows or columns. Other layouts are copied.
 inline Matrix matrix(const Tensor& t) {
   if (t.dim() == 2) {
     const auto rows = t.size(0), columns = t.size(1), down = t.stride(0), right = t.stride(1);
@@ -52,22 +52,22 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
 struct Epilogue {
   double alpha = 1;                 // a factor of the product; must be 1 if anything below is given
   OptionalTensor bias = {};         // (columns): added to every row
-  OptionalTensor pre_gelu = {};     // (rows, columns): gets the product, and out becomes GELU of it
-  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by GELU's derivative at it
-  OptionalTensor column_sums = {};  // (columns), with dgelu_at: gets the sums over out's rows
+  OptionalTensor pre_gelu = {};     // (rows, columns): receives the product; out is then the GELU of it
+  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by GELU's derivative at these values
+  OptionalTensor column_sums = {};  // (columns), with dgelu_at: receives the sums over out's rows
   bool accumulate = false;          // add the product to out; excludes all of the above
 };
 
-// Allocates a matrix for a @ b with an epilogue without bias and GELU, if only products read it. Its rows need not be
-// adjacent.
+// Allocates an output for a @ b that only matmuls read. Its rows need not be adjacent. Its epilogue must not have a
+// bias or GELU.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 // Returns whether torch allows float32 products on this device to use TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
 // Computes out = alpha * a @ b and the epilogue, for which out's rows must be contiguous. For bfloat16 and float16
-// operands, a dense out without bias and GELU may be float32. On CUDA its sums are not rounded to 16 bits. On the CPU
-// they are, once per call, because torch's BLAS has no such product.
+// operands, a dense out without bias and GELU may be float32. On CUDA such a product is not rounded to 16 bits. On the
+// CPU it is, once per call, because torch's BLAS has no product of 16-bit operands with a float32 output.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 

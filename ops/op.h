@@ -2,7 +2,8 @@
 // compiled once for each device; GPTKERNELS_CUDA selects the kernels' namespace and the dispatch key.
 //
 // Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one binary supports
-// every torch >= 2.10. The only exception type that crosses that ABI is std::runtime_error, so every error is one.
+// every torch >= 2.10. The only exception type that crosses that ABI is std::runtime_error, so all errors have this
+// type.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -146,8 +147,8 @@ inline void check_like(const char* op, const char* name, const OptionalTensor& t
   if (t) check_like(op, name, *t, other_name, other);
 }
 
-// Checks that the elements of a tensor that is written in place do not share memory: the order of the writes would be
-// undefined.
+// Checks that the elements of a tensor that is written in place do not share memory, because the order of the writes
+// would be undefined.
 inline void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i)
     if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
@@ -170,7 +171,8 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
-// Checks a dropout's probability, and its seed and offset, which are 0-dim int64 and required if it is not 0.
+// Checks a dropout's probability, seed and offset. Seed and offset are 0-dim int64, and required if the probability is
+// not 0.
 inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
                           const OptionalTensor& offset, const char* like_name, const Tensor& like) {
   if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
@@ -214,9 +216,9 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
-// Copies an operator's string argument and frees it, so this must be called once. torch's own conversion to
-// std::string, at least up to 2.13, leaks the string. Small blocks that are never freed fragment the heap between the
-// large ones that a step frees.
+// Copies an operator's string argument and frees the argument, so the function must be called once. torch's own
+// conversion to std::string, at least up to 2.13, leaks the string. Small blocks that are never freed fragment the heap
+// between the large blocks that a training step frees.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* text = nullptr;
@@ -227,7 +229,7 @@ inline std::string take_string(StringHandle handle) {
   return taken;
 }
 
-// A backward's output that is not needed: a tensor without elements, which the Python rules replace by None.
+// Returns a backward's output that is not needed: a tensor without elements, which the Python rules replace by None.
 inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
@@ -272,7 +274,7 @@ inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Operators work along the last dimension; all others together are the rows.
+// Operators work along the last dimension. All other dimensions together are the rows.
 inline int64_t width_of(const Tensor& t) {
   return t.size(t.dim() - 1);
 }
@@ -291,7 +293,8 @@ inline Shape leading_shape(const Tensor& t) {
 
 // ---- dispatch and launch --------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<T>(), T being the kernels' type for this tensor's dtype, which must be checked before.
+// Calls fn.template operator()<T>(), where T is the kernels' type for this tensor's dtype. The caller has checked the
+// dtype.
 template <typename Fn>
 void dispatch_floating(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -310,7 +313,7 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 
 #ifdef GPTKERNELS_CUDA
 
-// Makes the tensor's device current during its lifetime, and has torch's current stream on it.
+// Makes the tensor's device current during the lifetime of the Launcher, and has torch's current stream on that device.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op) {
@@ -329,7 +332,7 @@ class Launcher {
 
  private:
   const char* op_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only if another device is current
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // set only if another device was current
   Stream stream_;
 };
 

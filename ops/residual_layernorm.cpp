@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& 
   return {found.dx, found.dweight, found.dbias};
 }
 
-// Also computes the gradient of x_bias.
+// This variant also computes the gradient of x_bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, const std::vector<bool>& output_mask) {
@@ -30,7 +30,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
   return {found.dx, found.dweight, found.dbias, found.dx_bias};
 }
 
-// Also computes the gradient of the residual, which differs from dx if x is dropped or dx has another dtype.
+// This variant also computes the gradient of the residual, which differs from dx if there is dropout or if dx has
+// another dtype.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layernorm_dropout_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,

@@ -13,7 +13,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kTile = 64;  // queries, and keys, of a tile
+constexpr int64_t kTile = 64;  // queries of a query tile, and keys of a key tile
 
 }  // namespace
 }  // namespace gptkernels::cpu
@@ -43,9 +43,10 @@ int64_t tiles(int64_t n) {
   return (n + kTile - 1) / kTile;
 }
 
-// Returns the number of tasks that share the backward of one key head. Each task has separate sums of dkey and dvalue,
-// so there are only enough for a few dozen threads, and at least four query tiles per task. The number depends on the
-// sizes alone, so that the number of threads does not change the result's bits.
+// Returns the number of tasks into which the backward of a key head is divided. Each task needs memory for separate
+// sums of dkey and dvalue. A key head is therefore divided only if all key heads together have at most 24 tasks and
+// each task has at least four query tiles. The number depends on the sizes alone, so that the result's bits do not
+// depend on the number of threads.
 int64_t backward_splits(const AttentionSizes& s) {
   const int64_t heads = s.batches * s.key_heads, units = s.heads / s.key_heads * tiles(s.queries);
   return std::clamp<int64_t>(std::min(24 / heads, units / 4), 1, 24);

@@ -1,4 +1,5 @@
-// Flash attention on tiles of 64 queries and 64 keys. No include guard: see vector.h.
+// Flash attention on tiles of 64 queries and 64 keys. The file has no include guard, for the reason that vector.h
+// gives.
 //
 // Forward, for each tile of queries:
 //
@@ -15,9 +16,9 @@
 //   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
 //                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
 //
-// A tile of scores is stored transposed: one row per key, one vector lane per query. So maxima, sums and rescalings are
-// elementwise over rows, without reductions across lanes, and only the queries (and dout) must be transposed, once per
-// tile of queries.
+// A tile of scores is stored transposed: one row per key, one vector lane per query. Therefore maxima, sums and
+// rescalings are elementwise over rows, without reductions across lanes. Only the queries, and dout in the backward,
+// must be transposed, once per tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -26,7 +27,7 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 template <typename A>
 struct Constants {
   static constexpr A kInfinity = std::numeric_limits<A>::infinity();
-  // Adding a score to a bias this low does not change the bias.
+  // At or below this bias, bias + score rounds to the bias.
   static constexpr A kLowBias = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);
 };
 
@@ -47,22 +48,23 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
 }
 
 // The factors that convert a dot product of query and key to the argument of exp2. The sign of the scale is applied to
-// the queries, so that the largest dot product is the largest score. |scale| is applied together with an additive mask,
-// with a single rounding. Without one, it is applied inside the exponential together with log2(e). There the factor
-// multiplies differences between scores, so that the probability of the largest score is exactly 1.
+// the queries, so that the largest dot product is the largest score. With an additive mask, an FMA multiplies by
+// |scale| and adds the mask. Without an additive mask, exponentials() multiplies the differences between scores by
+// |scale| * log2(e), so that the exponential of the largest score is exactly 1.
 //
-// `factor` is rounded, which changes scores in the hundreds by more than their own rounding error. The logsumexp, which
-// the backward subtracts from the scores, is therefore converted by the exact factor, and `excess` corrects the scores.
+// The rounding error of `factor` changes scores in the hundreds by more than their own rounding error. The backward
+// subtracts the logsumexp from the scores. It therefore multiplies the logsumexp by the exact factor, and corrects the
+// scores by `excess`.
 template <typename A>
 struct Scaling {
-  using Wide = long double;  // for one number per query; double has rounding errors that show in float64
+  using Wide = long double;  // for one number per query; double would add a rounding error to float64 results
   static constexpr Wide kLog2e = 1.4426950408889634073599246810018921L;
 
   A sign;
   A magnitude;  // |scale|, or 1 for a scale of 0
-  Wide unit;    // a score is unit * the argument of exponentials()
+  Wide unit;    // unit * (a score as exponentials() reads it) is the scaled score
   A factor;     // unit * log2(e), rounded towards 0
-  A excess;     // unit * log2(e) / factor - 1, but above 0, since masked scores are -inf
+  A excess;     // unit * log2(e) / factor - 1; positive, because 0 * -inf (a masked score) would be NaN
 
   Scaling(double scale, bool bias)
       : sign(scale == 0  ? A(0)
@@ -76,7 +78,7 @@ struct Scaling {
   }
 };
 
-// A matrix with rows `ld` apart.
+// A matrix whose rows are `ld` elements apart.
 template <typename A>
 struct Rows {
   const A* data;
@@ -113,7 +115,7 @@ void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t s
     for (int64_t i = 0; i < size; ++i) store(to[r * stride + i], rows[r * size + i] * factor);
 }
 
-// Rows [first, last) of a tile of scores, i.e. keys, which are visible to the lanes (queries) from `lane` on.
+// Keys [first, last) of a tile of scores (its rows). Queries in lanes below `lane` do not see them.
 struct Part {
   int64_t first;
   int64_t last;
@@ -131,13 +133,13 @@ struct ScoreTile {
   int64_t end = 0;
 
   int64_t keys() const { return end - begin; }
-  // Terms per partial sum of a score (`length` of product()). With few queries the time is bound by memory, so shorter
-  // parts cost nothing, and make the sums as accurate as dot().
+  // Returns the number of terms per partial sum of a score (`length` of product()). With few queries the kernel is
+  // bound by memory bandwidth. Shorter partial sums then cost no time, and are as accurate as dot().
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
 // Calls fn(part) for the parts of a tile that some query sees. A tile on the causal diagonal is divided into parts of
-// 16 keys, each with the lanes that may see them.
+// 16 keys. Other tiles are one part.
 template <typename T, typename Fn>
 void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn& fn) {
   if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
@@ -296,7 +298,7 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
 
 // For up to 4 queries, as in decoding, most lanes would be empty. A vector then contains channels instead of queries,
 // and each score is a dot product. The backward uses the same order of additions, so that its scores are bitwise
-// identical to those of the forward's logsumexp.
+// identical to the scores from which the forward computes the logsumexp.
 constexpr int64_t kFewQueries = 4;
 
 // scores[j][i] = sign * dot(query[i], key[j]); lanes without a query are 0.
@@ -310,8 +312,8 @@ void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t
   }
 }
 
-// Scratch memory on the stack for head sizes up to kSize. The code that uses it accepts pointers and any head size, so
-// it is compiled once.
+// Scratch memory on the stack for head sizes up to kSize. forward_tiles() and backward_tiles() receive pointers to it,
+// so they are compiled once for all values of kSize.
 template <typename A, int kSize, int kArrays>
 struct alignas(64) TileBuffers {
   A rows[kArrays][kSize * kTile];
@@ -432,8 +434,9 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// Runs tasks [begin, end). A task is a pair of query tiles of a head, the i-th and the i-th last. All pairs see about
-// the same number of keys. It is not inlined, so that the stack has the scratch memory of one kSize only.
+// Runs tasks [begin, end). A task is a pair of query tiles of a head: the i-th tile and the i-th last. All pairs see
+// about the same number of keys. The function is not inlined, so that the stack has the scratch memory of one kSize
+// only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -471,12 +474,12 @@ struct BackwardScratch {
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
   A logsumexp[kTile];       // -logsumexp * log2(e), rounded
-  A logsumexp_rest[kTile];  // its rounding error, and the correction for Scaling::excess
+  A logsumexp_rest[kTile];  // correction of the rounding error of `logsumexp`, and for Scaling::excess
   A delta[kTile];
 };
 
-// Replaces scores by the probabilities after dropout, and `gradients`, the gradient of those probabilities, by the
-// gradient of the scores.
+// Replaces scores by the probabilities after dropout. Replaces `gradients`, which hold the gradient of these
+// probabilities, by the gradient of the scores.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
                      const A* logsumexp, const A* logsumexp_rest, const A* delta) {
@@ -539,8 +542,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // delta is added up in the same order as the gradients of the probabilities, so that for a query with a single key
-  // their difference is exactly 0.
+  // The terms of delta are added in the same order as those of the probabilities' gradients. For a query with a single
+  // key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);
@@ -609,8 +612,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   store_transposed(dquery, p.dquery.token, at.dquery, tile.rows, size, A(gradient_scale(p)), at.key);
 }
 
-// Writes dkey and dvalue of key head kh of sequence b, for keys [first, last): the totals over all tasks of that head.
-// `sums` is the workspace of the first of these tasks.
+// Writes dkey and dvalue of key head kh of sequence b, for keys [first, last): the sums over all tasks of the key head.
+// `sums` is the workspace of its first task.
 template <typename T>
 void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t first, int64_t last,
                 const accumulate_t<T>* sums, int64_t splits) {
@@ -637,10 +640,11 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Runs tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue and processes
-// every `splits`-th query tile of all heads that read this key head. The order alternates in each round (0, 1, ..., 1,
-// 0) to balance the causal mask's work. With one task per key head, the task writes the gradients itself and reuses the
-// same sums, which are in the cache, for the next head.
+// Runs tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue, and processes
+// one of every `splits` query tiles of the heads that read this key head. Every second group of `splits` tiles is
+// assigned to the tasks in reverse order, because later tiles see more keys under a causal mask. With one task per key
+// head, the task writes the gradients itself and reuses the memory of its sums, which is in the cache, for the next key
+// head.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {
@@ -663,7 +667,7 @@ template <int kSize, typename T>
   }
 }
 
-// Adds up the sums of the tasks, if there are several per key head, for key tiles [begin, end) of all heads.
+// Adds up the sums of a key head's tasks and writes the gradients, for key tiles [begin, end) of all key heads.
 template <typename T>
 void add_splits_range(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
   const AttentionSizes& s = p.sizes;

@@ -1,6 +1,7 @@
 #include "capability.h"
 
-// Two functions that Python calls by ctypes: the name of the capability in use, and the error of CapabilityChoice.
+// Python calls these two functions by ctypes. They return the name of the capability in use, and CapabilityChoice's
+// error.
 extern "C" __attribute__((visibility("default"))) const char* gptkernels_cpu_capability() {
   return gptkernels::cpu::name(gptkernels::cpu::capability_choice().capability);
 }

@@ -10,7 +10,8 @@
 
 namespace gptkernels::cpu {
 
-// In ascending order: a processor that supports one supports all before it. kDefault is the compiler's default target.
+// In ascending order: a processor that supports a capability supports all earlier ones. kDefault is the compiler's
+// default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -52,7 +53,7 @@ inline CapabilityChoice choose_capability(const char* requested, Capability most
   return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + requested};
 }
 
-// Returns the choice for this process, which the first call makes.
+// Returns the choice for this process. The first call reads the environment variable.
 inline const CapabilityChoice& capability_choice() {
   static const CapabilityChoice choice =
       choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());

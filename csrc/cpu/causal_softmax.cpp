@@ -6,8 +6,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn(offset, n) for every row, where n = t + 1 is the number of columns up to the diagonal. Threads take rows in
-// pairs t and T - 1 - t, so that all pairs have the same number of columns.
+// Calls fn(offset, n) for every row t, where n = t + 1 is the number of columns up to the diagonal. A thread processes
+// rows t and T - 1 - t together, so that all pairs of rows have the same number of columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

@@ -12,8 +12,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// out (C) = layernorm(x). The mean's rounding error, `rest`, is corrected for as in layernorm.cpp: otherwise the norm
-// of a constant row would be that error times eps^(-1/2).
+// out (C) = layernorm(x). As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too. Without this the
+// norm of a constant row would be rest / sqrt(eps) instead of 0.
 template <typename T, typename A>
 void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width, double eps) {
   vectorised([&] {
@@ -48,8 +48,8 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// out (HS) = softmax(q k^T / sqrt(HS)) v over `count` keys, by an online softmax: its sums are relative to the largest
-// score so far.
+// out (HS) = softmax(q k^T / sqrt(HS)) v over `count` keys, with an online softmax: `total` and `out` are relative to
+// the exponential of the largest score so far.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
   const A scale = A(1) / std::sqrt(A(head_size));
@@ -108,7 +108,7 @@ class Step {
   }
 
  private:
-  // Number of elements of a layer's keys (or values) in the cache.
+  // Returns the number of elements of a layer's keys (or values) in the cache.
   int64_t cache_size() const { return p_.batch * p_.width * p_.capacity; }
 
   void layer(const DecodeLayer<T>& w, T* keys) {
@@ -140,7 +140,7 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // Offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
+  // Returns the offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -1,4 +1,4 @@
-// Dropout of dense data on the CPU. Runs of random bits are generated in vector loops (dropout.h).
+// Dropout of dense data on the CPU. Vectorized loops generate the random bits (dropout.h).
 #include "dropout.h"
 
 #include "simd.h"
@@ -6,7 +6,7 @@
 namespace gptkernels::cpu {
 
 namespace {
-constexpr int64_t kCost = 4;  // per element, for its share of a Philox call (a copy has cost 1)
+constexpr int64_t kCost = 4;  // cost per element for parallel_for, with its share of a Philox call; a copy has cost 1
 }  // namespace
 
 template <typename T>

@@ -16,7 +16,7 @@ struct Dropout {
   int64_t seed = 0;
   int64_t offset = 0;
   uint32_t threshold = 0;
-  double factor = 1;  // of kept elements, 1 / (1 - probability)
+  double factor = 1;  // multiplies kept elements: 1 / (1 - probability)
 };
 
 inline Dropout read(const DropoutArguments& dropout) {

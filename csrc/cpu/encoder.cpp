@@ -19,7 +19,7 @@ bool outside(Token token, int64_t vocabulary) {
 }
 
 // Returns an error that names the first token outside the vocabulary, if there is one. A single thread reads the
-// tokens: they are few compared with the embeddings, and the error must not depend on the number of threads.
+// tokens, because they are few compared with the embeddings, and the error must not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -55,9 +55,9 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1), or out += with `accumulate`. Rows are added in runs of kRun rows, and the runs'
-// sums are added in float64 for float32. So the rounding error grows with the length of a run, not with the number of
-// rows.
+// out = row(0) + ... + row(count - 1); with `accumulate`, adds the sum to out. Rows are added in runs of kRun rows. The
+// sums of the runs are added in float64 if T is float32. The rounding error therefore grows with the length of a run,
+// not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;
@@ -152,7 +152,7 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   const Sorted sorted = sort_positions(p);
   // Frequent tokens have neighbouring indices in most vocabularies, so equal ranges of tokens would be unbalanced.
   // Therefore the threads divide the sorted positions. The thread with a token's first position sums the token's row.
-  // Rows without a position are zeroed separately.
+  // Rows of tokens that do not occur are zeroed separately.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

@@ -1,5 +1,5 @@
-// Quantisation to float8 on the CPU. It reads x twice: for the largest magnitude, which goes into the history, and for
-// the rounding.
+// Quantisation to float8 on the CPU. The first pass over x finds the amax, which is added to the history. The second
+// pass rounds x.
 #include "../fp8.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kChunks = 64;  // chunks of x, reduced in parallel
 
-// Returns the bits of |x|; 0 for NaN and infinities.
+// Returns the bits of |x|, or 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;

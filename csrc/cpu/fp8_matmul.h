@@ -10,8 +10,8 @@ namespace gptkernels::cpu {
 Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int64_t x_stride, Fp8Format format,
                  Stream stream);
 
-// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded to T; with `accumulate`, out +=. A null
-// scale is 1, and a null bias (columns) is 0.
+// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded to T. With `accumulate`, the result is
+// added to out. A null scale is 1, and a null bias (columns) is 0.
 template <typename T>
 struct Fp8Epilogue {
   T* out;

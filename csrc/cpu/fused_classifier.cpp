@@ -35,11 +35,11 @@ Status check_targets(const P& p) {
   return {};
 }
 
-// `rest` is the sum of all exponentials except the target's. If the target has nearly all of the probability, loss and
-// gradient depend on `rest` alone, whose digits would be lost in the total, slightly more than 1.
+// `rest` is the sum of all exponentials except the target's. If the target has nearly all of the probability, the loss
+// and the target's gradient depend on `rest` alone. The total, which is slightly more than 1, has few of its digits.
 //
 // If Out is the accumulation type, dlogits holds the exponentials between the two passes. A narrower Out would round
-// them, so they are computed twice.
+// the exponentials, so they are computed twice.
 template <typename T, typename Out>
 void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;

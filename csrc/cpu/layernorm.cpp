@@ -1,5 +1,5 @@
-// Layer normalisation on the CPU. The forward's threads divide the rows; the backward's divide groups of rows, each
-// with partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// Layer normalisation on the CPU. In the forward the threads divide the rows. In the backward they divide groups of
+// rows. Each group has partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -13,8 +13,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Returns a row filled with `value` that replaces a null weight or bias, so that the loops need no second version; an
-// empty vector if the row is not null.
+// If `row`, a weight or bias, is null, returns a row filled with `value` to replace it, so that the loops need no
+// second version. Otherwise returns an empty vector.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
@@ -43,9 +43,10 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Makes two passes over the row; the second reads it from the L1 cache. The first pass computes the mean, the second
-// the variance about it. The mean has a rounding error of up to |mean| * 2^-24. The second pass also computes the mean
-// of x - mean, which is that error (`rest`), and corrects for it, so that a large offset in x costs no accuracy.
+// Makes two passes over the row; the second pass reads the row from the L1 cache. The first pass computes the mean,
+// which has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean. It also
+// computes the mean of x - mean, which is the rounding error (`rest`). `rest` is subtracted as well, so that a large
+// offset in x costs no accuracy.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -69,9 +70,8 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
   for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
 }
 
-// dweight, dbias and dx_bias are sums over rows. The rows are divided into groups, whose number depends on the number
-// of rows only, and the groups' sums are added in order. Therefore the bits of the result do not depend on the number
-// of threads.
+// dweight, dbias and dx_bias are sums over rows. The number of groups of rows depends on the number of rows only, and
+// the groups' sums are added in order. Therefore the bits of the result do not depend on the number of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -99,9 +99,9 @@ struct Means {
   A g, gc;
 };
 
-// The first pass over a row: computes the means of g and g * c. (The roundings of g * c * rstd would not cancel, so
-// that a constant dout would not give an exact gradient of 0.) Since the pass reads x and dout, it also adds the row's
-// terms to dweight and dbias.
+// The first pass over a row. Computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
+// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass also adds the row's terms to
+// dweight and dbias, because it reads x and dout anyway.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
@@ -124,7 +124,7 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// The second pass: writes a row of dx and of dresidual, and adds dx to the sums of dx_bias.
+// The second pass over a row. Writes dx and dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {

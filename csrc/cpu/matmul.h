@@ -26,27 +26,27 @@ struct Matmul {
   int64_t inner;
   bool accumulate = false;          // the product is added to out
   const float* bias = nullptr;      // (columns), added to every row
-  float* pre_gelu = nullptr;        // (rows, columns), dense: receives the result so far; out is its tanh GELU
+  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of it
   const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   float* column_sums = nullptr;     // (columns): receives the sums over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// True if matmul supports this product and is faster than torch's BLAS, judged by sizes and strides. The environment
-// variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported product (`own`) or for none
-// (`blas`).
+// Returns whether matmul supports this product and, by its sizes and strides, should be faster than torch's BLAS. The
+// environment variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported product (`own`) or for
+// none (`blas`).
 bool matmul_supports(const Matmul& p);
 
-// Returns the best row stride for an output that later products read. Padding avoids cache conflicts, which cost a
-// product that sums over the rows up to 6 %.
+// Returns the best row stride for an output that later products read. Padding avoids cache conflicts, which slow down
+// products that sum over the rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
-// Bytes of scratch memory: partial sums for column_sums.
+// Returns the size of the workspace in bytes: partial sums for column_sums.
 int64_t matmul_workspace(const Matmul& p);
 
 Status matmul(const Matmul& p, Stream stream);
 
-// wide = narrow.
+// wide = narrow, converted to float32.
 template <typename T>
 void widen(float* wide, const T* narrow, int64_t size, Stream stream) {
   parallel_for(stream, size, 1, [&](int64_t begin, int64_t end) {
@@ -57,7 +57,7 @@ void widen(float* wide, const T* narrow, int64_t size, Stream stream) {
   });
 }
 
-// wide += narrow.
+// wide += narrow, converted to float32.
 template <typename T>
 void add_widened(float* wide, const T* narrow, int64_t size, Stream stream) {
   parallel_for(stream, size, 1, [&](int64_t begin, int64_t end) {

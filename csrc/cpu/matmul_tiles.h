@@ -1,6 +1,6 @@
 // Float32 matrix products. The columns of b are divided into panels as wide as the accumulators of product()
-// (vector.h); a panel is packed if its rows are not contiguous or far apart, or the panel is incomplete. No include
-// guard: see vector.h.
+// (vector.h). A panel is packed if its rows are not contiguous, if they are far apart, or if the panel is incomplete.
+// The file has no include guard, for the reason that vector.h gives.
 //
 //   for each panel of columns, for each 512 inner elements:       (threads divide the (panel, tile) pairs)
 //     pack the panel
@@ -28,7 +28,7 @@ template <typename Columns>
       for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k * b.row + j];
     return;
   }
-  constexpr int64_t kChunk = 16;  // inner elements, a cache line
+  constexpr int64_t kChunk = 16;  // inner elements of a cache line
   int64_t k = 0;
   for (; k + kChunk <= terms; k += kChunk)
     for (int64_t j = 0; j < columns; ++j)
@@ -52,7 +52,7 @@ struct Panel {
   int64_t ld;
 };
 
-// out = rows @ panel, or += with `add`.
+// out = rows @ panel. With `add`, the product is added to out.
 inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, const Tile& tile, int64_t terms, bool add) {
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
@@ -105,8 +105,8 @@ template <typename Columns>
   finish_columns(p, tile, tile.columns);
 }
 
-// Prefetches a tile into the cache before its product is computed. Its rows are too short and too far apart for the
-// hardware prefetcher.
+// Prefetches a tile into the cache before its product is computed. The rows of a tile are too short and too far apart
+// for the hardware prefetcher.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(T* matrix, int64_t ld, const Tile& tile) {
   if (!matrix) return;
@@ -142,7 +142,7 @@ template <typename T>
   }
 }
 
-// Computes tiles [begin, end), in panel-major order: a panel is packed once for all its tiles in the range.
+// Computes tiles [begin, end) in panel-major order, so that a panel is packed once for all its tiles in the range.
 inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
   const int64_t tiles = tiles_of(p.rows);
   while (begin < end) {

@@ -1,4 +1,4 @@
-// Draws the next tokens on the CPU: the threads divide the sequences. top_k uses std::nth_element, top_p sorts.
+// Draws the next tokens on the CPU. The threads divide the sequences. top_k uses std::nth_element, and top_p sorts.
 #include "../sample.h"
 
 #include <algorithm>

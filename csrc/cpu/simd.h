@@ -1,6 +1,6 @@
 // Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the widest
 // vectors of this processor (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it
-// there; `#pragma omp simd reduction(...)` marks the sums that it may split over lanes.
+// there. `#pragma omp simd reduction(...)` marks the sums that the compiler may split over lanes.
 #pragma once
 
 #include <algorithm>
@@ -113,7 +113,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// Returns the largest fn(i) over [0, n), -inf for n = 0. NaNs are ignored.
+// Returns the largest fn(i) over [0, n), or -inf if n is 0. NaNs are ignored.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];
@@ -122,8 +122,8 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// Prefetches n elements into the cache, such as the next row while this one is processed. An address past the end of a
-// tensor is harmless.
+// Prefetches n elements into the cache. Kernels prefetch the next row while they process a row. An address past the end
+// of a tensor is harmless.
 template <typename T>
 inline void prefetch(const T* p, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);

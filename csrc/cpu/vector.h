@@ -1,6 +1,6 @@
 // Vectors of one instruction set, for kernels that keep a block of accumulators in registers, which compilers do not do
-// for plain loops. No include guard: each_instruction_set.h includes this file and the kernels once for each
-// instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
+// for plain loops. The file has no include guard, because each_instruction_set.h includes it and the kernels once for
+// each instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
 //
 // Vector<A> provides kLanes; kRows and kColumns, the size of the block of accumulators that fits in the registers;
 // load, store, set, zero, fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction
@@ -20,8 +20,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. At and below this exponent exp2 returns 0 without computing it, because a denormal result takes
-// an Intel processor more than a hundred cycles, and hidden keys have scores of -inf.
+// 2^-150 rounds to 0. For this exponent and below, exp2 returns 0 without computing it, because a denormal result takes
+// an Intel processor more than a hundred cycles. Such exponents are frequent: masked keys have scores of -inf.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -49,7 +49,7 @@ struct Vector<float> {
   }
   GPTKERNELS_INLINE Vector exp2(Vector a) {
     const __m512 n = _mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __mmask16 above = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(kLowestExponent), _CMP_NLE_UQ);  // or NaN
+    const __mmask16 above = _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(kLowestExponent), _CMP_NLE_UQ);  // true for NaN
     return {_mm512_maskz_scalef_ps(above, power_of_fraction(Vector{_mm512_sub_ps(a.v, n)}).v, n)};
   }
 };
@@ -99,9 +99,9 @@ struct Vector<float> {
   }
   GPTKERNELS_INLINE Vector exp2(Vector a) {
     const __m256 lowest = _mm256_set1_ps(kLowestExponent);
-    const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(lowest, a.v));  // keeps a NaN
+    const __m256 x = _mm256_min_ps(_mm256_set1_ps(128.0f), _mm256_max_ps(lowest, a.v));  // NaN stays NaN
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // or NaN
+    const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // true for NaN
     const __m256 p = _mm256_and_ps(above, power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v);
     // 2^n may be outside float's range, so multiply by two factors. Only the second product can be denormal, so the
     // result is rounded once.
@@ -140,7 +140,7 @@ struct Vector<double> {
 
 #else
 
-// Any other processor: loops over lanes, which the compiler vectorizes as far as the processor allows.
+// The version for any other processor: loops over lanes, which the compiler vectorizes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
@@ -232,7 +232,7 @@ struct Left {
   int64_t column;
 };
 
-// kRows rows and kColumns vectors of c, accumulated in registers.
+// Computes kRows rows and kColumns vectors of c, with accumulators in registers.
 template <int kRows, int kColumns, typename A>
 [[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
                                                  bool add) {
@@ -262,7 +262,7 @@ template <int kRows, int kColumns, typename A>
     }
 }
 
-// All rows of kColumns vectors of c.
+// Computes all rows of kColumns vectors of c.
 template <int kColumns, typename A>
 [[gnu::noinline]] void product_columns(int64_t rows, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c,
                                        int64_t ldc, bool add) {
@@ -279,10 +279,10 @@ template <int kColumns, typename A>
   }
 }
 
-// c (rows, columns) = a (rows, inner) @ b (inner, columns), or += with `add`. The rows of b and c are ldb and ldc
-// apart; `columns` is a multiple of 16. Each sum runs over `inner` in order, in parts of `length` terms, however c is
-// divided into blocks. So the rounding error of a long sum grows with the length and the number of its parts, and the
-// bits of an element do not depend on its neighbours.
+// c (rows, columns) = a (rows, inner) @ b (inner, columns). With `add`, the product is added to c. The rows of b and c
+// are ldb and ldc elements apart; `columns` is a multiple of 16. The terms of each sum are added in order, in parts of
+// `length` terms, for any division of c into blocks. Therefore the rounding error of a long sum grows with the length
+// and the number of its parts, and the bits of an element do not depend on its neighbours.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {

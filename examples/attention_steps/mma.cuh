@@ -1,6 +1,6 @@
-// A warp's products by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and goes over
-// tiles of 64 keys. Tiles are 64 rows of 128 bytes in shared memory. ldmatrix reads 16 bytes of 8 rows at once; so that
-// these are in different banks, chunk c of row r is stored at chunk c ^ (r % 8).
+// A warp's matmuls by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and iterates over
+// tiles of 64 keys. Tiles are 64 rows of 128 bytes in shared memory. ldmatrix reads 16 bytes of 8 rows at once. Chunk c
+// of row r is stored at chunk c ^ (r % 8), so that these bytes are in different banks.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
@@ -26,7 +26,7 @@ struct WarpAttention {
       gptkernels::cuda::load_matrices(queries[i], chunk_at(tile, warp * 16 + lane % 16, 2 * i + lane / 16));
   }
 
-  // Adds the 64 keys and values of a tile. On the diagonal, its keys are the tokens of the block's queries.
+  // Adds the 64 keys and values of a tile. If `diagonal`, the tile's keys are the tokens of the block's queries.
   __device__ void add(uint32_t keys, uint32_t values, bool diagonal) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[kAccumulators] = {}, rescale[2];
@@ -40,7 +40,7 @@ struct WarpAttention {
     if (diagonal) mask_diagonal(scores, warp * 16);
     softmax.add(scores, rescale);
     for (int i = 0; i < kAccumulators; ++i) out[i] *= rescale[i / 2 % 2];
-    for (int i = 0; i < 4; ++i) {  // 16 keys: their weights are an operand as they are, rounded and packed
+    for (int i = 0; i < 4; ++i) {  // 16 keys, whose weights, rounded and packed, are an operand
       uint32_t weights[4];
       for (int k = 0; k < 4; ++k) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(scores[8 * i + 2 * k], scores[8 * i + 2 * k + 1]);

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int kBatches = 64, kTokens = 1024, kHeads = 12;
-constexpr int kHeadsBetweenChecks = 37, kQueriesBetweenChecks = 11;  // the last query is a multiple of 11
+constexpr int kHeadsBetweenChecks = 37, kQueriesBetweenChecks = 11;  // 1023, the last query, is a multiple of 11
 
 using Rows = std::vector<std::vector<double>>;  // (T, HS)
 

@@ -14,7 +14,7 @@ struct Attention {
 
 constexpr int kChannels = 64;        // HS
 constexpr float kScale = 0.125f;     // 1 / sqrt(HS)
-enum Part { kQuery, kKey, kValue };  // of qkv
+enum Part { kQuery, kKey, kValue };  // the parts of qkv
 
 // Returns a token's HS channels of q, k or v. `head` counts the heads of all sequences.
 __host__ __device__ inline const bfloat16* row_of(const Attention& p, Part part, int head, int token) {
@@ -27,5 +27,5 @@ __host__ __device__ inline bfloat16* out_of(const Attention& p, int head, int to
   return p.out + (row * p.heads + head % p.heads) * kChannels;
 }
 
-// Defined by each step.
+// Each step defines this function.
 void attention(const Attention& p);

@@ -1,6 +1,6 @@
-// Step 1: a thread per query, in three passes over its row of the (T, T) matrix of scores, which is in global memory:
-// the scores and their maximum, the exponentials and their sum, the sum of the values. This is the original program's
-// attention, which the library keeps as attention_probabilities and causal_softmax.
+// Step 1: a thread per query. It makes three passes over its row of the (T, T) matrix of scores, which is in global
+// memory: for the scores and their maximum, for the exponentials and their sum, and for the sum of the values. The
+// library keeps this form of attention as attention_probabilities and causal_softmax.
 #include "problem.h"
 
 const char* const kStep = "1 a thread per query";

@@ -1,14 +1,15 @@
-// Step 2: online softmax, a warp per query. The scores never reach memory: a warp computes those of 32 keys, one in
-// each lane, and adds their values to sums relative to the largest score so far. When a larger one comes, the sums are
-// rescaled. The warps of a block have neighbouring queries of one head, and share the keys and values in shared memory.
+// Step 2: online softmax, a warp per query. The scores are not written to memory: a warp computes the scores of 32
+// keys, one in each lane, and adds the values of these keys to sums relative to the largest score so far. When a larger
+// score comes, the sums are rescaled. The warps of a block have neighbouring queries of one head, and share the keys
+// and values in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 online softmax, a warp";
 
 constexpr int kWarps = 16;
-constexpr int kKeys = 32;              // of a tile
-constexpr int kPairs = kChannels / 2;  // of channels of a row
-constexpr int kRowPairs = kPairs + 1;  // an odd number: the lanes read 32 rows from 32 banks
+constexpr int kKeys = 32;              // keys of a tile
+constexpr int kPairs = kChannels / 2;  // pairs of channels of a row
+constexpr int kRowPairs = kPairs + 1;  // an odd number, so that the lanes read 32 rows from 32 banks
 using Pair = __nv_bfloat162;
 
 __device__ float warp_max(float x) {
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   float max = -INFINITY, sum = 0;
   float2 out = {0, 0};  // channels 2 * lane and 2 * lane + 1
   for (int tile = 0; tile < first + kWarps; tile += kKeys) {
-    __syncthreads();  // until then, other warps read the tile before
+    __syncthreads();  // before this barrier, other warps may read the previous tile
     for (int row = warp; row < kKeys; row += kWarps) {
       keys[row][lane] = pairs(kKey, tile + row)[lane];
       values[row][lane] = pairs(kValue, tile + row)[lane];

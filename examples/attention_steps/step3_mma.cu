@@ -4,7 +4,7 @@
 
 const char* const kStep = "3 tensor cores (mma.sync)";
 
-// Copies 64 rows to shared memory, by all threads.
+// Copies 64 rows to shared memory. All threads call it.
 __device__ void load_tile(uint8_t* tile, const Attention& p, Part part, int head, int first) {
   for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
     *reinterpret_cast<uint4*>(tile + chunk_at(0, i / 8, i % 8)) =
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma_kernel(Attention p) {
   __syncthreads();
   WarpAttention warp(gptkernels::cuda::shared_window(queries));
   for (int tile = 0; tile <= last; ++tile) {
-    __syncthreads();  // until then, other warps read the tile before
+    __syncthreads();  // before this barrier, other warps may read the previous tile
     load_tile(keys, p, kKey, head, tile * kTile);
     load_tile(values, p, kValue, head, tile * kTile);
     __syncthreads();

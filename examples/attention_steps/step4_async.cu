@@ -1,10 +1,10 @@
-// Step 4: asynchronous copies and two buffers. cp.async copies the next tile's keys and values while the tensor cores
-// work on this one's, without passing through registers.
+// Step 4: asynchronous copies and two buffers. While the tensor cores work on a tile, cp.async copies the keys and
+// values of the next tile, without passing through registers.
 #include "mma.cuh"
 
 const char* const kStep = "4 cp.async, two buffers";
 
-// Starts copying 64 rows to shared memory, by all threads.
+// Starts copying 64 rows to shared memory. All threads call it.
 __device__ void start_tile(uint32_t tile, const Attention& p, Part part, int head, int first) {
   for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
     gptkernels::cuda::copy_async_16(chunk_at(tile, i / 8, i % 8), row_of(p, part, head, first + i / 8) + i % 8 * 8,
@@ -13,7 +13,7 @@ __device__ void start_tile(uint32_t tile, const Attention& p, Part part, int hea
 
 __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention p) {
   using namespace gptkernels::cuda;
-  __shared__ __align__(128) uint8_t tiles[5][kTileBytes];  // queries; twice keys and values
+  __shared__ __align__(128) uint8_t tiles[5][kTileBytes];  // the queries, and two buffers of keys and values
   const uint32_t queries = shared_window(tiles);
   const auto keys_of = [&](int tile) { return queries + (1 + tile % 2 * 2) * kTileBytes; };
   const auto values_of = [&](int tile) { return keys_of(tile) + kTileBytes; };
@@ -31,14 +31,14 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
   copy_async_commit();
   start(0);
   copy_async_wait<1>();  // for the queries
-  __syncthreads();       // and for those that the other threads have copied
+  __syncthreads();       // for the queries that the other threads have copied
   WarpAttention warp(queries);
   for (int tile = 0; tile <= last; ++tile) {
     start(tile + 1);
     copy_async_wait<1>();  // for this tile
     __syncthreads();
     warp.add(keys_of(tile), values_of(tile), tile == last);
-    __syncthreads();  // before the buffer is written again
+    __syncthreads();  // all warps have read the buffer before it is written again
   }
   warp.softmax.store(p, head, last * kTile + threadIdx.x / 32 * 16, warp.out);
 }

@@ -5,8 +5,8 @@
 // The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, a phase of
 // `empty` when all warps that compute have released the stage.
 //
-// A warpgroup starts the scores of tile j + 1 before the output of tile j, and waits for the scores only. So the tensor
-// cores compute the output while the warpgroup computes the softmax.
+// A warpgroup starts the scores of tile j + 1 before the output of tile j, and waits for the scores only. Therefore the
+// tensor cores compute the output while the warpgroup computes the softmax.
 #include "cuda/ptx/pipeline.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "softmax.cuh"
@@ -16,11 +16,11 @@ const char* const kStep = "5 wgmma, TMA, a loading warp";
 using namespace gptkernels::cuda;
 
 constexpr int kTile = 64;       // queries of a warpgroup, keys of a stage
-constexpr int kWarpgroups = 4;  // that compute
+constexpr int kWarpgroups = 4;  // warpgroups that compute
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
 constexpr int kStages = 4;
-// A warpgroup does not release its last tile or any after it, and the first warpgroup's last tile is kWarpgroups - 1
-// before the thread block's last one. So the loading thread would wait forever for one of fewer stages.
+// A warpgroup releases neither its last tile nor any later tile. The first warpgroup's last tile is kWarpgroups - 1
+// tiles before the thread block's last tile. With fewer stages, the loading thread would wait forever for an empty one.
 static_assert(kStages >= kWarpgroups);
 
 using Tile = bfloat16[kTile][kChannels];  // a panel, which TMA swizzles (ptx/wgmma.cuh)
@@ -35,9 +35,9 @@ struct Shared {
 
 #if GPTKERNELS_WGMMA
 
-// The loading thread. Tiles are boxes of the matrix qkv (B * T, 3 * C).
+// Loads all tiles, in the loading thread. Tiles are boxes of the matrix qkv (B * T, 3 * C).
 __device__ void load(Shared& shared, const CUtensorMap& qkv, const Attention& p, int head, int first) {
-  const int row = head / p.heads * p.tokens;  // of the sequence
+  const int row = head / p.heads * p.tokens;  // the sequence's first row
   const auto column = [&](Part part) { return (part * p.heads + head % p.heads) * kChannels; };
   const uint32_t queries_full = shared_address(&shared.queries_full);
   mbarrier_expect(queries_full, sizeof shared.queries);
@@ -54,12 +54,12 @@ __device__ void load(Shared& shared, const CUtensorMap& qkv, const Attention& p,
   }
 }
 
-// A warpgroup, with the 64 queries from `first`. Its last tile of keys is on the diagonal.
+// Computes the 64 queries from `first` on, in a warpgroup. The warpgroup's last tile of keys is on the diagonal.
 __device__ void compute(Shared& shared, const Attention& p, int head, int first, int warpgroup) {
   float scores[kAccumulators], out[kAccumulators], rescale[2];
   uint32_t weights[kAccumulators / 2];
   OnlineSoftmax softmax;
-  const int last = first / kTile, row = threadIdx.x % kWarpgroup / 32 * 16;  // `row`: the warp's first of the queries
+  const int last = first / kTile, row = threadIdx.x % kWarpgroup / 32 * 16;  // `row` is the warp's first row
   const uint64_t queries = panel_descriptor(shared_address(shared.queries[warpgroup]));
 
   const auto start_scores = [&](int slot) {
@@ -87,7 +87,7 @@ __device__ void compute(Shared& shared, const Attention& p, int head, int first,
   wgmma_wait<0>();
   pin_registers(scores);
   if (last == 0) mask_diagonal(scores, row);
-  softmax.add(scores, rescale);  // there is no output yet that is to be rescaled
+  softmax.add(scores, rescale);  // there is no output to rescale yet
   accumulators_to_a<bfloat16>(weights, scores);
   for (int tile = 1; tile <= last; ++tile) {
     const int previous = at.slot;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared_address(&shared.queries_full), 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(shared_address(&shared.full[i]), 1);
-      barrier_init(shared_address(&shared.empty[i]), 4 * kWarpgroups);  // one arrival of each warp
+      barrier_init(shared_address(&shared.empty[i]), 4 * kWarpgroups);  // one arrival per warp
     }
     mbarrier_init_fence();
   }

@@ -1,5 +1,5 @@
-// Continues a text with a GPT-2 of bytes that export.py has packaged. LibTorch and the libraries of gptkernels are all
-// that runs: no Python.
+// Continues a text with a GPT-2 of bytes that export.py has packaged. The program needs LibTorch and the libraries of
+// gptkernels, but no Python.
 //
 //   generate model.pt2 TEXT COUNT libgptkernels.so [libgptkernels_cuda.so]
 
@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int64_t kFewestTokens = 2;  // export.py's
+constexpr int64_t kFewestTokens = 2;  // must equal the number in export.py
 
 // The operators register themselves when their library is loaded: first libgptkernels.so, which declares them.
 void load_operators(const char* library) {

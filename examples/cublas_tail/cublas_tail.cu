@@ -13,7 +13,8 @@
 #define CHECK(call) \
   if (int status = int(call)) std::printf("%s: error %d\n", #call, status), std::exit(1)
 
-// A matrix of `across` columns of `down` elements: 1 for the last 8 terms, else 0.
+// Fills a matrix of `across` columns of `down` elements: with 1 for the last 8 terms of the sums, with 0 for the
+// others.
 __global__ void fill(__nv_bfloat16* out, int64_t down, int64_t across, bool terms_are_down, int64_t terms) {
   for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < down * across; i += gridDim.x * blockDim.x) {
     const int64_t term = terms_are_down ? i % down : i / down;

@@ -15,7 +15,7 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// With evict_last, the L2 cache keeps the line when it makes room for others.
+// With evict_last, the L2 cache keeps the line when it makes space for other lines.
 template <bool kEvictLast>
 __device__ void store_statistic(float* p, float value) {
   if constexpr (kEvictLast) {

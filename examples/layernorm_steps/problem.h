@@ -17,5 +17,5 @@ struct Layernorm {
 
 constexpr int kWidth = 768;  // the steps that keep a row in registers are compiled for this width
 
-// Defined by each step.
+// Each step defines this function.
 void layernorm(const Layernorm& p);

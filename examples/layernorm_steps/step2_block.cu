@@ -1,15 +1,15 @@
-// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses); the sums of the
-// threads meet in shared memory. This is the shape of the simple kernels in csrc/cuda.
+// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses). The sums of the
+// threads are added in shared memory. The simple kernels in csrc/cuda have this form.
 #include "problem.h"
 
 const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 256;
 
-// The sum over the block, for every thread.
+// Returns the sum over the block to every thread.
 __device__ float block_sum(float value) {
   __shared__ float sums[kThreads];
-  __syncthreads();  // until then, threads may still read the previous sum
+  __syncthreads();  // before this barrier, threads may still read the previous sum
   sums[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();

@@ -1,10 +1,11 @@
-// Step 3: a warp per row, with the row in registers. The sums are shuffles, so nothing waits at a barrier, and the row
-// is read from memory once. To index registers, the number of elements per thread must be a constant.
+// Step 3: a warp per row, with the row in registers. The sums use shuffles, so no thread waits at a barrier, and the
+// row is read from memory once. The number of elements per thread must be a constant, because registers are indexed by
+// constants.
 #include "problem.h"
 
 const char* const kStep = "3 a warp, in registers";
 
-constexpr int kWarps = 8;  // of a block
+constexpr int kWarps = 8;  // warps of a block
 constexpr int kElements = kWidth / 32;
 
 __device__ float warp_sum(float value) {

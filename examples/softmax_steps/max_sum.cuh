@@ -1,5 +1,5 @@
-// The maximum of a row and the sum of its exponentials relative to it, in one pass (online softmax): whenever the
-// maximum grows, the sum is rescaled. For steps 3 to 5.
+// The maximum of a row, and the sum of the exponentials relative to the maximum, in one pass (online softmax): whenever
+// the maximum grows, the sum is rescaled. Steps 3 to 5 use this file.
 #pragma once
 
 #include <cfloat>
@@ -8,7 +8,7 @@
 
 struct MaxSum {
   float max;
-  float sum;  // of exp(x - max)
+  float sum;  // sum of exp(x - max)
 };
 
 // Returns the MaxSum of no elements. Its maximum is finite, so that no difference is inf - inf.
@@ -28,7 +28,7 @@ __device__ inline MaxSum warp_merge(MaxSum m) {
   return m;
 }
 
-// Returns the MaxSum of all threads of the block, to every thread, with one barrier. Called once in a kernel.
+// Returns the MaxSum of all threads of the block, to every thread, with one barrier. A kernel may call it once.
 __device__ inline MaxSum block_merge(MaxSum m) {
   __shared__ MaxSum warps[32];
   const int lane = threadIdx.x % 32;
@@ -57,7 +57,7 @@ __device__ inline void add_pack(MaxSum& m, const Pack& pack, int column) {
   m = {max, m.sum * __expf(m.max - max) + sum};
 }
 
-// Returns the gradients of such a pack.
+// Returns the gradients of a pack that starts at `column`.
 __device__ inline Pack gradients(const Pack& pack, int column, int target, MaxSum row) {
   const float scale = 1 / row.sum;
   Pack d;

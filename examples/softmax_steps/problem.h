@@ -14,8 +14,8 @@ struct Classifier {
   int vocab;           // V
 };
 
-constexpr int kWidth = 50304;  // of GPT-2, padded to a multiple of 128
+constexpr int kWidth = 50304;  // GPT-2's vocabulary, padded to a multiple of 128
 constexpr int kVocab = 50257;
 
-// Defined by each step.
+// Each step defines this function.
 void classifier(const Classifier& p);

@@ -10,7 +10,7 @@ constexpr int kThreads = 1024;
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];
-  __syncthreads();  // until then, threads may still read the previous result
+  __syncthreads();  // before this barrier, threads may still read the previous result
   values[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();

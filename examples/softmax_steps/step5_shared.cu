@@ -1,8 +1,9 @@
-// Step 5: the row stays on the chip. A row is 101 KB, and two fit into an SM's shared memory. All copies from global to
-// shared memory start at once (cp.async), without registers, so that many bytes are in flight; the row is read from
-// global memory once. While one thread block of an SM computes, the other one loads.
+// Step 5: the row stays on the chip. A row is 101 KB, and two rows fit into an SM's shared memory. All copies from
+// global to shared memory start at once (cp.async), without registers, so that many bytes are in flight. The row is
+// read from global memory once. While one thread block of an SM computes, the other one loads.
 //
-// A thread copies the packs that it reads itself. So it waits for its own copies only, and the row needs no barrier.
+// A thread copies the packs that it reads itself. Therefore it waits only for its own copies, and the row needs no
+// barrier.
 #include "cuda/ptx/sm80.cuh"
 #include "max_sum.cuh"
 

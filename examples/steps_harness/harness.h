@@ -1,5 +1,6 @@
-// What the kernels in *_steps share: the data, the timing and the line of the table. A folder's problem.h declares the
-// function that each step defines; its problem.cu has a main() that checks the result against a formula in double.
+// The data, the timing and the output of a table's line, which the kernels in *_steps share. A folder's problem.h
+// declares the function that each step defines. Its problem.cu has a main() that checks the result against a formula in
+// double.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -39,7 +40,7 @@ std::vector<T> host_copy(const T* device, size_t size) {
   return host;
 }
 
-// Returns the larger of an error and a difference, infinity if the difference is NaN.
+// Returns the larger of an error and a difference, or infinity if the difference is NaN.
 inline double larger_error(double error, double difference) {
   return std::isfinite(difference) ? std::max(error, std::abs(difference)) : INFINITY;
 }

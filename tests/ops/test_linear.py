@@ -161,3 +161,16 @@ def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
     found = ops.linear_backward(dout, x, weight.t(), [True] * 3)[1]
     assert found.stride() == weight.t().stride()
     torch.library.opcheck(ops.linear_backward, (dout, x, weight.t(), [True] * 3))
+
+
+@pytest.mark.parametrize("inner", [7, 33, 48, 79, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_memory_between_rows_has_no_effect(inner, dtype, device):
+    """oneDNN on CPUs with AMX multiplies what follows a row in memory by 0, which a NaN survives."""
+    torch.manual_seed(0)
+    wide = torch.full((47, inner + 32), float("nan"), dtype=dtype, device=device)
+    x, weight = wide[:, :inner], torch.randn(16, inner, device=device).to(dtype)
+    x.copy_(torch.randn(47, inner))
+    dout = torch.full((47, 40), float("nan"), dtype=dtype, device=device)[:, :16].copy_(torch.randn(47, 16))
+    assert ops.linear(x, weight).isfinite().all()
+    assert all(grad.isfinite().all() for grad in ops.linear_backward(dout, x, weight, [True, True, True]))

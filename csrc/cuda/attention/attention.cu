@@ -1,4 +1,4 @@
-// Chooses the family of kernels that computes a call: the first one below that supports it.
+// Chooses the family of kernels that computes a call: the first family below that supports the call.
 #include <algorithm>
 #include <type_traits>
 

@@ -5,10 +5,12 @@
 
 namespace gptkernels::cuda {
 
-// The rounding of logsumexp multiplies all probabilities of a row by one factor, which is their sum. Returns its
-// inverse if the sum differs from 1 by no more than the rounding can explain, and else 1: the logsumexp is then one of
-// more keys than these. A logsumexp of far scores (lowest_bias.cuh) does not contain the number of keys, which is their
-// sum.
+// The rounding error of the logsumexp multiplies all probabilities of a row by the same factor, so their sum is this
+// factor instead of 1. Returns 1 / sum if the rounding error can explain the difference between `sum` and 1. Otherwise
+// the logsumexp is that of more keys than this call has, and the function returns 1.
+//
+// A logsumexp of far biases (lowest_bias.cuh) does not contain the number of keys, because it is rounded away. `sum` is
+// then the number of keys.
 template <typename A>
 __device__ A logsumexp_correction(A sum, A logsumexp) {
   constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);

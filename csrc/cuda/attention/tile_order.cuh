@@ -10,27 +10,27 @@
 
 namespace gptkernels::cuda {
 
-// Heads are in sections whose keys and values fit the L2 cache together. In a section the longest tiles come first, so
-// that short ones fill the last SMs.
+// Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
+// come first, so that at the end short tiles fill the SMs.
 struct HeadTiles {
-  int tiles;          // in a head
-  int heads;          // in all batches
-  int section;        // heads in a section
-  bool longest_last;  // whether tiles get longer with their number
+  int tiles;          // tiles of a head
+  int heads;          // heads of all batches
+  int section;        // heads of a section
+  bool longest_last;  // whether the last tile of a head is the longest
 
   struct Tile {
     int tile;
     int head;  // batch * heads + head
   };
 
-  // A head's keys and values have `head_bytes`.
+  // `head_bytes` is the size of a head's keys and values.
   static HeadTiles of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, int64_t section_bytes) {
     const int64_t section = std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_bytes, 1), 1, heads);
     return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last};
   }
 
 #ifdef __CUDACC__
-  // Returns the tile that is taken as number `index`.
+  // Returns the tile at position `index` of the order.
   __device__ Tile at(int index) const {
     const int start = index / (section * tiles) * section;
     const int within = index - start * tiles;
@@ -41,10 +41,10 @@ struct HeadTiles {
 #endif
 };
 
-// The same for persistent thread blocks: each takes the next tile when it has room.
+// The order of tiles for persistent thread blocks. A thread block takes the next tile when it has a free buffer.
 struct TileOrder : HeadTiles {
-  // The counter of tiles taken after each thread block's first, 0 before the launch; or null: they are dealt out in
-  // turn.
+  // A counter of the tiles that are taken after the first tile of each thread block; 0 before the launch. If it is
+  // null, each thread block has a fixed sequence of tiles (after()).
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
@@ -53,14 +53,15 @@ struct TileOrder : HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // One thread of a block calls these for the number of its first tile, and of each next one.
+  // Return the index of the thread block's first tile, and of its next tile. One thread of the thread block calls them.
   __device__ int first() const { return blockIdx.x; }
   __device__ int take() const {
     random_delay();
     return gridDim.x + atomicAdd(next, 1);
   }
-  // Returns the number of the tile after `round` others. Without a counter tiles are dealt out there and back, so that
-  // a thread block whose first tile is long has a short one next.
+  // Returns the index of the thread block's next tile, after `round` tiles. Without a counter, every second round of
+  // tiles is assigned to the thread blocks in reverse, so that a thread block with a long first tile has a short second
+  // tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);

@@ -39,7 +39,8 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
-// split_keys.cu supports the same for few queries; it splits the keys of a head among thread blocks.
+// split_keys.cu supports the same dtypes and GPUs as mma/, for few queries. It divides the keys of a head among thread
+// blocks.
 template <typename T>
 bool attention_forward_split_serves(const AttentionForward<T>& p);
 template <typename T>

@@ -1,6 +1,7 @@
-// Exponentials and reciprocals whose accuracy follows from T, the dtype of the kernel's result. A kernel on bfloat16
-// can issue about 30 instructions per element before it becomes slower than memory, so for 16-bit results these
-// functions use the hardware's approximate instructions, whose error disappears when the result is rounded to 16 bits.
+// Exponentials and reciprocals that are as accurate as T, the dtype of the kernel's result, requires. A kernel on
+// bfloat16 can issue about 30 instructions per element before they take longer than the memory accesses. For 16-bit
+// results these functions therefore use the hardware's approximate instructions, whose error disappears when the result
+// is rounded to 16 bits.
 #pragma once
 
 #include "cuda/device.h"
@@ -13,8 +14,8 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Above this magnitude, neighbouring float32 numbers are more than 1 apart: a rounded number cannot be the reference
-// that is subtracted before an exponential.
+// Above this magnitude, neighbouring float32 numbers are more than 1 apart. A rounded number of this magnitude is too
+// inexact to be subtracted from the argument of an exponential.
 constexpr float kFarFromZero = 0x1p24f;
 
 // Returns 2^x in one instruction: relative error up to 2^-22; results below 2^-126 are flushed to 0.

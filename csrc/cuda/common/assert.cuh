@@ -10,8 +10,8 @@ extern "C" __host__ __device__ void __assert_fail(const char* assertion, const c
 namespace gptkernels::cuda {
 
 // Prints "gptkernels::<op>: " and `sentence` (a printf format for `values`), then ends the kernel with cudaErrorAssert,
-// as torch's device-side assertions do. The assertion's own message repeats `op` and says `what` is wrong: the printf
-// buffer may be lost with the context, the assertion's message is not.
+// as torch's device-side assertions do. The assertion's own message repeats `op` and says `what` is wrong, because the
+// printf buffer may be lost with the context, but the assertion's message is not.
 template <typename... Values>
 __device__ __noinline__ void device_fail(const char* op, const char* what, const char* sentence, Values... values) {
   printf("gptkernels::%s: ", op);

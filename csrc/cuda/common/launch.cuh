@@ -106,8 +106,8 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
-// Returns the configuration for cudaLaunchKernelEx. It points to `attribute` (which may be null), which must outlive
-// it.
+// Returns the configuration for cudaLaunchKernelEx. The configuration points to `attribute`, which may be null and must
+// outlive the configuration.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
                                         cudaLaunchAttribute* attribute) {
   cudaLaunchConfig_t config = {};
@@ -132,9 +132,9 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
 // From sm_90 on, a kernel can start while the previous kernel of its stream is still running, which hides the 1 to 2 us
-// between them (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it reads
-// what the previous kernel wrote. The previous kernel may call let_next_kernel_start() to start it before its own end.
-// Both are no-ops before sm_90.
+// between the two kernels (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel()
+// before it reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() to start the
+// next kernel before its own end. Both functions do nothing before sm_90.
 
 // Launches kKernel so that it may start early. It falls back to an ordinary launch before sm_90 and before CUDA 12.3.
 template <auto kKernel, typename... Arguments>

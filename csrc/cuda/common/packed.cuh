@@ -18,8 +18,8 @@ struct alignas(sizeof(T) * N) Packed {
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// The dtype for a sum over many elements of T. A float32 sum would cause most of the error of a float32 result, so it
-// is computed in float64. A 16-bit result is rounded far more coarsely than a float32 sum.
+// The dtype for a sum over many elements of T. A sum in float32 would cause most of the error of a float32 result, so
+// float32 is summed in float64. For 16-bit results float32 is enough, because rounding to 16 bits is much coarser.
 template <typename T>
 using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
 
@@ -33,8 +33,8 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// Converts a pack to accumulators: float32, or float64 for float64. A bfloat16 is the upper half of a float32, so each
-// of the two in a 32-bit word takes one instruction (a shift or a mask).
+// Converts a pack to accumulators: float32, or float64 for float64. A bfloat16 is the upper half of a float32, so the
+// conversion of either half of a 32-bit word takes one instruction (a shift or a mask).
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
@@ -59,7 +59,7 @@ __device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) 
   for (int i = 0; i < N; ++i) sum[i] += values[i];
 }
 
-// Rounds accumulators to T. The 16-bit types are converted in pairs, one instruction for two elements.
+// Rounds accumulators to T. The 16-bit types are converted in pairs, with one instruction for two elements.
 template <typename T, int N>
 __device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
   Packed<T, N> packed;

@@ -29,8 +29,8 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps of a block. There are at most a few hundred rows of partial sums, so a thread has a handful of loads, all in
-// flight at once.
+// Warps of a block. There are at most a few hundred rows of partial sums, so a thread has only a few loads, which are
+// all in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

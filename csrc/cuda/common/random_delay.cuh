@@ -1,11 +1,11 @@
-// Random delays, in builds with GPTKERNELS_RANDOM_DELAYS (CONTRIBUTING.md): they bring about orders of events between
-// warps, blocks and clusters that are rare otherwise.
+// Random delays, in builds with GPTKERNELS_RANDOM_DELAYS (CONTRIBUTING.md). They cause orders of events between warps,
+// blocks and clusters that are otherwise rare.
 #pragma once
 
 namespace gptkernels::cuda {
 
-// Called before each wait and each arrival: delays one of 8 calls by up to 4 us. There is no branch, which would keep
-// ptxas from running wgmma asynchronously.
+// Delays one of 8 calls by up to 4 us. It is called before each wait and each arrival. The function has no branch,
+// because with a branch ptxas would not run wgmma asynchronously.
 __device__ inline void random_delay() {
 #ifdef GPTKERNELS_RANDOM_DELAYS
   auto hash = static_cast<unsigned>(clock64());

@@ -1,10 +1,10 @@
 // A row of a matrix in the registers of its team (teams.cuh has a drawing).
 //
-// A pack has kVec elements: 16 bytes, or the number of elements in 16 bytes of a wider dtype whose rows have the same
-// columns per thread (Row::With). Packs stay in the dtype of memory, which for 16-bit types takes half the registers of
-// float32, and every pass over the row converts them again. The first kUnguarded packs of every thread are known to be
-// within the row; only the others are compared with the width. (Comparing all of them in every pass takes about
-// 10 % more instructions.)
+// A pack has kVec elements, by default 16 bytes. Row::With is a row of another dtype whose packs have the same number
+// of elements, so that each thread has the same columns of both rows. Packs stay in the dtype of memory, which for
+// 16-bit types takes half the registers of float32, and every pass over the row converts them again. The first
+// kUnguarded packs of every thread are known to be within the row, so only the other packs are compared with the width.
+// (Comparing all packs in every pass takes about 10 % more instructions.)
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// Same as store_narrow, but also guarantees a single store for packs of 8 bytes.
+// Does the same as store_narrow, and guarantees a single store also for packs of 8 bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -60,8 +60,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Keeps 16-bit packs packed: the compiler has to assume that this call changes them, so it cannot convert them before
-  // a loop and keep the float32 values, which need twice as many registers.
+  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so it cannot convert them
+  // before a loop and keep the float32 values, which need twice as many registers.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -84,7 +84,7 @@ struct Row {
     }
   }
 
-  // Same as each(), and stores x, as fn leaves it, back into the pack.
+  // Does the same as each(), and then stores x, which fn may have changed, in the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

@@ -1,9 +1,9 @@
-// The part of a row that one thread of its team (teams.cuh) works on, for rows of any width and alignment: which
-// columns it has, their loads, and their stores.
+// The part of a row that one thread of a team (teams.cuh) processes: the thread's columns, and their loads and stores.
+// Rows may have any width and alignment.
 //
-// Packs are 16 bytes at multiples of 16 bytes, wherever the row starts. Fewer than kVec elements are left before the
-// first pack (the head) and after the last pack (the tail); they are divided one by one among the row's first 2 * kVec
-// threads, head elements to threads 0..kVec-1 and tail elements to threads kVec..2*kVec-1. A row of 21 bfloat16 that
+// A pack is 16 bytes at a multiple of 16 bytes, even if the row starts elsewhere. Fewer than kVec elements are left
+// before the first pack (the head) and after the last pack (the tail). Threads 0..kVec-1 of the team have one element
+// of the head each, and threads kVec..2*kVec-1 one element of the tail each. For example, a row of 21 bfloat16 that
 // starts 10 bytes after a multiple of 16:
 //
 //   address      0                16               32               48
@@ -11,8 +11,8 @@
 //                           head   pack 0           pack 1           tail
 //   thread                  0 1 2  0                1                8 9
 //
-// A kernel processes its elements through a RowColumns, which says where they are, and one RowPart per array, which
-// holds them:
+// A kernel uses a RowColumns, which has the places of the thread's elements, and one RowPart per array, which has the
+// elements:
 //
 //   RowColumns at(base, rows, width);
 //   RowPart x(p.x, at, slots);                                   starts the loads
@@ -29,7 +29,8 @@
 
 namespace gptkernels::cuda {
 
-// Places of a thread's elements. Kernels process them with generic lambdas, which are called with one of these types.
+// The types of the places at which a thread has elements. Kernels process elements with generic lambdas, which are
+// called with a place of each type.
 struct PackAt {
   int i;  // this thread's pack i
 };
@@ -57,10 +58,10 @@ struct RowValues {
 //
 //   kHasHeadTail   rows may have a head and a tail; otherwise they consist of whole packs
 //   kMasked        only the first `columns` columns of a row are read; the others are masked, and written as 0
-//   kOverflow      a thread may have more than kItems packs, of which the rest are in shared memory
+//   kOverflow      a thread may have more than kItems packs; the other packs are in shared memory
 //
 // With kOverflow, threads are counted from the start of the 128-byte line that contains the first pack, so that each
-// warp writes whole lines. The threads that come before the first pack have no pack in that line.
+// warp writes whole lines. Threads whose place in this line is before the first pack have no pack there.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:
@@ -69,8 +70,8 @@ class RowColumns {
   static constexpr int kItems = kItems_;
   static constexpr bool kOverflow = kOverflow_;
 
-  // The columns of this team's row of the (rows, width) matrix at `base`. If kMasked, the first `columns` of them are
-  // not masked. A team beyond the last row has no columns.
+  // Finds the columns in this team's row of the (rows, width) matrix at `base`. If kMasked, all but the first `columns`
+  // columns are masked. A team beyond the last row has no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
     if (Team::row() >= rows) width = 0;
     width_ = static_cast<int>(width);
@@ -131,7 +132,7 @@ class RowColumns {
   __device__ bool unmasked(PackAt at) const { return within(column(at), kMasked ? min(columns_, end_) : end_); }
   __device__ bool unmasked(AtEdge) const { return kHasHeadTail && edge_ < columns_; }
 
-  // Replaces the masked elements of a place.
+  // Replaces the masked elements of a place by `by`.
   template <typename Element, int N>
   __device__ void mask(Element (&x)[N], auto at, Element by) const {
     if constexpr (kMasked) {
@@ -142,7 +143,7 @@ class RowColumns {
     }
   }
 
-  // Replaces the element in column `column` if this place contains it.
+  // Replaces the element in column `column` by `by`, if this place contains the column.
   template <typename Element, int N>
   __device__ void replace(Element (&x)[N], auto at, int column, Element by) const {
     const int k_there = column - this->column(at);
@@ -160,7 +161,7 @@ class RowColumns {
     return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
   }
 
-  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // RowPart's copies to shared memory
+  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // for RowPart's copies to shared memory
 
   __device__ bool has(PackAt at) const { return within(column(at), end_); }
   static __device__ bool within(int column, int end) {
@@ -170,14 +171,14 @@ class RowColumns {
   int64_t begin_;
   int width_;
   int columns_;   // unmasked columns
-  int first_;     // the first column of this thread's pack 0; negative or beyond end_ if it has none
+  int first_;     // the first column of this thread's pack 0; negative or beyond end_ if there is no such pack
   int end_;       // the end of the row's last whole pack
-  int edge_ = 0;  // the column of this thread's edge element; width_ or more if it has none
+  int edge_ = 0;  // the column of this thread's edge element; width_ or more if the thread has none
 };
 
-// A thread's elements of one array, at the places of a RowColumns. They stay in the dtype of memory, which for 16-bit
-// types takes half the registers of float32. A thread accesses only the slots of shared memory that it has written
-// itself, so no barrier is needed.
+// A thread's elements of one array, at the places of a RowColumns. The elements stay in the dtype of memory, which for
+// 16-bit types takes half the registers of float32. A thread accesses only the slots of shared memory that it has
+// written itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;
@@ -185,7 +186,7 @@ class RowPart {
 
  public:
   // Starts the loads. Every load is issued before the first value is used, to have as many bytes in flight as possible.
-  // `slots` is shared memory for one pack per thread of the block and pack beyond kItems.
+  // `slots` is shared memory. It has a slot for each pack beyond kItems of each thread of the block.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll
@@ -205,8 +206,8 @@ class RowPart {
   __device__ auto& raw(AtEdge) { return edge_; }
 
   // Returns the elements of a place as float32. The asm statement hides from the compiler that an earlier pass
-  // converted the same pack; otherwise it would keep the float32 values, in twice as many registers, to save the
-  // conversion.
+  // converted the same pack. Otherwise the compiler would keep the float32 values, in twice as many registers, to save
+  // the conversion.
   template <typename Place>
   __device__ auto operator[](Place at) {
     auto& packed = raw(at);

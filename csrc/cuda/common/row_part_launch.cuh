@@ -18,7 +18,8 @@
 //     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   processes the team's row
 //   };
 //
-// `slots` is the block's dynamic shared memory: for one array after another, `overflow` packs per thread.
+// `slots` is the block's dynamic shared memory. It has `overflow` packs per thread of the first array, then of the next
+// array, and so on.
 #pragma once
 
 #include <algorithm>
@@ -36,12 +37,12 @@ constexpr int kRowItems = 4;  // packs per thread in registers
 
 // Launch parameters that an Op chooses by measurement.
 struct RowShapes {
-  int arrays = 1;                 // arrays whose rows are kept
-  int resident = 2;               // blocks per SM, 1 or 2: of two blocks, one loads while the other computes
-  bool overflow_in_block = true;  // a block may keep packs in shared memory; if not, a cluster does
-  int cluster_packs = 2048;       // packs of a row per block of a cluster, at most
-  int cluster_items = 12;         // packs per thread of a cluster, at most
-  bool wide_head_tail = false;    // rows wider than a warp can hold always use the code with head and tail
+  int arrays = 1;                 // number of arrays whose rows are kept
+  int resident = 2;               // blocks per SM, 1 or 2: with two blocks, one loads while the other computes
+  bool overflow_in_block = true;  // whether a single block may keep packs in shared memory; otherwise a cluster does
+  int cluster_packs = 2048;       // maximum packs of a row per block of a cluster
+  int cluster_items = 12;         // maximum packs per thread of a cluster
+  bool wide_head_tail = false;    // whether rows that a warp cannot hold always use the code with head and tail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -127,8 +128,8 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape;
-// 1 if it has no clusters.
+// Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape,
+// or 1 if the device has no clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -146,8 +147,8 @@ int64_t max_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Launches one cluster per row. Returns false if a cluster cannot hold a row. (The grid limit is no concern: rows this
-// wide do not fit into memory in such numbers.)
+// Launches one cluster per row. Returns false if a cluster cannot hold a row. (The grid cannot exceed CUDA's limit,
+// because so many rows of this width do not fit into memory.)
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
@@ -162,7 +163,7 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// Launches rows that a warp cannot hold. Returns false if no kernel supports them.
+// Launches the kernel for rows that a warp cannot hold. Returns false if no kernel supports these rows.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;
@@ -173,7 +174,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // Use 3 packs per thread if 4 would leave more of them beyond the row's end.
+    // Use 3 packs per thread if with 4 more packs would be beyond the row's end.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -194,11 +195,11 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Launches the kernel that supports these rows. Returns false, without a launch, if there is none: more rows than a
-// grid has blocks, or rows too wide. `base` is the array whose addresses determine how the columns are divided into
-// packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes. `aligned` means that every row
-// starts at a multiple of 16 bytes and consists of whole packs. Such rows use code without head and tail, and narrow
-// rows share a warp.
+// Launches the kernel that supports these rows. Returns false, without a launch, if no kernel does, because there are
+// more rows than a grid can have blocks, or the rows are too wide. `base` is the array whose addresses determine how
+// the columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
+// `aligned` means that every row starts at a multiple of 16 bytes and consists of whole packs. Such rows use code
+// without head and tail, and narrow rows share a warp.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

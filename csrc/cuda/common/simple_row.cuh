@@ -13,8 +13,8 @@ namespace gptkernels::cuda {
 
 constexpr int kSimpleThreads = 512;
 
-// Returns the threads per block of a simple kernel: whole warps, up to kSimpleThreads, and no more warps than the row
-// has work for at kVec elements per thread.
+// Returns the threads per block of a simple kernel: as many whole warps as a row of `width` elements needs with kVec
+// elements per thread, up to kSimpleThreads threads.
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
@@ -26,8 +26,8 @@ void with_packs(bool can_vectorize, const Fn& fn) {
   can_vectorize ? fn(Constant<kPack<T>>{}) : fn(Constant<1>{});
 }
 
-// A thread's part of a sum over a row. Every kRun terms are added up by themselves: in a single long sum of similar
-// numbers the roundings would all go one way.
+// A thread's part of a sum over a row. Every kRun terms are summed separately, because in a single long sum of similar
+// numbers all rounding errors could have the same sign.
 template <typename A>
 class LongSum {
  public:

@@ -15,7 +15,7 @@ namespace gptkernels::cuda {
 
 // The maximum of the elements added so far, and the sum of exp(x - maximum), which is rescaled whenever the maximum
 // grows. The maximum starts at the lowest finite number, not at -inf, so that the sum is 0 and not NaN as long as all x
-// are -inf. The maximum ignores NaNs; they make the sum NaN.
+// are -inf. The maximum ignores NaNs, but a NaN makes the sum NaN.
 template <typename T>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
@@ -60,7 +60,8 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// Computes exp(scale * x). The scale is folded into the factor that turns e^x into 2^x, so it costs no instruction.
+// Computes exp(scale * x). For 16-bit types the scale is multiplied into the factor log2(e) that converts e^x to 2^x,
+// so it costs no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -91,14 +92,14 @@ __device__ float largest_of(const Packed<T, N>& pack) {
 }
 
 // The maximum of a thread's elements x, and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite
-// number, so that x - max is never inf - inf, and ignores NaNs, which make the sum NaN.
+// number, so that x - max is never inf - inf. The maximum ignores NaNs, but a NaN makes the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // Returns the maximum and the sum over the team. On entry, `max` and `total` are already reduced over the warp: each
-  // warp has summed relative to its own maximum, so the warps of a team synchronise once instead of twice.
+  // Returns the maximum and the sum over the team. On entry, `max` and `total` are already reduced over the warp. Each
+  // warp has summed relative to the warp's maximum, so the warps of a team synchronise once instead of twice.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

@@ -31,11 +31,11 @@
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// They are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. There are two types for rows in
-// registers because their kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth: it
-// supports any row, with 4 packs per thread. layernorm's kernels are limited by instructions: Row has up to 7 packs per
-// thread and knows at compile time which of them need no bounds check, which saves 3 to 7 % of their time
-// (docs/layernorm.md).
+// These types are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. There are two types for rows in
+// registers, because the kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth. It
+// supports any row, with 4 packs per thread. Row is for layernorm's kernels, which are limited by instructions. It has
+// up to 7 packs per thread, and knows at compile time which packs need no bounds check, which saves 3 to 7 % of the
+// time (docs/layernorm.md).
 #pragma once
 
 #include <cstdint>
@@ -45,12 +45,12 @@
 
 namespace gptkernels::cuda {
 
-// ---- combining one value of every thread, once in a kernel ----------------------------------------------------------
+// ---- combining one value per thread, once in a kernel ---------------------------------------------------------------
 
 // A Combine is called as combine(value, merge) and gives every thread the combination of the values of all threads of
 // the team. On entry `value` must be the same in all lanes of a warp; merge(value) combines the values of a warp's
-// lanes. A default-constructed V must be neutral. Each is meant for one call per kernel: a second call would overwrite
-// shared memory that threads may still be reading, unless a barrier precedes it.
+// lanes. A default-constructed V must be neutral. A kernel may call a Combine once: a second call would overwrite
+// shared memory that threads may still be reading, unless a barrier precedes the call.
 
 // The Combine of teams of one warp or less, whose values are already combined.
 struct NoCombine {
@@ -71,12 +71,13 @@ struct BlockCombine {
   }
 };
 
-constexpr int kMaxClusterBlocks = 16;  // blocks of a cluster, at most
+constexpr int kMaxClusterBlocks = 16;  // maximum number of blocks of a cluster
 
 #if GPTKERNELS_HOPPER
-// Combines over a cluster: each block writes its value to the shared memory of all blocks and waits for theirs. A block
-// must have started before other blocks may write to its shared memory. The constructor announces that this block has
-// started; construct the object before the row's loads, so that they hide the wait for the other blocks.
+// Combines over a cluster: each block writes its value to the shared memory of all blocks, and waits for the values of
+// the other blocks. A block must have started before other blocks may write to its shared memory. The constructor
+// announces that this block has started. Construct the object before the row's loads, so that the loads hide the wait
+// for the other blocks.
 template <typename V>
 class ClusterCombine {
  public:
@@ -148,10 +149,10 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Several rows per block, each with several warps. Every row has its own named barrier. CUDA has 16 of these per block,
-// and few blocks that use so many fit on an SM, so this team is for kernels with one block per SM.
+// Several rows per block, each with several warps. Every row has its own named barrier. CUDA has 16 named barriers per
+// block, and few blocks that use so many barriers fit on an SM, so this team is for kernels with one block per SM.
 struct BlockPart {
-  static constexpr int kMaxRows = 15;  // rows of a block, at most: barrier 0 is __syncthreads'
+  static constexpr int kMaxRows = 15;  // maximum rows of a block: __syncthreads uses barrier 0
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -176,14 +177,14 @@ struct Cluster {
 };
 #endif
 
-// ---- sums, any number of times --------------------------------------------------------------------------------------
+// ---- sums, any number of times in a kernel --------------------------------------------------------------------------
 
-// Adds kN values over the threads of a team, with one barrier; every thread gets the sums. For Warp, Block and
-// BlockPart.
+// Adds kN values over the threads of a team, which is a Warp, Block or BlockPart, with one barrier. Every thread gets
+// the sums.
 //
-// It may be called any number of times if consecutive calls alternate between slots 0 and 1. Then one barrier per call
-// is enough: a thread that writes to a slot has passed the barrier of the call with the other slot, and before that
-// barrier all threads had finished reading this slot.
+// The function may be called any number of times if consecutive calls alternate between slots 0 and 1. One barrier per
+// call is then enough: a thread that writes to a slot has passed the barrier of the call with the other slot, and
+// before that barrier all threads had finished reading this slot.
 template <typename Team, typename A, int kN>
 __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
@@ -196,7 +197,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     Team::barrier();
-    // Every thread adds these few values itself, which is faster than a second round of shuffles.
+    // Every thread adds the few values of the warps itself, which is faster than a second round of shuffles.
 #pragma unroll
     for (int n = 0; n < kN; ++n) values[n] = row[0][n];
 #pragma unroll 4

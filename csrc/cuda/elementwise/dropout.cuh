@@ -9,7 +9,7 @@ namespace gptkernels::cuda {
 
 // Dropout of attention's probabilities. The constructor loads seed and offset from device memory.
 struct DropoutDraw {
-  bool any = false;  // dropout is on, even if its probability is too small to drop anything
+  bool any = false;  // whether dropout is on; true even if the probability is too small to drop anything
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
@@ -38,9 +38,9 @@ struct DropoutDraw {
 template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
-// Dropout of contiguous data, as a kernel argument; the host has computed what it can. draw() loads seed and offset: a
-// kernel calls it early, so that these loads are in flight together with the others. If kOptional, there is no dropout
-// where the probability is 0, and seed and offset are not read.
+// Dropout of contiguous data: a kernel argument with the numbers that the host can compute. draw() loads seed and
+// offset. A kernel calls draw() early, so that these loads are in flight together with its other loads. If kOptional, a
+// probability of 0 means no dropout, and seed and offset are then not read.
 template <typename A, bool kOptional = false>
 struct DenseDropout {
   static constexpr bool kOn = true;
@@ -51,7 +51,7 @@ struct DenseDropout {
 
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
-    // A threshold above 0xFFFF keeps nothing, but the kernels compare only 16 bits. Then the factor is 0.
+    // A threshold above 0xFFFF keeps nothing. The factor is then 0, because the kernels compare only 16 bits.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
     if (kOptional && dropout.probability == 0) seed = nullptr;
   }
@@ -62,7 +62,7 @@ struct DenseDropout {
 template <typename A>
 using OptionalDropout = DenseDropout<A, true>;
 
-// The same, with seed and offset loaded from device memory.
+// A DenseDropout whose seed and offset are loaded from device memory.
 template <typename A, bool kOptional = false>
 class DenseDropoutDraw {
  public:
@@ -73,21 +73,21 @@ class DenseDropoutDraw {
         threshold_(dropout.threshold << 16),
         keep_scale_(dropout.keep_scale) {}
 
-  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the index of the first in all
-  // data, a multiple of N; N is 1, 2, 4 or 8.
+  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the flat index of the first
+  // element, a multiple of N. N is 1, 2, 4 or 8.
   template <int N>
   __device__ void apply(A (&x)[N], int64_t element) const {
     static_assert(kDenseGroup % N == 0);
     if (!on_) return;
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
-    // Moves the random bits of the N elements to the front: one Philox call has the bits of 8 elements.
+    // One Philox call has the bits of 8 elements. Move the bits of the N elements to the front.
     if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
     if (N < 4 && (element & 2)) word[0] = word[1];
     if (N < 2 && (element & 1)) word[0] >>= 16;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // in the upper half
+      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // element k's bits are in the upper half
       x[k] *= bits >= threshold_ ? keep_scale_ : A(0);
     }
   }
@@ -96,7 +96,7 @@ class DenseDropoutDraw {
   bool on_;
   int64_t seed_;
   int64_t offset_;
-  uint32_t threshold_;  // in the upper half
+  uint32_t threshold_;  // the threshold is in the upper half
   A keep_scale_;
 };
 

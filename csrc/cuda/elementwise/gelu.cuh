@@ -1,7 +1,7 @@
 // GELU and its derivative at one x: GeluTanh for approximate='tanh', GeluErf for 'none'.
 //
-// Neither is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)), because for negative x the sum cancels. Both
-// compute the small tail directly.
+// Neither form is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)), because the sum cancels for negative x.
+// Both forms compute the small tail directly.
 #pragma once
 
 #include <limits>
@@ -24,8 +24,8 @@ struct GeluTanh {
     return x * reciprocal_for<T>(A(1) + exp_for<T>(-v));
   }
 
-  // Returns s(v) + x s'(v) v'(x), with s and s' from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and
-  // s'(v) = e^-|v| s(|v|)^2. With x^2 limited to finite values, s' v' is 0 for |x| > 1e19, not 0 * inf = NaN.
+  // Returns s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|)
+  // and s'(v) = e^-|v| s(|v|)^2. x^2 is limited to finite values, so that s' v' is 0 for |x| > 1e19, not 0 * inf = NaN.
   static __device__ A derivative(A x) {
     if constexpr (kSixteenBits<T>) return short_derivative(x);
     const A square = fmin(x * x, std::numeric_limits<A>::max());
@@ -89,8 +89,8 @@ struct TailFit<T> {
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
 // Returns Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
-// exponential and reciprocal have relative errors of up to 2^-22. For x >= 1 that is enough: if Q is subtracted from 1
-// it is less than 1/6, and if it is the result itself, torch's error is larger.
+// exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1. If Q is
+// subtracted from 1, Q is less than 1/6. If Q itself is the result, torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
@@ -99,7 +99,7 @@ __device__ Tail<float> tail(float x) {
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // Near 0 nothing cancels, and 1/2 - x R(x^2) has fewer roundings; R is fitted in the same way, to 3e-8.
+  // Near 0 nothing cancels, and 1/2 - x R(x^2) has fewer roundings. R is fitted like P, with an error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -
@@ -116,7 +116,7 @@ __device__ Tail<double> tail(double x) {
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond; limits x so that x^2 is finite
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar; the limit keeps x^2 finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

@@ -9,7 +9,7 @@ namespace gptkernels::cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Inclusive prefix sum over a warp: each lane gets the sum of its own value and those of the lanes below it.
+// Returns the inclusive prefix sum over a warp: the sum of this lane's value and the values of all lower lanes.
 __device__ inline int inclusive_scan(int value) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -19,8 +19,8 @@ __device__ inline int inclusive_scan(int value) {
   return value;
 }
 
-// Exclusive prefix sum of values[0..count) in shared memory, in place, by all threads of the block. Each thread scans a
-// range of odd length, so that the lanes of a warp use different banks.
+// Replaces values[0..count), in shared memory, by their exclusive prefix sums. All threads of the block must call it.
+// Each thread scans a range of odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -70,7 +70,7 @@ struct CountingSort {
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
   // Returns this warp's counter of a digit.
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  // The range of indices of a digit's entries, valid after scan().
+  // Return the range of indices of a digit's entries. They are valid after scan().
   __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
   __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
   __device__ int length(int digit) const { return end(digit) - start(digit); }

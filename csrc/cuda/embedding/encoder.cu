@@ -63,8 +63,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // The pointers' alignment is not known yet. Slabs of single elements are more than slabs of packs, so this is enough
-  // for both.
+  // The pointers' alignment is not known yet. There are more slabs of single elements than slabs of packs, so the size
+  // is enough for both.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 

@@ -1,8 +1,9 @@
-// The encoder's forward: out[b, t] = wte[tokens[b, t]] + wpe[t]. It writes out once, B * T * C * sizeof(T) bytes. From
-// memory it reads wpe, and each row of wte that occurs, once; repeated reads come from the L2 cache.
+// The encoder's forward: out[b, t] = wte[tokens[b, t]] + wpe[t]. The kernel writes `out`, which has B * T * C *
+// sizeof(T) bytes, once. It reads wpe, and each row of wte that occurs, from memory once; repeated reads come from the
+// L2 cache.
 //
 // A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows per warp (which
-// could share a row of wpe), were up to a tenth slower: their reads and writes come in bursts.
+// could share a row of wpe), were up to 10 % slower, because their reads and writes come in bursts.
 #pragma once
 
 #include <cstdint>

@@ -4,16 +4,18 @@
 //                                   into bins, by the low bits of the tokens
 //   encoder_backward_bins_kernel    one block per bin: collects the bin from all tiles and sorts it by the high bits
 //
-// There are about sqrt(V) bins and as many high digits. The low bits select the bin, so that frequent tokens, which
-// have small numbers in most vocabularies, are spread over the bins. The only atomics are integer counts, so the order
-// depends on the tokens alone. Both kernels read and write a few times 4 N bytes, all in L2: their time is latency.
-// Each kernel of the backward is launched while the previous one still runs (launch.cuh); only after
-// wait_for_previous_kernel() may it write what the previous kernel reads, or read what that one writes.
+// There are about sqrt(V) bins, and as many values of the high bits (digits). The low bits select the bin, so that
+// frequent tokens, which have small numbers in most vocabularies, are spread over the bins. The only atomics are
+// integer counts, so the order depends on the tokens alone. Both kernels read and write only a few times 4 N bytes, all
+// in the L2 cache, so latency determines their time. Each kernel of the backward is launched while the previous kernel
+// still runs (launch.cuh). Only after wait_for_previous_kernel() may a kernel write what the previous kernel reads, or
+// read what the previous kernel writes.
 //
-// The result is a list of items. The vocabulary is sorted in the same way, and a token's index in it is its slot. In
-// the list, every slot has a head, which is the complement of its token, followed by its entries, the positions of the
-// token in ascending order. The head of a slot without a token is kNoHead. A slot with more than kWindow entries is a
-// long run: its head is kNoHead too, its entries are marked with kLongRunMark, and long_runs has their range.
+// The result is a list of items. The tokens of the vocabulary are sorted in the same way; a token's slot is its index
+// in that order. In the list, every slot has a head, which is the complement of its token. The head is followed by the
+// slot's entries: the positions of the token in ascending order. The head of a slot without a token is kNoHead. A slot
+// with more than kWindow entries is a long run: its head is kNoHead too, its entries are marked with kLongRunMark, and
+// long_runs has the range of the entries.
 //
 //   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
 //            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
@@ -51,7 +53,7 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kLongRunMark = 1 << 30;  // a bit above those of every position (kEncoderMaxRows)
+constexpr int kLongRunMark = 1 << 30;  // a bit that no position has (kEncoderMaxRows)
 
 // The range of a long run, which has more than kWindow entries.
 struct Run {
@@ -62,10 +64,10 @@ struct Run {
 
 template <typename T>
 struct EncoderWorkspace {
-  Entry* tile_entries;        // (N), each tile sorted by bin
-  int* tile_starts;           // (bins + 1, tiles)
-  int* items;                 // (windows + 1, kWindow), padded with kNoHead
-  Run* long_runs;             // (windows, 2): the run that began in an earlier window, the run that begins in this one
+  Entry* tile_entries;  // (N), each tile sorted by bin
+  int* tile_starts;     // (bins + 1, tiles)
+  int* items;           // (windows + 1, kWindow), padded with kNoHead
+  Run* long_runs;       // (windows, 2): a run that began in an earlier window, and a run that begins in this window
   accumulate_t<T>* partials;  // (partial_rows, C): 2 rows for each window, then `pieces` rows for each position
   int* arrived;               // (partial_rows, slabs): a counter for each row of the partials
   int n;
@@ -79,7 +81,7 @@ struct EncoderWorkspace {
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // the number of ints of long_runs and arrived, which the first kernel clears
+  int64_t zeros;  // number of ints of long_runs and arrived, which the first kernel sets to 0
   int64_t bytes;  // size of the whole workspace
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
@@ -161,10 +163,10 @@ template <typename T>
 __global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
-  __shared__ int firsts[kMaxTiles];   // the bin's entries in earlier tiles
+  __shared__ int firsts[kMaxTiles];   // number of the bin's entries in earlier tiles
   __shared__ int origins[kMaxTiles];  // entry e of the bin is tile_entries[origins[tile] + e]
-  __shared__ int before;              // entries in earlier bins
-  __shared__ int total;               // entries in this bin
+  __shared__ int before;              // number of entries in earlier bins
+  __shared__ int total;               // number of entries in this bin
   constexpr int kAhead = 2;           // loads in flight per lane
   const int lane = threadIdx.x % kWarp;
   const int bin = blockIdx.x;
@@ -185,7 +187,7 @@ __global__ void __launch_bounds__(kBinThreads)
     if (tile == w.tiles - 1) total += firsts[tile];
   }
   __syncthreads();
-  // Returns entry e of the bin. A binary search finds its tile.
+  // Returns entry e of the bin. A binary search finds the tile of the entry.
   const auto load_entry = [&](int e) {
     int tile = 0;
 #pragma unroll
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // loaded once for both passes over the entries: all of them in most bins
+  Entry kept[kAhead] = {};  // entries that are loaded once for both passes; in most bins these are all entries
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {

@@ -20,7 +20,7 @@ int64_t slabs(int64_t width) {
 }
 
 // A lane's columns in a slab, if kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the
-// last lane within it: storing the same bytes twice is free, a bounds check for every access is not.
+// last lane within the width. Storing the same bytes twice costs no time, but a bounds check for every access would.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;
@@ -30,7 +30,7 @@ struct SlabColumns {
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
-// Loads a pack. A pack of 16 bytes is loaded by load_words, which is a load with a cache hint.
+// Loads a pack. load_words, a load with a cache hint, is used for packs of 16 bytes.
 template <int kVec, typename T, typename LoadWords>
 __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {

@@ -1,6 +1,7 @@
-// The second half of the encoder's backward, after embedding/order.cuh has sorted the positions by token. It reads dout
-// from memory once, B * T * C * sizeof(T) bytes, and writes each row of dwte and dwpe once, 0 if no token refers to it.
-// With kAccumulate it adds to the rows of dwte, and does not change rows that no token refers to.
+// The second half of the encoder's backward, after embedding/order.cuh has sorted the positions by token. The kernel
+// reads dout, which has B * T * C * sizeof(T) bytes, from memory once. It writes each row of dwte and dwpe once. Rows
+// to which no token refers become 0. With kAccumulate the kernel adds to the rows of dwte, and does not change rows to
+// which no token refers.
 //
 // The work is divided into units of about the same size, one for each warp or half-warp:
 //
@@ -33,13 +34,13 @@ namespace gptkernels::cuda {
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
-constexpr int kGroup = 64;  // partial sums that one warp adds, at most
+constexpr int kGroup = 64;  // maximum number of partial sums that one warp adds
 
 // Loads in flight per lane, limited by the registers.
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// The number of lanes that share a row: a warp works on kWarp / kLanes rows at a time, one for each group of lanes.
+// The number of lanes that share a row. A warp works on kWarp / kLanes rows at a time, one for each group of lanes.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
@@ -60,7 +61,7 @@ __device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>&
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-// Rounds a sum to T and writes it to a lane's columns of `row`; with kAccumulate, adds it.
+// Rounds a sum to T and writes it to a lane's columns of `row`. With kAccumulate, adds the sum to the row instead.
 template <bool kAccumulate, int kVec, typename T, typename Total>
 __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   accumulate_t<T> values[kVec];
@@ -71,7 +72,7 @@ __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
 }
 
 // Sets `sum` to the sum of the rows row_at(0), ..., row_at(count - 1), in every group of lanes. If T is float32, Total
-// is float64 (sum_t): the few rows of one step are added in float32, and the steps in float64.
+// is float64 (sum_t): the few rows of an iteration are added in float32, and the sums of the iterations in float64.
 template <int kVec, typename T, typename Total, typename RowAt>
 __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -101,9 +102,9 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 
 // ---- sums of several parts ----
 
-// Called by each of `count` warps after it has written a partial sum. Returns true in the last of them, which then sees
-// the partial sums of all: lane 0's fences, between warp barriers, order every lane's writes before the increment and
-// the increment before every lane's reads.
+// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp, which
+// may then read all partial sums. Lane 0's fences, between warp barriers, order every lane's writes before the
+// increment, and the increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();
@@ -128,7 +129,7 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
 //   row with the group's sum           0              | 64             | 128
 //   counter of the groups                 1                                             counts to 3
 //
-// Part 1 is never the first of a group, so each counter has one purpose. tests/test_encoder.py models this protocol
+// Part 1 is never the first of a group, so each counter has one purpose. tests/ops/test_encoder.py models this protocol
 // with the same indices (rows_of_partials, Arrivals): change both together.
 template <int kVec, typename T, typename RowAt>
 __device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<kVec>>& at,
@@ -154,8 +155,8 @@ __device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<
   return true;
 }
 
-// Computes dwpe[t] = sum over b of dout[b, t]. A piece is one part of the sum, at most kBatchPiece rows; the rows of
-// the pieces in the partials follow those of the long runs.
+// Computes dwpe[t] = sum over b of dout[b, t]. A piece is one part of the sum, with at most kBatchPiece rows. In the
+// partials, the rows of the pieces follow the rows of the long runs.
 template <typename T, typename Token, int kVec>
 __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int t, int piece) {
@@ -175,7 +176,7 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// Computes the rows of dwte whose heads are in a unit of the items; each group of lanes has its own unit. A row is
+// Computes the rows of dwte whose heads are in a unit of the items. Each group of lanes has a different unit. A row is
 // written when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a
 // window.
 template <typename T, typename Token, int kVec, bool kAccumulate>
@@ -183,11 +184,11 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
   constexpr int kReach = kUnit + kWindow;
   constexpr int kRounds = kReach / kLanes<kVec>;
-  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // + 8: groups use different banks
+  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // + 8, so that groups use other banks
   int* items = staged[threadIdx.x / kLanes<kVec>];
   const int lane = threadIdx.x % kLanes<kVec>;
   const int group_shift = threadIdx.x % kWarp - lane;
-  // A short run that begins in the unit ends within the kReach items from the unit's start on.
+  // A short run that begins in the unit ends within kReach items from the start of the unit.
   int loaded[kRounds];
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
@@ -205,7 +206,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
       end = heads && end == kReach ? head : end;
   }
   if (__all_sync(kAllLanes, first == kReach)) return;
-  // Marks the items of other units' runs, which are then skipped like those of long runs.
+  // Marks the items of other units' runs, which are then skipped like the items of long runs.
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
@@ -216,12 +217,12 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
-  // For float32, a step without a head, whose items are all entries of one row, is added in pairs: a running sum of 64
-  // terms has several times the rounding error of torch's. For 16-bit types the final rounding is much larger than
-  // either.
+  // For float32, an iteration without a head, whose items are all entries of one row, adds its items in pairs, because
+  // a running sum of 64 terms has several times the rounding error of torch's sum. For 16-bit types the error of the
+  // final rounding is much larger than these errors.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
-  bool any = false;  // the row has entries
+  bool any = false;  // whether the row has entries
   const auto write_row = [&](const accumulate_t<T>(&sum)[kVec]) {
     if (row != kNoRow && (any || !kAccumulate)) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
   };
@@ -247,7 +248,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) has_head |= item[j] < 0;
     if (kPairwise && !has_head) {
-      // The sums are formed in place, which needs no more registers.
+      // The sums are formed in place, which needs no additional registers.
 #pragma unroll
       for (int half = kLoadsInFlight<kVec> / 2; half > 0; half /= 2)
 #pragma unroll
@@ -260,7 +261,8 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // Selects instead of branches: the compiler would insert a warp reconvergence point after each branch.
+    // These are selects instead of branches, because the compiler would insert a warp reconvergence point after each
+    // branch.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -273,7 +275,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
     }
   }
   write_row(sum);
-  __syncwarp();  // before `items` is written again
+  __syncwarp();  // all lanes have read `items` before it is written again
 }
 
 // Sums the entries of long runs in a window of the items. A window has entries of at most two long runs: one that began
@@ -297,8 +299,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe, whose sums do not depend on the sort, so they
-// start without waiting for it. The other blocks compute dwte.
+// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe. Its sums do not depend on the sort, so these
+// blocks start without waiting for the sort. The other blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

@@ -1,4 +1,4 @@
-// The check of a token before it is used as an index. The host does not read the tokens.
+// Checks a token before it is used as an index, because the host does not read the tokens.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Device functions for a tensor's amax history (fp8.h): reading it for the scale, and updating it at the end of a
-// kernel.
+// Device functions for a tensor's amax history (fp8.h). A kernel reads the history for the scale, and updates it at its
+// end.
 #pragma once
 
 #include "../../fp8.h"
@@ -13,8 +13,8 @@ __device__ inline float finite_or_nan(float x) {
   return fmaf(x, 0.0f, x);
 }
 
-// Returns the bits of the largest magnitude in the history, 0 without a history. For floats that are not negative, the
-// order of the bits as integers is the order of the values.
+// Returns the bits of the largest magnitude in the history, or 0 without a history. For floats that are not negative,
+// the order of the bits as integers is the order of the values.
 __device__ inline int32_t history_amax(const int32_t* history) {
   int32_t bits = 0;
   if (history)
@@ -37,8 +37,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// Called by one thread of every block with the block's largest magnitude. The last block to arrive shifts the history
-// by one call and resets the two working cells.
+// One thread of every block calls this function with the block's amax. The last block to arrive shifts the history by
+// one call and resets the two working cells.
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

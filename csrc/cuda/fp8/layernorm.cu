@@ -1,14 +1,13 @@
-// Layernorm with float8 output. Per element it reads x (2 bytes) and writes the float8 number twice, 4 bytes in all; a
-// residual adds reading it and writing the sum, 8 bytes in all.
+// Layernorm with float8 output. Per element the kernel reads x (2 bytes) and writes the float8 number twice, 4 bytes in
+// all. With a residual it also reads the residual and writes the sum, 8 bytes in all.
 //
 // A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A block processes tiles of 32 whole rows
-// and assembles the tile's bytes in shared memory, so that the transposed copy is stored in runs of 32 bytes, whole
-// sectors.
+// and assembles the tile's bytes in shared memory, so that the transposed copy is stored in whole sectors of 32 bytes.
 //
 // Two launches of the same kernel:
 //   1  scale known: normalises, quantises, and updates the amax history
 //      no scale (an all-zero history): writes only sums, statistics and each block's largest magnitude
-//   2  no scale: computes it from those magnitudes, normalises again, and quantises; otherwise returns immediately
+//   2  no scale: computes the scale from these magnitudes, normalises again, and quantises; otherwise returns at once
 #include <limits>
 
 #include "../../fp8_scale.h"
@@ -41,12 +40,13 @@ constexpr int kResident = R::kItems <= 3   ? 4
 
 // ---- a tile's bytes in shared memory ----
 
-// Bytes of a row in shared memory, rounded up to lines of 128. Rows 16 to 31 have the halves of each line exchanged, so
-// that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed use different banks.
+// Returns the number of bytes of a row in shared memory: the width, rounded up to lines of 128 bytes.
 __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }
 
+// Returns the place of a column in its row in shared memory. In rows 16 to 31 the halves of each line are exchanged, so
+// that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed() use different banks.
 __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
@@ -58,7 +58,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
     const int column = i / 2 * 4, row = i % 2 * 16;
     if (tile_row + row >= padded) continue;
     const uint8_t* from = tile + row * pitch + place(row, column);
-    // words[j][k]: 4 columns of row 4 * j + k; after transpose_bytes, rows 4 * j to 4 * j + 3 of column k.
+    // words[j][k] has 4 columns of row 4 * j + k. After transpose_bytes() it has rows 4 * j to 4 * j + 3 of column k.
     uint32_t words[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -75,7 +75,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
 
 // ---- the kernel ----
 
-// kCalibrated: the second launch. With a residual its x is the sum that the first launch has written.
+// kCalibrated is true in the second launch. With a residual, x is then the sum that the first launch has written.
 template <typename R, bool kResidual, bool kCalibrated>
 __global__ void __launch_bounds__(kThreads, kResident<R>)
     fp8_layernorm_kernel(const LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T> quantization,
@@ -175,7 +175,7 @@ template <typename R, bool kResidual, bool kCalibrated>
 unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {
   constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
-  max_dynamic_shared_memory<kKernel>();  // called to raise the kernel's limit
+  max_dynamic_shared_memory<kKernel>();  // raises the kernel's limit
   const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
   const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));

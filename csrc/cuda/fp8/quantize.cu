@@ -4,11 +4,12 @@
 //   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise returns immediately
 //   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
 //
-// fp8_quantize_kernel reads x once, N * C * sizeof(T) bytes (for the GELU gradient also u, as many), and writes N * C
-// bytes, twice with the transposed copy. A block processes a strip of 64 columns, and of it every gridDim.y-th tile of
-// 128 rows. A thread has 4 rows x 8 columns of a tile: it rounds them and transposes their bytes in registers. The
-// transposed tile is assembled in shared memory, so that the stores to the transposed copy are whole 128-byte lines.
-// The loads of the next tile are issued before the barrier of the current one.
+// fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, which has
+// the same size. It writes N * C bytes, and as many again for the transposed copy. A block has a strip of 64 columns,
+// and processes every gridDim.y-th tile of 128 rows of the strip. A thread has 4 rows x 8 columns of a tile, rounds
+// them and transposes their bytes in registers. The transposed tile is assembled in shared memory, so that the stores
+// to the transposed copy are whole 128-byte lines. The loads of the next tile are issued before the barrier of the
+// current tile.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -33,9 +34,9 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kWarpBands = kWarp / kGroups;  // bands per warp
 
 // ---------------------------------------------------------------------------------------------------------------
-// The quantised function of x and u (Fp8Source).
+// The function of x and u that is quantised (Fp8Source).
 
-// kResident: resident blocks per SM, the fastest measured number (docs/fp8.md).
+// kResident is the number of resident blocks per SM that was measured to be the fastest (docs/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -96,16 +97,16 @@ struct Part {
   }
 };
 
-// True if the preceding GEMM has already quantised this tensor.
+// Returns whether the preceding matmul has already quantised this tensor.
 template <typename T>
 __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
   return p.fused.done && *p.fused.done;
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The largest magnitude of x, needed for a scale without an amax history.
+// The amax of x, which determines the scale if there is no amax history.
 
-constexpr int kMaxAmaxBlocks = 1024;  // maximum number of blocks; each writes its largest magnitude
+constexpr int kMaxAmaxBlocks = 1024;  // maximum number of blocks; each block writes its largest magnitude
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
@@ -206,7 +207,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
     if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    __syncthreads();  // one barrier per tile suffices: there are two buffers
+    __syncthreads();  // one barrier per tile is enough, because there are two buffers
     const int64_t padded = fp8_padded(p.rows);
     tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }
@@ -238,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// One block per strip in x; in y as many blocks as fill one wave with `resident` blocks per SM.
+// Returns the grid. x counts the strips. y has as many blocks as fill one wave, with `resident` blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

@@ -1,6 +1,6 @@
-// Transpose of a matrix of bytes: reads N * C bytes and writes as many. One block per tile of 128 x 128; eight blocks
-// are resident on an SM, so that some load while others store. Consecutive blocks take consecutive rows, so that they
-// write neighbouring lines.
+// Transposes a matrix of bytes. The kernel reads N * C bytes and writes N * C bytes. Each block has a tile of 128 x
+// 128. Eight blocks are resident on an SM, so that some load while others store. Consecutive blocks have consecutive
+// rows, so that they write neighbouring lines.
 
 #include "../../fp8.h"
 #include "cuda/common/launch.cuh"

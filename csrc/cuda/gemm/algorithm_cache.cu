@@ -26,7 +26,7 @@ constexpr size_t kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
 using Algorithms = std::map<ProductKey, LtAlgorithm>;
 
-// Returns the folder of the files; an empty path if no environment variable names one.
+// Returns the folder of the files, or an empty path if no environment variable names a folder.
 fs::path folder() {
   if (const char* given = std::getenv(kVariable); given && *given) return given;
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache) return fs::path(cache) / "gptkernels";
@@ -123,8 +123,8 @@ Algorithms read(const fs::path& path, int device) {
   return found;
 }
 
-// Writes a new file and renames it, so that readers see all of it or none. Errors are ignored: without a file, the next
-// process autotunes again.
+// Writes a new file and renames it, so that readers never see an incomplete file. Errors are ignored: without a file,
+// the next process autotunes again.
 void write(const fs::path& path, const Algorithms& algorithms) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);

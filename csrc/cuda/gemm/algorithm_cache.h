@@ -1,9 +1,10 @@
-// The algorithm cache: for each product, the cuBLASLt algorithm that autotuning found to be the fastest. It is kept in
-// a file in the user's cache folder, so that later processes use the same algorithms and get the same bits. Host code.
+// The algorithm cache. It has, for each product, the cuBLASLt algorithm that autotuning found to be the fastest. It is
+// kept in a file in the user's cache folder, so that later processes use the same algorithms and get the same bits.
+// This is host code.
 //
 // The name of the file contains everything else that an algorithm depends on: the GPU, the driver and cuBLASLt's
-// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder, or is "off": then nothing is timed
-// and cuBLASLt's heuristic decides.
+// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder. If it is "off", nothing is timed,
+// and cuBLASLt's heuristic chooses the algorithms.
 #pragma once
 
 #include <cublasLt.h>
@@ -65,8 +66,8 @@ constexpr int kMaxAlgorithms = 24;
 // Returns how many terms cuBLASLt's kernels for Hopper read in one step of 128 bytes.
 int64_t terms_per_step(cudaDataType_t type);
 
-// Returns the algorithms that cuBLASLt's heuristic proposes, at most `most` and kMaxAlgorithms, the best first. It
-// leaves out those that drop terms of a sum.
+// Returns the algorithms that cuBLASLt's heuristic proposes, the best first: at most `most`, and at most
+// kMaxAlgorithms. Algorithms that drop terms of a sum are left out.
 std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
@@ -77,7 +78,7 @@ bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algor
 bool autotune_enabled();
 
 // Returns the algorithm that an earlier call of cache_algorithm, in this process or another, has stored. The caller
-// must check that it supports the product, because a file can be damaged.
+// must check that the algorithm supports the product, because a file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
 // Stores an algorithm in the cache, and in the file if it can be written.

@@ -1,4 +1,4 @@
-// Autotuning: times several algorithms for a product and returns the fastest. Host code.
+// Autotuning: times several algorithms for a product and returns the fastest. This is host code.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Timer {
     mark();
   }
 
-  // Returns the milliseconds of each launch so far; nothing if the device failed.
+  // Returns the milliseconds of each launch so far, or an empty vector if the device failed.
   std::vector<float> read() const {
     std::vector<float> times;
     if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
@@ -52,8 +52,8 @@ class Timer {
 };
 
 // Returns the index of the algorithm with the shortest median time. `times` has one time of each algorithm for every
-// round, round by round. The first algorithm wins unless another is clearly faster: the heuristic's order is the same
-// in every run, times are not.
+// round, round by round. If no algorithm is clearly faster than the first one, the first one is returned: the
+// heuristic's order is the same in every run, but times are not.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {
@@ -68,9 +68,9 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// Returns the fastest of the algorithms; nothing if none can be launched. launch(algorithm) computes the product and
+// Returns the fastest of the algorithms, or nullopt if none can be launched. launch(algorithm) computes the product and
 // returns whether the launch succeeded. The rounds alternate between the algorithms, so that a change of the clock rate
-// affects all of them. Synchronises with the device.
+// affects all algorithms. The function synchronises with the device.
 template <typename Launch>
 std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;

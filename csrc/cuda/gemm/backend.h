@@ -1,4 +1,4 @@
-// The choice between our own product kernels and cuBLASLt's.
+// The choice between our own matmul kernels and cuBLASLt.
 #pragma once
 
 #include <cstdlib>
@@ -8,8 +8,8 @@ namespace gptkernels::cuda {
 
 enum class GemmBackend { kFastest, kCublas, kOwn };
 
-// Reads the environment variable GPTKERNELS_MATMUL: `own` selects our kernels for every product that they support,
-// `cublas` for none. Without it they are used where they are faster.
+// Reads the environment variable GPTKERNELS_MATMUL. `own` selects our kernels for every product that they support, and
+// `cublas` selects them for none. Without the variable, our kernels are used where they are faster.
 inline GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return GemmBackend::kFastest;

@@ -1,14 +1,14 @@
 // The sum over the rows of x (N, C), for bias gradients. Reads x once: N * C * sizeof(T) bytes.
 //
-// A block has a strip of columns, one pack per lane, and every gridDim.y-th run of kRows rows; it writes one row of
-// partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
+// A block has a strip of columns, one pack per lane, and sums every gridDim.y-th run of kRows rows. It writes one row
+// of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 16;  // threads that share a column: blockDim.y
+constexpr int kRows = 16;  // threads that share a column (blockDim.y)
 constexpr int kAhead = 4;  // loads in flight per thread
 
 // A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
@@ -78,7 +78,8 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// Returns the larger of what the vectorized and the scalar kernel need, because the alignment of x is not known yet.
+// Returns the larger of the sizes that the vectorized and the scalar kernel need, because the alignment of x is not
+// known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

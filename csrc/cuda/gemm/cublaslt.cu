@@ -113,15 +113,15 @@ cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
   return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// Returns the matrix that cuBLASLt's GELU epilogues write or read; null without GELU.
+// Returns the matrix that cuBLASLt's GELU epilogues write or read, or null if there is no GELU.
 template <typename T>
 const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt supports the GELU epilogue and is not slower with it. It requires a leading dimension of the
-// GELU matrix that is divisible by 8. It does not document the accuracy of its tanh; 16-bit results show no difference.
-// For float32 its GELU epilogue is slower than our own kernel after a TF32 product (docs/notes/mlp.md).
+// Returns whether cuBLASLt supports the GELU epilogue and is not slower with it. cuBLASLt requires a leading dimension
+// of the GELU matrix that is divisible by 8. It does not document the accuracy of its tanh; 16-bit results show no
+// difference. For float32 its GELU epilogue is slower than our own kernel after a TF32 product (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -139,9 +139,10 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Returns whether cublasGemmEx, which does not report its algorithm, may choose one that drops terms (adds_all_terms in
-// algorithm_cache.cu): some number of splits is larger than the number of terms after the last whole step, or than a
-// step if there are none.
+// Returns whether cublasGemmEx, which does not report its algorithm, may choose an algorithm that drops terms
+// (adds_all_terms in algorithm_cache.cu). Fewer terms are dropped than there are splits. They include all terms after
+// the last whole step, or a whole step if there are no such terms. So there must be more splits than these terms, and
+// there are at most as many splits as whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -191,7 +192,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // The alignment of the matrices of all batches.
+  // Returns an alignment that the matrices of all batches have.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };

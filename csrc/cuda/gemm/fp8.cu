@@ -1,6 +1,6 @@
-// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major: our a @ b^T is its out^T = b @ a^T with A = our b,
-// transposed, and B = our a. This is the only layout of float8 matrices that it supports on Hopper: in both operands
-// the terms of a sum are contiguous.
+// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our a @ b^T is its out^T = b @ a^T, where A is
+// our b, transposed, and B is our a. This is the only layout of float8 matrices that cuBLASLt supports on Hopper: in
+// both operands the terms of a sum are contiguous.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -25,7 +25,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// To a float32 product cuBLASLt can only add a bfloat16 bias. Ours is float32 and is added by a kernel of its own.
+// To a float32 product cuBLASLt can only add a bfloat16 bias. Our bias is then float32, and a separate kernel adds it.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 
@@ -81,7 +81,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .gelu_alignment = alignment(nullptr)};
 }
 
-constexpr int kCandidates = 24;  // with a bias, the first 8 are all slow (docs/notes/fp8.md)
+constexpr int kCandidates = 24;  // with a bias, the first 8 algorithms are all slow (docs/notes/fp8.md)
 
 Fp8Plan plan_of(const LtAlgorithm& algorithm) {
   return {.found = true, .needs_autotune = false, .algorithm = algorithm.algo, .workspace = algorithm.workspace};

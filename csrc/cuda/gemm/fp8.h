@@ -6,16 +6,16 @@
 
 namespace gptkernels::cuda {
 
-// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias, out dense; inner,
-// columns, a_ld and b_ld are multiples of kFp8Alignment, a and b begin at multiples of 16 bytes. With fast_accumulation
-// the sums have the tensor cores' 14 bits of significand throughout; without it the sums of every 128 terms are added
-// in float32.
+// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense; inner,
+// columns, a_ld and b_ld are multiples of kFp8Alignment; a and b begin at multiples of 16 bytes. With fast_accumulation
+// all sums have the 14 bits of significand of the tensor cores. Without it the sums of every 128 terms are added in
+// float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;
   const uint8_t* a;
   const uint8_t* b;
-  const float* scale_a;  // null: 1
+  const float* scale_a;  // null means 1
   const float* scale_b;
   const T* bias;  // (columns), or null
   int64_t rows;
@@ -24,25 +24,25 @@ struct Fp8Matmul {
   int64_t a_ld;  // distance between rows
   int64_t b_ld;
   Fp8Format a_format;
-  Fp8Format b_format;  // not both e5m2
+  Fp8Format b_format;  // a and b are not both e5m2
   bool fast_accumulation;
   bool accumulate;  // add the product to out; excludes a bias
   float alpha;
 };
 
 struct Fp8Plan {
-  bool found;           // cuBLASLt has an algorithm
-  bool needs_autotune;  // fp8_matmul_autotune may find a faster one
+  bool found;           // whether cuBLASLt has an algorithm
+  bool needs_autotune;  // whether fp8_matmul_autotune may find a faster algorithm
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
 
-// Like matmul_plan: asks cuBLASLt's heuristic once per shape.
+// Chooses the algorithm of a product. Like matmul_plan, it asks cuBLASLt's heuristic once per shape.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Like matmul_autotune: times the algorithms for a large product, once per shape and user. It writes p's out, which
-// must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
+// Times the algorithms for a large product. Like matmul_autotune, it does so once per shape and user. It writes p.out,
+// which must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

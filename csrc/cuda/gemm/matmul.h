@@ -10,9 +10,10 @@
 namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), for each of `batches` batches. Sums are in
-// float32 (float64 for float64; the products in TF32 if the handle's math mode allows it). Element (i, j) of a matrix
-// is at i * ld + j, of a transposed matrix at j * ld + i. The pointers below `alpha` may be null. If one is not, alpha
-// and batches are 1 and out is dense; dgelu_at excludes bias and pre_gelu. wide_out and accumulate exclude an epilogue.
+// float32, or float64 for float64. Products of float32 are in TF32 if the handle's math mode allows it. Element (i, j)
+// of a matrix is at i * ld + j; of a transposed matrix it is at j * ld + i. The pointers below `alpha` may be null.
+// With an epilogue (bias, pre_gelu, dgelu_at, column_sums), alpha and batches are 1 and out is dense. dgelu_at excludes
+// bias and pre_gelu. wide_out and accumulate exclude an epilogue.
 template <typename T>
 struct Matmul {
   T* out;
@@ -31,22 +32,26 @@ struct Matmul {
   int64_t a_stride;
   int64_t b_stride;
   double alpha;
-  const T* bias;                        // (columns): added to every row
-  T* pre_gelu;                          // (rows, columns), dense: receives the product; out becomes tanh-GELU of it
-  const T* dgelu_at;                    // (rows, columns), dense: the product is multiplied by GELU's derivative there
+  const T* bias;      // (columns): added to every row
+  T* pre_gelu;        // (rows, columns), dense: receives the product; out is the tanh GELU of it
+  const T* dgelu_at;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded product in place of out
   bool accumulate = false;              // add the product to out (beta = 1)
   T* column_sums = nullptr;             // (columns), with dgelu_at: receives out's sums over the rows if plan.sm90
 };
 
-// How a product is computed. cuBLASLt's heuristic is asked once per shape; the answer is cached for the process. For a
-// large product on the tensor cores its first algorithm is up to a fifth slower than the best, so its proposals are
-// timed, once per shape and user (gemm/algorithm_cache.h).
+// The plan of a product: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
+// answer is cached for the process. For a large product on the tensor cores, the heuristic's first algorithm may be
+// 20 % slower than the best one, so the proposed algorithms are timed, once per shape and user
+// (gemm/algorithm_cache.h).
 struct MatmulPlan {
-  bool cublaslt;        // by cublasLtMatmul, with the epilogue; if false, by cublasGemmEx, and our kernel adds the bias
+  // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the product and the epilogue.
+  // With sm90, our own kernel (gemm/sm90_gelu.h) computes them and column_sums. If both are false, cublasGemmEx
+  // computes the product, and our kernel adds the bias. The caller computes column_sums unless sm90 is true.
+  bool cublaslt;
   bool separate_gelu;   // our kernels compute GELU or its gradient after the product
   bool needs_autotune;  // matmul_autotune may find a faster algorithm
-  bool sm90;            // by our own kernel (gemm/sm90_gelu.h), with column_sums; if false, the caller sums
+  bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 
@@ -67,10 +72,10 @@ struct MatmulStatus {
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms for a plan that needs it and returns the plan with the fastest, which matmul_plan returns
-// from then on. This is the only function here that synchronises with the device. If p accumulates, the products are
-// written to `out`, scratch memory with the layout of p's; pre_gelu is written. The workspace has kAutotuneWorkspace
-// bytes. During graph capture it returns the plan unchanged.
+// Times cuBLASLt's algorithms for a plan with needs_autotune. Returns the plan with the fastest algorithm, which
+// matmul_plan returns from then on. No other function here synchronises with the device. If p accumulates, the products
+// are written to `out`, scratch memory with the layout of p.out or p.wide_out. p.pre_gelu is written. The workspace has
+// kAutotuneWorkspace bytes. During graph capture the function returns the plan unchanged.
 template <typename T>
 MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
                            cublasHandle_t handle, Stream stream);

@@ -145,8 +145,8 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return launch<Epilogue, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
 }
 
-// If b is not transposed, it is stored as (inner, columns), so its rows are k. This is so in nn.Linear's backward and
-// Conv1D's forward.
+// If b is not transposed, it is stored as (inner, columns), so its rows are k. This is the case in nn.Linear's backward
+// and Conv1D's forward.
 template <typename T, Function kFunction>
 cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return p.b_transposed ? launch_gelu<T, kFunction, false>(p, column_sums, stream)
@@ -155,7 +155,8 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
 
 // ---- which products these kernels support ---------------------------------------------------------------------------
 
-// Returns whether the kernels have code for this device. It checks one kernel, since all are compiled alike.
+// Returns whether the kernels have code for this device. It checks one kernel, because all are compiled for the same
+// architectures.
 template <typename T>
 bool built() {
   return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
@@ -170,9 +171,9 @@ bool supports(const Matmul<T>& p) {
   return supports(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// Returns whether our kernel is faster than cuBLASLt. This is so for GELU, and for its gradient if the kernel also
-// avoids the separate pass for the column sums (docs/notes/linear.md). With few of the large tiles, some SMs are idle
-// at the end, and cuBLASLt's smaller tiles are faster.
+// Returns whether our kernel is faster than cuBLASLt. It is faster for GELU, and for GELU's gradient if it also avoids
+// the separate pass for the column sums (docs/notes/linear.md). If there are only a few of the large tiles, some SMs
+// are idle at the end, and cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -1,13 +1,13 @@
-// Products for sm_90a (H100, H200) by our own kernels, with the epilogues for which cuBLASLt is slow: a bias with GELU,
-// and GELU's gradient with its sums over the rows. They support bfloat16 and float16.
+// Matmuls for sm_90a (H100, H200) by our own kernels, with the epilogues for which cuBLASLt is slow: a bias with GELU,
+// and GELU's gradient with its sums over the rows. The kernels support bfloat16 and float16.
 #pragma once
 
 #include "matmul.h"
 
 namespace gptkernels::cuda {
 
-// True if matmul_sm90 supports this product and is faster than cuBLASLt. The environment variable GPTKERNELS_MATMUL
-// overrides the second condition (gemm/backend.h).
+// Returns whether matmul_sm90 supports this product and is faster than cuBLASLt. The environment variable
+// GPTKERNELS_MATMUL overrides the second condition (gemm/backend.h).
 template <typename T>
 bool matmul_sm90_supports(const Matmul<T>& p);
 

@@ -1,17 +1,17 @@
-// The products of gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu, for sm_90a by wgmma and TMA. The epilogue of
-// a tile is computed by other warps while the tensor cores work on the next tile.
+// Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. The epilogue of a
+// tile is computed by other warps while the tensor cores work on the next tile.
 //
-// A cluster of two thread blocks computes tiles of 256 x 256, one after the other; each block has 128 of the rows. The
-// tile's columns of b are multicast: each block loads half of them into the shared memory of both. A block has five
-// warpgroups:
+// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each block has 128 of the rows. The
+// tile's columns of b are multicast: each block loads half of them into the shared memory of both blocks. A block has
+// five warpgroups:
 //
 //   0     one thread loads the operands into a ring in shared memory
-//   1, 2  each computes 64 rows of the tile, in float32 registers: the product warps
+//   1, 2  the product warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  the epilogue warps
 //
-// When its 16 rows are complete, a product warp rounds them (with the bias) to T, stores them in shared memory, and
-// continues with the next tile. One epilogue warp, its pair, then has the time of a whole tile for these rows. It
-// processes them row by row, 8 columns per lane, so that it reads and writes whole rows.
+// Each product warp is paired with an epilogue warp. When its 16 rows are complete, the product warp rounds them (with
+// the bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these
+// rows while the next tile is computed. It has 8 columns per lane, so that it reads and writes whole rows.
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -46,12 +46,12 @@ constexpr int kWarpRows = 16;
 // Shared memory.
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
-constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, if its rows are k
+constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, if b is stored as (inner, columns)
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kRoundedRowBytes = 2 * kColumns;
 constexpr int kRoundedAt = kStages * kStageBytes;
 constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
-constexpr int kSumsBytes = kPairs * kColumns * 4;  // of one of two buffers, used alternately
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // bytes of each of two buffers, which are used alternately
 constexpr int kBiasAt = kSumsAt;                   // kernels with a bias have no sums
 constexpr int kMaxBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
@@ -81,8 +81,8 @@ struct TilePosition {
   int column;
 };
 
-// Addresses of the mbarriers in shared memory. `rounded`: the product warp has stored its rows. `taken`: the epilogue
-// warp has read them.
+// Addresses of the mbarriers in shared memory. `rounded` completes when the product warp has stored its rows, and
+// `taken` when the epilogue warp has read them.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -98,7 +98,7 @@ __device__ inline TilePosition tile_position(int down, int across, int rank) {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the operands of all of the block's tiles into the ring. Called by one thread.
+// Loads the operands of all of the block's tiles into the ring. One thread calls this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t shared, const Barriers& barriers,
                               int rank) {
@@ -152,13 +152,13 @@ __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint
         words[2 * j] = pack_pair<T>(d[0] + add.x, d[1] + add.y);
         words[2 * j + 1] = pack_pair<T>(d[2] + add.x, d[3] + add.y);
       }
-      // 16 columns are 2 chunks; of every 8 chunks, the i-th two are at `own` ^ 32 i.
+      // 16 columns are 2 chunks. In each group of 8 chunks, chunks 2 i and 2 i + 1 are at `own` ^ 32 i.
       store_matrices((own ^ 32 * i) + 128 * group, words[0], words[1], words[2], words[3]);
     }
   }
 }
 
-// Computes the products of the block's tiles, and rounds them for the epilogue. Called by the product warps.
+// Computes the products of the block's tiles, and rounds them for the epilogue. The product warps call this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
                          int rank) {
@@ -245,7 +245,7 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
   }
 }
 
-// ---- for the epilogues of warpgroups 3 and 4 ------------------------------------------------------------------------
+// ---- helpers for the epilogues (warpgroups 3 and 4) -----------------------------------------------------------------
 
 // Returns the address of the rounded rows of a pair of warps.
 __device__ inline uint32_t rounded_rows(const uint8_t* shared_bytes, int pair) {
@@ -262,8 +262,8 @@ __device__ inline Words load_shared(uint32_t shared) {
   return w;
 }
 
-// Loads 8 elements that are read once, if `inside` is true. It has no branch and no return value, because the compiler
-// would then wait for the load at once.
+// Loads 8 elements that are read once, if `inside` is true. The function has no branch and no return value, because
+// with these the compiler would wait for the load at once.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     dealloc_registers<64>();
     Epilogue::run(p, shared_bytes, barriers, rank);
   }
-  cluster_barrier();  // until here the other block may write to this block's shared memory
+  cluster_barrier();  // before this barrier, the other block may write to this block's shared memory
 }
 
 #else
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kStubThreads)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns how many clusters run at the same time.
+// Returns the number of clusters that run at the same time.
 inline int64_t max_clusters() {
   return multiprocessors() / kCluster;
 }
@@ -343,7 +343,7 @@ inline int64_t tiles_across(int64_t columns) {
   return ceil_div(columns, kColumns);
 }
 
-// Returns the share of the kernel's time for which the SMs have work, at least.
+// Returns a lower bound on the fraction of the kernel's time for which the SMs have work.
 inline double busy(int64_t tiles) {
   return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, max_clusters()) * max_clusters());
 }
@@ -355,8 +355,8 @@ struct Operands {
   int64_t rows, columns, inner, a_ld, b_ld;
 };
 
-// Returns whether the kernel supports the operands: sizes and addresses for TMA and 32-bit indices, and rows for
-// 16-byte accesses.
+// Returns whether the kernel supports the operands: TMA and 32-bit indices support their sizes and addresses, and rows
+// can be accessed 16 bytes at a time.
 template <typename T>
 bool supports(const Operands<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -367,7 +367,7 @@ bool supports(const Operands<T>& p) {
   return all_aligned(p.a, p.b) && tensor_map_encoder();
 }
 
-// kRowsAreK: b is stored as (inner, columns), else as (columns, inner).
+// Returns the arguments of a product. If kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
 template <bool kRowsAreK, typename T>
 TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
   return {.a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),

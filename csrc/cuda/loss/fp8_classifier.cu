@@ -5,7 +5,7 @@
 
 namespace gptkernels::cuda {
 
-// Stores the gradients of a pack of N = 1, 4 or 8 as e5m2. They are never infinite, and NaN stays NaN.
+// Stores a pack of N = 1, 4 or 8 gradients as e5m2. The gradients are never infinite, and NaN stays NaN.
 template <int N>
 __device__ void store_narrow(Fp8Dlogit* p, const float (&values)[N]) {
   constexpr auto kFormat = __NV_E5M2;

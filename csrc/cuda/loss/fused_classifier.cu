@@ -1,4 +1,4 @@
-// The classifier's backward for logits of one dtype, scaled = dlogits * dlosses, and the instances of its forward
+// The classifier's backward, scaled = dlogits * dlosses, and the template instances of its forward
 // (fused_classifier.cuh). The backward reads and writes dlogits once: 2 * N * Vp * sizeof(T) bytes.
 #include "fused_classifier.cuh"
 
@@ -11,7 +11,7 @@ __device__ A scale_gradient(A d, A dloss) {
   return d == A(0) ? A(0) : d * dloss;
 }
 
-// Returns whether the backward is a no-op: in place and with a dloss of 1 for all rows.
+// Returns whether the backward is a no-op, because it is in place and dloss is 1 for all rows.
 template <typename T>
 __device__ bool is_no_op(const FusedClassifierBackward<T>& p) {
   return p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1);

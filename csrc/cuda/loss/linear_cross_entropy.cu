@@ -1,6 +1,6 @@
 // The two reductions of a chunked cross-entropy: the scale of a mean (dloss / the number of targets that are not
-// ignored) and the sum of the losses. Each kernel is one block, because N values of 4 to 8 bytes are little work next
-// to the three matrix products over N rows.
+// ignored) and the sum of the losses. Each kernel has one block, because N values of 4 to 8 bytes are little work
+// compared with the three matmuls over N rows.
 #include "../../linear_cross_entropy.h"
 #include "cuda/common/reduce.cuh"
 

@@ -4,12 +4,12 @@
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   product    stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
-//   after      adds the sums of a row: loss, factor, E at the target, factor * x; marks rows whose E overflowed
+//   after      adds the sums of a row; computes loss, factor, E at the target, factor * x; marks rows to redo
 //   product    again, for blocks of rows that have a marked row: stores the logits of marked rows
 //   redo       the classifier (fused_classifier.cuh) on marked rows
 //
 // E is stored in bfloat16, which has float32's range, so c need not be the row's largest logit. As in the classifier,
-// the sum leaves the target out, so that a small loss keeps its digits.
+// the sum excludes the target's column, so that a small loss keeps its digits.
 #include <utility>
 
 #include "cuda/common/reduce.cuh"
@@ -23,7 +23,7 @@ namespace {
 
 using namespace tile_product;
 
-// A row is redone if E at the target, which is about 1, is less than kMin, or the sum of E more than kMax.
+// A row is redone if E at the target, which is about 1, is less than kMin, or the sum of E is more than kMax.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
 // Values that RowState::targets has in place of a target.
@@ -32,14 +32,15 @@ constexpr int kRedo = -2;  // a row to be redone
 
 [[maybe_unused]] constexpr int kAhead = 4;  // rows that a warp processes at a time
 
-// The workspace: what the kernels pass on to each other. A row block is the kCluster * kRows rows of a cluster's tile.
+// The workspace, through which the kernels pass data to each other. A row block is the kCluster * kRows rows of a
+// cluster's tile.
 struct RowState {
   float* shifts;     // (N) c * log2(e)
   int* targets;      // (N) the row's target, kNone or kRedo
   float* at_target;  // (N) E at the target
-  float* sums;       // (tiles across, N) sums of E over a tile's columns, without the target
-  int* block_redo;   // (row blocks) 1 if one of its rows is redone
-  int* redo_blocks;  // (row blocks) the indices of these row blocks: the first *redo_count entries
+  float* sums;       // (tiles across, N) sums of E over a tile's columns, excluding the target's column
+  int* block_redo;   // (row blocks) 1 if a row of the row block is redone
+  int* redo_blocks;  // (row blocks) the first *redo_count entries are the indices of the row blocks to redo
   int* redo_count;   // (1)
 };
 
@@ -79,7 +80,7 @@ __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   return warp_reduce<Sum>(sum);
 }
 
-// One warp per row: its target and its shift. The kernel also resets the counters of redone rows.
+// Each warp writes the target and the shift of a row. The kernel also resets the counters of redone rows.
 __global__ void __launch_bounds__(kBeforeWarps* kWarp)
     exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
   const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;
@@ -128,7 +129,8 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 // from shared memory, four at a time, with 8 neighbouring columns per lane.
 //
 // Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
-// comes from the L2 cache. kRedoOnly: only row blocks with rows to be redone, whose logits are stored.
+// comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these rows
+// are stored.
 template <bool kRedoOnly>
 struct ExpEpilogue {
   using Arguments = ExpArguments;
@@ -152,7 +154,7 @@ struct ExpEpilogue {
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      const int rows = min(p.rows - row, kWarpRows);  // rows of this warp that exist; negative if none do
+      const int rows = min(p.rows - row, kWarpRows);  // number of this warp's rows in the matrix; 0 or negative if none
       const bool stored = column < p.columns && p.store;
       // Lane r holds the shift and the target of row r.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
@@ -227,7 +229,7 @@ constexpr int kAfterRows = 32, kAfterParts = 8;  // rows of a block; threads tha
 // Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores E at the
 // target, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
 //
-// E at the target, -others, is rounded to bfloat16. The factor is corrected by that rounding, so that the target's
+// E at the target, -others, is rounded to bfloat16. The factor is corrected for this rounding, so that the target's
 // gradient, the largest of the row, is exact.
 __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
   const int target = state.targets[row];
@@ -262,7 +264,7 @@ __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float f
   }
 }
 
-// A block has kAfterRows rows. Threads (row, part) add the tiles' sums; then each warp scales whole rows of x.
+// A block has kAfterRows rows. Threads (row, part) add the tiles' sums. Then each warp scales whole rows of x.
 __global__ void __launch_bounds__(kAfterRows* kAfterParts)
     exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
   __shared__ float parts[kAfterParts][kAfterRows];
@@ -300,7 +302,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 constexpr int kScaleWarps = 8;
 
-// One warp per row.
+// Each warp scales one row.
 __global__ void __launch_bounds__(kScaleWarps* kWarp)
     exp_classifier_scale_kernel(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width) {
   const int64_t row = int64_t(blockIdx.x) * kScaleWarps + threadIdx.y;
@@ -324,7 +326,7 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_supports(const ExpClassifier& p) {
-  constexpr double kMinUtilization = 0.85;  // least share of the SMs' time spent on elements inside the matrix
+  constexpr double kMinUtilization = 0.85;  // minimum share of the SMs' time that is spent on elements of the matrix
   constexpr int64_t kMaxTerms = 4096;       // with more terms, the product's time matters more than the saved pass
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;

@@ -10,21 +10,20 @@ namespace gptkernels::cuda {
 //
 //   dlogits = factor * E in all columns but the target's,   factor = dloss / (sum of E over the V columns)
 //
-// E at the target is set to minus the sum of the others, so that the same factor holds there. Padded columns, and all
-// columns of a row without a loss, are 0.
+// E at the target is set to minus the sum of E over the other columns, so that dlogits = factor * E there, too. Padded
+// columns, and all columns of a row without a loss, are 0.
 //
-// If E overflows in a row (a loss of more than 69), the row's logits are computed again and fused_classifier's kernel
-// replaces them by dlogits. These are stored in place of E, with factor 1. So `dlogits` (N, Vp) receives E, and for
-// such rows first their logits.
+// `dlogits` (N, Vp) receives E. If E overflows in a row (a loss of more than 69), the row of `dlogits` receives the
+// logits again, which fused_classifier's kernel replaces by the gradient. The factor of this row is 1.
 //
-// dlosses is one number for all rows, or null: dlosses_per_row is false.
+// dlosses must be null or one number for all rows (dlosses_per_row is false).
 struct ExpClassifier : FusedClassifierForward<bfloat16> {
   const bfloat16* x = nullptr;       // (N, C), row stride x_stride
   const bfloat16* weight = nullptr;  // (Vp, C), row stride weight_stride
   int64_t inner = 0;                 // C
   int64_t x_stride = 0;
   int64_t weight_stride = 0;
-  float* factors = nullptr;      // (N); null if only the losses are wanted, neither E nor factors
+  float* factors = nullptr;      // (N), or null if only the losses are wanted; E is then not stored
   bfloat16* scaled_x = nullptr;  // (N, C), contiguous: factor * x, so that dweight = E^T * scaled_x; or null
 };
 

@@ -9,7 +9,7 @@
 //
 // The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. dsum and dresidual are one more array each.
 //
-// Rows that fit into registers and shared memory take layernorm_backward_ring_kernel, one block per SM:
+// layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one block per SM:
 //
 //   for each row of a team (several teams per block):
 //     wait until the row is in shared memory (RowRing)
@@ -17,8 +17,9 @@
 //     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
 //   add the sums of the block's teams and write them to the workspace as one row
 //
-// All other rows take layernorm_backward_simple_kernel (dx, one block per row) and layernorm_backward_columns_kernel
-// (rows of partial sums). In both cases partial_sums_kernel adds the rows of the workspace.
+// All other rows are computed by layernorm_backward_simple_kernel (dx, one block per row) and
+// layernorm_backward_columns_kernel (rows of partial sums). In both cases partial_sums_kernel adds the rows of the
+// workspace.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +36,8 @@
 
 namespace gptkernels::cuda {
 
-// Returns a * b, rounded. The compiler could otherwise fuse it with the subtraction of the average; for a g that is the
-// same in all columns the difference would then not be 0.
+// Returns a * b, rounded. This prevents the compiler from contracting the multiplication and the subtraction of avg(g)
+// into an FMA. If g = dout * weight is the same in all columns, the difference must be exactly 0.
 __device__ inline float product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -46,8 +47,8 @@ __device__ inline double product(double a, double b) {
 
 // ---- any row: one block per row, which reads x and dout again in the second pass ----
 
-// Uses c = x - mean, and the sum of g * c rather than of g * n: the rounding errors of n do not cancel in a short row,
-// and the gradient for a constant dout would not be 0.
+// The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
+// cancel, and the gradient for a constant dout would not be 0.
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
     layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const OptionalDropout<accumulate_t<T>> dropout) {
@@ -87,8 +88,8 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// Returns the number of sums over the rows: dweight, dbias and, if it is wanted, dx_bias. The ring kernels that write
-// dresidual are compiled for three only.
+// Returns the number of sums over the rows: 2 for dweight and dbias, or 3 with dx_bias. The ring kernels that write
+// dresidual are compiled for 3 sums only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
@@ -109,8 +110,8 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
 }
 
 // Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds kRun
-// rows in kSums independent sums, whose loads are in flight together, before it adds these to its totals: the rounding
-// errors of a single long sum of similar numbers would add up. dx must have been written already.
+// rows in kSums independent sums, whose loads are in flight together, before it adds these sums to its totals, because
+// the rounding errors of a single long sum of similar numbers would add up. dx must have been written already.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -147,8 +148,8 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 // of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
 
 // Adds the sums of a block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
-// workspace. They pass through shared memory, which overwrites the ring, as float4s: (blockDim.y, kArrays, kItems, kVec
-// / 4, blockDim.x), so that neighbouring threads use neighbouring banks.
+// workspace. The sums pass through shared memory, where they overwrite the ring. They are an array (blockDim.y,
+// kArrays, kItems, kVec / 4, blockDim.x) of float4, so that neighbouring threads use neighbouring banks.
 template <typename R, int kArrays>
 __device__ void write_block_sums(const auto& p, void* shared, const float (&thread_sums)[kArrays][R::kItems][R::kVec]) {
   constexpr int kSums = 4;                                // sums per part
@@ -183,8 +184,8 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&thre
   }
 }
 
-// kArrays is the number of sums over the rows: 2 for dweight and dbias, 3 for these and dx_bias. Dropout is NoDropout,
-// DenseDropout or, if X is narrower than T, OptionalDropout; with the latter two the kernel writes dresidual.
+// kArrays is the number of sums over the rows: 2 for dweight and dbias, or 3 with dx_bias. Dropout is NoDropout,
+// DenseDropout or, if X is narrower than T, OptionalDropout. The kernel writes dresidual if Dropout is not NoDropout.
 template <typename R, int kArrays, typename X, typename Dropout>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropout dropout) {
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
       write_dx(std::false_type());
   }
   // Teams that have no row in the block's last iteration still pass its barrier. The kernel does not need this, but
-  // compute-sanitizer's racecheck compares threads by the number of barriers they have passed.
+  // compute-sanitizer's racecheck compares threads by the number of barriers that they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, thread_sums);

@@ -2,17 +2,18 @@
 // replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written.
 //
 // The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
-// they also read it and write the sum: twice as many bytes, no more than a separate addition would move. Dropout and
-// x_bias (DenseDropout instead of NoDropout) add no traffic.
+// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. With a separate addition it would be
+// 5 * N * C * sizeof(T) bytes. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
 //
-// Rows that fit into registers take layernorm_forward_registers_kernel, with one team (a warp or a block) per row:
+// layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a block) per row:
 //
 //   load the row; add the residual and store the sum
 //   mean = sum(x) / C
 //   variance = sum((x - mean)^2) / C, corrected by the rounding error of the mean (moments.cuh)
 //   normalise, scale, shift, store
 //
-// All other rows take layernorm_forward_simple_kernel, which does the same but reads the row from memory in each pass.
+// layernorm_forward_simple_kernel computes all other rows. It does the same, but reads the row from memory in each
+// pass.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,8 @@ namespace gptkernels::cuda {
 
 // ---- used by both kernels ----
 
-// Loads kVec columns of weight and bias: ones and zeros if they are absent. kBoth says that both are present, which
-// saves the checks.
+// Loads kVec columns of weight and bias, or sets them to ones and zeros if they are absent. kBoth says that both are
+// present, which saves the checks.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -103,9 +104,9 @@ __device__ inline void store_statistic(float* p, float value) {
 // which costs no memory traffic. `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  // A float32 sum of 16-bit numbers of similar magnitude is exact (they leave 13 bits to spare), and with different
-  // magnitudes the largest dominate. So sum - C * mean gives the sum of x - mean. A second sum would have its own
-  // rounding errors, and a row of equal numbers would not become 0.
+  // A float32 sum of 16-bit numbers of similar magnitude is exact, because the numbers have at least 13 bits less than
+  // float32. With different magnitudes the largest numbers dominate the sum. Therefore sum - C * mean is the sum of x -
+  // mean. A second sum would have rounding errors of its own, and a row of equal numbers would not become 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -160,10 +161,10 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
   for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
 }
 
-// One row per team and no loop over rows: small blocks that start and end at different times keep reads and writes
-// evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1 cache. Keeping them in
-// registers would leave room for fewer rows per SM. Dropout is NoDropout, DenseDropout or, if X is narrower than T,
-// OptionalDropout.
+// The kernel has one row per team and no loop over rows, because small blocks that start and end at different times
+// keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1
+// cache. Keeping them in registers would leave room for fewer rows per SM. Dropout is NoDropout, DenseDropout or, if X
+// is narrower than T, OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     });
   };
   // Checking both pointers at every pack takes 10 % more instructions. Only rows with a residual move enough bytes to
-  // hide them.
+  // hide these instructions.
   if (!kResidual && p.weight != nullptr && p.bias != nullptr)
     write(std::true_type{});
   else

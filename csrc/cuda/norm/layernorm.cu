@@ -1,15 +1,16 @@
-// Layernorm: chooses the kernel of a call and its launch shape.
+// Chooses the kernel of a layernorm call and its launch shape.
 //
 //              rows of whole packs that fit into registers  any other row, and float64
 //   forward    layernorm_forward_registers_kernel           layernorm_forward_simple_kernel
 //   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight and dbias, partial_sums_kernel
 //
-// The kernels are in forward.cuh and backward.cuh; read forward.cuh first. shape.cuh chooses the threads of a row and
-// the instance of a fast kernel, ring.cuh is the backward's shared memory.
+// The kernels are in forward.cuh and backward.cuh; read forward.cuh first. shape.cuh chooses the number of threads of a
+// row and the template instance of a fast kernel. ring.cuh has the backward's ring in shared memory.
 //
-// T is the dtype of the residual stream, X that of x, out and their gradients. The fast kernels are compiled without
-// dropout (NoDropout) and with it (DenseDropout), or, if X is not T, for both at once (OptionalDropout).
+// T is the dtype of the residual stream, and X is the dtype of x, out and their gradients. The fast kernels are
+// compiled without dropout (NoDropout) and with it (DenseDropout). If X is not T, one kernel supports both
+// (OptionalDropout).
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -43,11 +44,11 @@ unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
 // does not change the shape, so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // Two warps finish a row of 768 float32 sooner than one does, which pays off if more rows follow.
+  // Two warps finish a row of 768 float32 sooner than one warp does, which is faster if there are many rows.
   const int max_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMaxWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
   const RowShape row = row_shape<T, Block>(packs, max_warp_items, forward_max_threads<T>);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // more blocks than a grid has
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // too many blocks for a grid
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
   with_row<T, Block, kMaxWarpItems>(row, [&](auto type) {
@@ -57,7 +58,8 @@ bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dr
   return true;
 }
 
-// The same, with the instance for these arguments. A residual is present if there is dropout, or if X is not T.
+// Launches the registers kernel with the template instance for the dropout and the residual of this call. There is a
+// residual if there is dropout, or if X is not T.
 template <typename T, typename X>
 bool launch_forward_fast(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -80,12 +82,12 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 
 // ---- backward ----
 
-// Launches the ring kernel. Returns its number of blocks, each of which writes a row of partial sums; 0, without a
-// launch, if the rows do not fit.
+// Launches the ring kernel. Returns the number of blocks, each of which writes a row of partial sums. Returns 0,
+// without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // In 16 bits, at most 5 packs per thread: with dsum there is a third array to wait for, and more warps per SM are
-  // worth their barriers; with three sums, 6 packs would exceed the registers.
+  // In 16 bits a warp has at most 5 packs per thread in two cases. With dsum there is a third array to wait for, and
+  // more warps per SM save more time than their barriers cost. With three sums, 6 packs would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -97,17 +99,18 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dr
       using R = typename decltype(type)::type;
       constexpr auto kKernel = layernorm_backward_ring_kernel<R, kArrays, X, Dropout>;
       const int64_t row_bytes = p.width * int64_t((p.dsum ? 2 : 1) * sizeof(T) + sizeof(X));
-      const RingShape shape =
-          ring_shape(p.rows, row_bytes, row.threads, max_threads(R::kItems), max_dynamic_shared_memory<kKernel>());
+      const int64_t sums_bytes = int64_t(row.threads) * kArrays * R::kItems * R::kVec * sizeof(float);
+      const RingShape shape = ring_shape(p.rows, row_bytes, sums_bytes, row.threads, max_threads(R::kItems),
+                                         max_dynamic_shared_memory<kKernel>());
       if (shape.stages == 0) return;
-      const int64_t sums_bytes = int64_t(shape.block.x) * shape.block.y * kArrays * R::kItems * R::kVec * sizeof(float);
-      kKernel<<<shape.grid, shape.block, std::max(shape.shared_bytes, sums_bytes), stream>>>(p, shape.stages, dropout);
+      kKernel<<<shape.grid, shape.block, shape.shared_bytes, stream>>>(p, shape.stages, dropout);
       blocks = shape.grid;
     });
   return blocks;
 }
 
-// The same, with the instance for these arguments. dresidual is present if there is dropout, or if X is not T.
+// Launches the ring kernel with the template instance for the dropout and the sums of this call. dresidual is given if
+// there is dropout, or if X is not T.
 template <typename T, typename X>
 int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -155,8 +158,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// The workspace holds rows of 3 * C partial sums: one per block of the ring kernel, which has at most one block per SM,
-// or those of the simple kernels.
+// The workspace has rows of 3 * C partial sums: one row per block of the ring kernel, which has at most one block per
+// SM, or the rows of layernorm_backward_columns_kernel.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

@@ -1,9 +1,10 @@
 // A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
 //
-// At 4.2 TB/s and 1 us of latency, each SM of an H200 needs some 60 KB of loads in flight at all times. Registers have
-// no room for that in addition to the current row, so every thread copies its packs of the next rows to shared memory
-// (cp.async, which bypasses the registers) and reads them from there when it reaches them. A thread reads only what it
-// has copied itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+// At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times.
+// Registers have no space for so much data in addition to the current row. Every thread therefore copies its packs of
+// the next rows to shared memory (by cp.async, which bypasses the registers), and reads each row from there when it
+// processes the row. A thread reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while
+// row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
@@ -11,8 +12,8 @@
 //   | in use      | | in flight   | | in flight   | | in flight   |
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
-// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A row in a stage is the rows
-// of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. In a stage, a row consists of
+// the rows of x, dout and dsum, one after another. A stage has one row for each of the blockDim.y teams of a block.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -29,28 +30,30 @@ namespace gptkernels::cuda {
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0 if shared memory does not hold two stages of one row
+  int stages;  // 0 if shared memory does not hold two stages of one row, and a team's sums
   int64_t shared_bytes;
 };
 
 // Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
-// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row.
-inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int threads, int max_threads, int64_t max_shared_bytes) {
+// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row. After the last
+// row the same memory holds `sums_bytes` per team.
+inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
+                            int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
   constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
-  const int64_t fitting = max_shared_bytes / (2 * row_bytes);
+  const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
   const int64_t steps =
-      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team: more stages would stay empty
+      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team; more stages would stay empty
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
           .grid = grid_size(grid),
           .stages = static_cast<int>(stages),
-          .shared_bytes = stages * height * row_bytes};
+          .shared_bytes = height * std::max(stages * row_bytes, sums_bytes)};
 }
 
 // R is the Row that a team loads from the ring. Rows of x, dout and, if it is not null, dsum pass through the ring
@@ -68,18 +71,18 @@ class RowRing {
         row_step_(step() * width),
         width_(width),
         stages_(stages) {
-    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // over all arrays
+    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // elements of a row of all arrays
     stage_step_ = static_cast<int>(blockDim.y) * row_elements;
     read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * row_elements;
 #pragma unroll 1
     for (int i = 0; i < stages - 1; ++i) copy();
   }
 
-  // The stride between the rows of a team, which are Team::row(), Team::row() + step(), ...
+  // Returns the distance between the rows of a team, which are Team::row(), Team::row() + step(), ...
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // Returns the team's next row of x; dout() and dsum() find the other arrays' rows from it. The call overwrites the
-  // row that the previous call returned.
+  // Returns the team's next row of x, from which dout() and dsum() find the rows of the other arrays. The call
+  // overwrites the row that the previous call returned.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)

@@ -1,4 +1,4 @@
-// The shape of a row in layernorm's fast kernels: how many threads share it, and how many packs each thread holds.
+// The shape of a row in layernorm's fast kernels: the number of threads that share the row, and of packs per thread.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@ constexpr int kMinItems = 3;  // packs per thread if several warps share a row; 
 constexpr int kMaxItems = 4;
 constexpr int kMaxWarpItems = 7;  // packs per thread if one warp has a row
 
-// True for rows with more than 40 elements per thread. Their 16-bit packs stay packed from one pass to the next,
-// because the float32 values would need too many registers.
+// Whether a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
+// next, because the float32 values would need too many registers.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
@@ -35,8 +35,9 @@ constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// The same for the backward. A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for
-// the row's normalised values and gradients between the two passes (packed in T beyond 40 elements), and 48 others.
+// Returns the largest block of a backward kernel with `items` packs per thread. A thread needs registers for the weight
+// in T, for kArrays float32 sums over the rows, for the row's normalised values and gradients between the two passes
+// (packed in T beyond 40 elements), and 48 others.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -50,8 +51,8 @@ struct RowShape {
 };
 
 // Returns the cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even those beyond the
-// row's end, and on the row's sums, which cost as much as about 20 elements. If a block has several multi-warp rows
-// (BlockPart), a row also pays for its share of the warps that are left over.
+// row's end, and on the row's sums, which cost as much as about 20 elements. If a block has several rows of several
+// warps each (BlockPart), the cost of a row includes its share of the warps that the block does not use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;
@@ -77,10 +78,10 @@ struct RowInstance {
   int unguarded;
 };
 
-// The instances for rows that one warp has, in the order in which a row tries them. Those without guarded packs are for
-// GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. In 16 bits the last one is for 1600; in float32
-// the widths from 1024 on take several warps. docs/notes/layernorm.md has the cost of an instance and the slower
-// widths.
+// The instances for rows that one warp has. The first instance that supports a row is used. The instances in which all
+// packs are unguarded are for GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. In 16 bits the last
+// instance is for a width of 1600. In float32 several warps share a row of width 1024 or more. docs/notes/layernorm.md
+// has the cost of an instance and the slower widths.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>
@@ -110,13 +111,13 @@ void with_instance(const RowShape& shape, const Fn& fn) {
   }(std::make_index_sequence<kInstances.size()>());
 }
 
-// The same for a row that one warp has.
+// Calls fn as with_instance() does, for a row that one warp has.
 template <typename T, int kMaxWarpItems, typename Fn>
 void with_warp_row(const RowShape& shape, const Fn& fn) {
   with_instance<T, Warp, kWarpInstances<T>, kMaxWarpItems>(shape, fn);
 }
 
-// The same for any row: R's team is Warp if one warp has the row, else Team.
+// Calls fn as with_instance() does, for any row. R's team is Warp if one warp has the row, else Team.
 template <typename T, typename Team, int kMaxWarpItems, typename Fn>
 void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)

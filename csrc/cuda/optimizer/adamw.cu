@@ -1,10 +1,10 @@
 // AdamW on a list of tensors. The kernel reads the parameter (and its master), its gradient and both moments, and
-// writes all but the gradient: 28 bytes per parameter in float32, 30 for a bfloat16 parameter with float32 master and
-// moments. Elements are independent of each other, so the result does not depend on how the tensors are divided into
-// chunks.
+// writes all of them but the gradient: 28 bytes per parameter in float32, or 30 bytes for a bfloat16 parameter with
+// float32 master and moments. Elements are independent of each other, so the result does not depend on how the tensors
+// are divided into chunks.
 //
-// A thread loads two packs of every array, all in flight at once; meanwhile one thread of the block computes the
-// factors, which takes about as long. Blocks are small, so the last ones of the grid end almost at the same time.
+// A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the block computes the
+// factors, which takes about as long. Blocks are small, so the last blocks of the grid end almost at the same time.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -20,9 +20,9 @@ constexpr int kThreads = 128;
 constexpr int kPacks = 2;  // packs of each array per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kTensorIndex = kMaster;  // without masters this slot holds the tensor's index in the launch
+constexpr Slot kTensorIndex = kMaster;  // without masters this slot has the tensor's index in the lists
 
-using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148
+using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148 tensors
 
 struct AdamwArguments {
   AdamwOptions options;
@@ -63,7 +63,7 @@ struct Stochastically {
   uint64_t seed;
   uint32_t step;
   uint32_t tensor;
-  int64_t begin;  // the tensor's element that the pointers point to
+  int64_t begin;  // index of the tensor's element to which the pointers point
 
   // Rounds N neighbouring elements from element i of the chunk on.
   template <typename V, int N>

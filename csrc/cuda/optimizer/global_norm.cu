@@ -1,9 +1,9 @@
-// The Euclidean norm of all elements of many tensors, deterministic:
+// The Euclidean norm of all elements of many tensors, by two kernels:
 //
 //   global_norm_squares_chunks_kernel   one block per chunk of a tensor: its sum of squares, in float64
 //   global_norm_sum_block_kernel        one block: the square root of the sum of these sums
 //
-// Every element is read once.
+// Every element is read once. Equal inputs give equal bits.
 #include "../../global_norm.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/multi_tensor.cuh"
@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) partials[blockIdx.x] = total;
 }
 
-// ---- their sum: one block, which reads 8 bytes per chunk ------------------------------------------------------------
+// ---- the sum of the partial sums: one block, which reads 8 bytes per chunk ------------------------------------------
 
 constexpr int kSumThreads = 1024;
 constexpr int kSumsInFlight = 8;

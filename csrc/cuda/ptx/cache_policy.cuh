@@ -34,8 +34,8 @@ __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, i
       : "memory");
 }
 
-// Accesses to four float32 in global memory (16-byte aligned) with priority evict-last. They are performed in the L2
-// cache and bypass L1, so one thread's store, addition and load of the same element take effect in program order.
+// Accesses to four float32 in global memory (16-byte aligned) with priority evict-last. The accesses are performed in
+// the L2 cache and bypass L1, so a thread's store, addition and load of the same element take effect in program order.
 __device__ inline void kept_store(float* at, const float* x) {
   asm volatile("st.relaxed.gpu.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3]), "l"(kEvictLast)

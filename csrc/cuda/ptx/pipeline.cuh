@@ -1,4 +1,5 @@
-// Shared by the kernels for sm_90a whose warpgroups have roles: mbarriers by address, rings of buffers, stmatrix.
+// Helpers for the kernels for sm_90a whose warpgroups have different roles: mbarriers by address, rings of buffers, and
+// stmatrix.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -35,7 +36,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The threads whose `one` is true arrive. There is no branch.
+// The threads whose `one` is true arrive. The function has no branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -46,8 +47,8 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
 }
 
 // The threads whose `one` is true arrive at a barrier in any block of the cluster. The arrival has no release at
-// cluster scope, which is not needed here and would wait for all of the thread's stores: products took 1.5 times as
-// long.
+// cluster scope. A release is not needed here, and would wait for all of the thread's stores: with it, matmuls took 1.5
+// times as long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -70,7 +71,7 @@ __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
       : "memory");
 }
 
-// A barrier of the threads of one warpgroup. `id` is the index of a named barrier, at least 1.
+// Waits for all threads of the warpgroup. `id` is the index of a named barrier, at least 1.
 __device__ inline void warpgroup_barrier(int id) {
   random_delay();
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
@@ -96,7 +97,7 @@ __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, u
                : "memory");
 }
 
-// The same, with each matrix transposed.
+// Stores four matrices of 8 x 8 elements of 16 bits, each transposed.
 __device__ inline void store_matrices_transposed(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
                "r"(c), "r"(d)

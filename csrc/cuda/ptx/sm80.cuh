@@ -2,9 +2,9 @@
 // their operands to shared memory and registers (cp.async, ldmatrix). Rows in shared memory consist of 16-byte chunks;
 // addresses are 32-bit addresses of the shared window.
 //
-// One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The fragments are the same
-// for both. In an accumulator tile (16 x 8), lane 4 * g + t of a warp holds rows g and g + 8, columns 2 * t and
-// 2 * t + 1.
+// One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The bytes of a fragment are
+// divided among the lanes in the same way for 16-bit types and float32. In an accumulator tile (16 x 8), lane 4 * g + t
+// of a warp holds rows g and g + 8, columns 2 * t and 2 * t + 1.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,8 @@ __device__ inline void copy_async_16(uint32_t to, const void* from, bool inside)
 #endif
 }
 
-// The same for 4 bytes, 4-byte aligned.
+// Starts copying 4 bytes from global to shared memory, both 4-byte aligned. If `inside` is false, writes zeros and does
+// not read `from`.
 __device__ inline void copy_async_4(uint32_t to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
@@ -66,7 +67,7 @@ __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
 #endif
 }
 
-// The same, transposing each matrix as 8 x 8 elements of 16 bits.
+// Loads four matrices of 8 x 8 elements of 16 bits, and transposes each matrix.
 __device__ inline void load_matrices_transposed(uint32_t (&a)[4], uint32_t shared) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -100,8 +101,8 @@ __device__ inline uint32_t round_to_tf32(float x) {
 }
 
 // Splits x into two TF32 operands: hi + lo differs from x by at most 2^-23 of x. hi is x rounded to nearest; lo is the
-// remainder, whose last bits the tensor cores ignore. If x is NaN, both are NaN; if x is infinite, hi is x and lo is
-// NaN. (The rounding is a float32 addition because rounding by integer arithmetic could turn a NaN into 0.)
+// remainder, whose last bits the tensor cores ignore. If x is NaN, hi and lo are NaN. If x is infinite, hi is x and lo
+// is NaN. (The rounding is a float32 addition, because rounding by integer arithmetic could turn a NaN into 0.)
 __device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
   const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
   hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;

@@ -1,6 +1,6 @@
 // Wrappers of PTX instructions that sm_90 introduced: bulk asynchronous copies, barriers in shared memory that count
-// the bytes of such copies (mbarrier), and access to the shared memory of the other blocks of a cluster. The names are
-// PTX's.
+// the bytes of such copies (mbarrier), and access to the shared memory of the other blocks of a cluster. Names are as
+// in PTX.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier with one expected arrival. A phase completes after that arrival and the bytes it announced.
+// Initialises a barrier with one expected arrival. A phase completes after this arrival and after the bytes that it
+// announced.
 __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }

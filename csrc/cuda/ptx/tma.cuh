@@ -96,7 +96,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// The same for a tensor of five dimensions.
+// Loads the box at (c0, ..., c4) of a tensor of five dimensions.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
                                 uint32_t barrier) {
   asm volatile(

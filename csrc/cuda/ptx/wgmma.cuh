@@ -117,7 +117,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
       : "memory")
 
-// The same with A in registers.
+// D (64 x 64), with A in registers.
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
@@ -127,7 +127,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// The same with D (64 x 128).
+// D (64 x 128), with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
@@ -137,7 +137,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
       : "memory")
 
-// The same with A in registers.
+// D (64 x 128), with A in registers.
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
@@ -147,8 +147,8 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors; the
-// columns of A's panels in shared memory are k. kRowsAreK says whether the rows of B's are (panel_descriptor).
+// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors.
+// The columns of A's panels are k. kRowsAreK says whether the rows of B's panels are k (panel_descriptor()).
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -164,7 +164,7 @@ __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   }
 }
 
-// The same with A in registers: four words per thread.
+// Computes D (64 x 2n) = A * B, or D += A * B, with A in registers: four words per thread.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -196,9 +196,9 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 32 values of k in 8 bits. A is e4m3 if kE4M3, else
-// e5m2; B is e4m3. The tensor cores' sums have 14 bits of significand. Descriptors are those of 16-bit panels with rows
-// m or n; the next 32 values of k are at + kStepK.
+// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 32 values of k in 8 bits. A is e4m3 if
+// kE4M3, else e5m2; B is e4m3. The tensor cores' sums have 14 bits of significand. The descriptors are the same as for
+// 16-bit panels whose rows are m or n. The next 32 values of k are at + kStepK.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -225,7 +225,7 @@ __device__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// The same, with negative values replaced by 0.
+// Does the same as pack_pair(), with negative values replaced by 0.
 template <typename T>
 __device__ uint32_t pack_positive(float low, float high) {
   uint32_t word;
@@ -254,8 +254,8 @@ __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Change the number of registers of a thread (setmaxnreg): warpgroups that need fewer release them to the others. Each
-// warpgroup calls one of these once, at the start of its branch of the kernel.
+// Change the number of registers of a thread (setmaxnreg). Warpgroups that need fewer registers release them to the
+// other warpgroups. Each warpgroup calls one of these functions once, at the start of its branch of the kernel.
 template <int kRegisters>
 __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

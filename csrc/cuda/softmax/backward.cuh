@@ -1,5 +1,5 @@
-// Softmax backward over the rows of a matrix: dx = scale * out * (dout - sum(dout * out)). The kernels read dout and
-// out and write dx; one team (teams.cuh) has a row.
+// Softmax's backward over the rows of a matrix: dx = scale * out * (dout - sum(dout * out)). The kernels read dout and
+// out and write dx. One team (teams.cuh) processes a row.
 #pragma once
 
 #include "cuda/common/packed.cuh"

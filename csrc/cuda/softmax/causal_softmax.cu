@@ -1,8 +1,9 @@
-// Softmax under the causal mask over the rows of (T, T) matrices: instances of softmax.cuh's kernels. out is 0 above
-// the diagonal.
+// Softmax under the causal mask over the rows of (T, T) matrices, by the kernels of softmax.cuh. out is 0 above the
+// diagonal.
 //
-// Both directions write whole rows but read no pack above the diagonal, half of each input on average. In the pack that
-// contains the diagonal, the elements above it are replaced before they are used.
+// The forward and the backward write whole rows, but read no pack above the diagonal, so they read half of each input
+// on average. In the pack that contains the diagonal, the elements above the diagonal are replaced before they are
+// used.
 #include "../../causal_softmax.h"
 #include "softmax.cuh"
 

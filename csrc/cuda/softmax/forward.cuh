@@ -1,5 +1,5 @@
-// Softmax forward over the rows of a matrix: out = exp(scale * x - max) / sum(exp(scale * x - max)). The kernels read x
-// and write out; one team (teams.cuh) has a row.
+// Softmax over the rows of a matrix: out = exp(scale * x - max) / sum(exp(scale * x - max)). The kernels read x and
+// write out. One team (teams.cuh) processes a row.
 #pragma once
 
 #include <type_traits>
@@ -49,7 +49,7 @@ class Quotient {
  public:
   __device__ explicit Quotient(float total) : total_(total), reciprocal_(1 / total) {}
 
-  // Multiplies by the reciprocal. For float32 this has one rounding more than the division; a Newton step corrects it.
+  // Multiplies by the reciprocal. This has one more rounding than a division, which a Newton step corrects for float32.
   __device__ float operator()(float e) const {
     const float q = e * reciprocal_;
     return sizeof(T) == 2 ? q : fmaf(fmaf(-q, total_, e), reciprocal_, q);
@@ -62,12 +62,12 @@ class Quotient {
 
 // The Op for launch_rows() (row_part_launch.cuh):
 //
-//   load x; maximum over the warp's part of the row
-//   exponentials relative to the warp's maximum, and their sum
+//   load x; find the maximum of the warp's part of the row
+//   compute the exponentials relative to the warp's maximum, and their sum
 //   combine maximum and sum over the team's warps
 //   store the exponentials, rescaled to the team's maximum and divided by the team's sum
 //
-// The maximum is that of x, not of scale * x, so the scale must be positive.
+// The maximum is taken over x, not over scale * x, so the scale must be positive.
 template <typename T_, bool kCausal>
 struct SoftmaxForwardRow {
   using T = T_;

@@ -26,8 +26,8 @@ struct SoftmaxBackwardRows {
   accumulate_t<T> scale;
 };
 
-// Returns how many columns of a row the softmax is over: all or, under the causal mask, those up to the diagonal of the
-// row's square matrix. The other columns are masked.
+// Returns the number of columns of a row that are not masked: all columns or, under the causal mask, the columns up to
+// the diagonal of the row's square matrix.
 template <bool kCausal, typename Index>
 __device__ Index unmasked_columns(Index row, Index width) {
   return kCausal ? row % width + 1 : width;

@@ -1,10 +1,10 @@
-// Softmax over the rows of a matrix and its backward, over whole rows or over the columns that the causal mask leaves.
-// This file chooses the kernels.
+// Softmax over the rows of a matrix and its backward, for whole rows or for rows under the causal mask. This file
+// chooses the kernels.
 //
 // Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
 // bandwidth. They keep a row in registers and shared memory between its load and its store
 // (common/row_part_launch.cuh). The fallback is a simple kernel with one block per row, which reads the row from memory
-// in both passes. It handles
+// in both passes. It is used for
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes

@@ -1,6 +1,6 @@
 // Attention by ordinary multiply-adds, for every dtype, head size, mask and device. float64 uses these kernels, and so
 // do all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
-// rows by 64 columns; a thread has rows 4 * ty + i and columns tx + 16 * j of each.
+// rows by 64 columns; a thread has rows 4 * ty + i and columns tx + 16 * j of each tile.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
@@ -15,9 +15,9 @@ namespace {
 constexpr int kTile = 64;
 constexpr int kThreads = 256;
 
-// ---- what a query sees ----------------------------------------------------------------------------------------------
+// ---- which keys a query sees ----------------------------------------------------------------------------------------
 
-// Returns whether query i sees key j, and sets the bias of their score.
+// Returns whether query i sees key j. Sets `bias` to the mask's value for their score.
 template <typename T>
 __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, const QueryHead& head, int64_t i,
                      int64_t j, accumulate_t<T>& bias) {
@@ -33,8 +33,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys [begin, end) are those that the tile of queries from `row` on may see by causality and bounds. The kernels
-// do not read other keys, which may be NaN.
+// The keys [begin, end) that the tile of queries from `row` on may see, by causality and the key bounds. The kernels do
+// not read other keys, which may be NaN.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -51,7 +51,7 @@ struct KeyRange {
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks. A chunk of columns
-// has as many bytes in float64 as in float32.
+// has 128 bytes in float32 and in float64.
 template <typename A>
 struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
@@ -72,7 +72,7 @@ struct Shared {
   alignas(16) A rows[kScoreRows > kWeightedRows ? kScoreRows : kWeightedRows];
 };
 
-// Rows of one head's tensor. Those from `count` on are not read and count as 0.
+// Rows of one head's tensor. Rows from `count` on are not read and count as 0.
 template <typename T>
 struct Rows {
   const T* data;
@@ -87,9 +87,10 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
   return {t.at(b, h, 0), t.token, count};
 }
 
-// tile = x times y^T, both (64, HS), with sums of type S. Each chunk of columns has its own sum: a single sum over 256
-// columns has several times the rounding error. Masks and dropout then loop over the tile in shared memory, because 16
-// copies of their code would be too many.
+// tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed separately,
+// because a single sum over 256 columns would have several times the rounding error. The tile is written to shared
+// memory, where loops apply masks and dropout to it. (If it stayed in registers, the compiler would repeat the code of
+// masks and dropout for each of a thread's 16 elements.)
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -139,9 +140,9 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64) in shared memory times rows of x. A thread has rows 4 * ty + i and columns
-// tx + 16 * c. Each stage of rows has its own sum: the rounding error of a sum over thousands of rows then grows with
-// the number of stages.
+// sums (64, HS) += weights (64, 64), which are in shared memory, times rows of x. A thread has rows 4 * ty + i and
+// columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The rounding error of a sum over
+// thousands of rows then grows with the number of iterations.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -255,7 +256,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Two numbers for each query that the backward keeps. The first kernel writes delta, the one for dq the correction.
+// Two numbers per query in the backward's workspace. The first kernel writes delta, and the kernel for dq writes the
+// correction.
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
@@ -282,8 +284,9 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
   }
 }
 
-// For query i and key j: `weight` is the product of q and k and becomes P (times dropout's factor), `gradient` is the
-// product of dout and v and becomes dS. Returns P without dropout; `correction` multiplies it.
+// Processes query i and key j. Replaces `weight`, the dot product of q and k, by the probability P times dropout's
+// factor. Replaces `gradient`, the dot product of dout and v, by dS, the gradient of the score. Returns P without
+// dropout. P is multiplied by `correction`, unless that is null.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,
@@ -296,8 +299,8 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
     weight = gradient = 0;
     return 0;
   }
-  // The score is rounded as in the forward: the gradients of nearly equal keys cancel only if their probabilities are
-  // those that the output was computed with.
+  // The score is rounded as in the forward. The gradients of nearly equal keys cancel only if their probabilities equal
+  // the probabilities from which the forward computed the output.
   A probability = exp(fma(weight, static_cast<A>(p.scale), bias) - p.logsumexp[row]);
   if (correction) probability *= correction[row];
   const A factor = !dropout.drops()                  ? A(1)
@@ -357,7 +360,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A tile's rows are keys here, and its columns are queries.
+// In this kernel the rows of a tile are keys, and its columns are queries.
 template <typename T, typename S, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_dkey_simple_kernel(const __grid_constant__ AttentionBackward<T> p,
@@ -408,7 +411,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<S, kColumns>(), where a thread's kColumns columns hold the head.
+// Calls fn.template operator()<S, kColumns>(), where kColumns columns of each of 16 threads hold a row of the head.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -417,8 +420,9 @@ Status for_columns(int64_t head_size, const Fn& fn) {
   return fn.template operator()<S, 16>();
 }
 
-// S is the type of the scores' sums: an error of a score is a relative error of its probability. It is float64 for few
-// float32 scores: torch's product of a vector has hardly an error, because many threads sum short parts of a row.
+// Calls fn as for_columns() does, where S is the type in which scores are summed. An error of a score is a relative
+// error of its probability. S is float64 for float32 and few queries or keys. torch then computes a matrix-vector
+// product, which has very small errors, because many threads sum short parts of a row.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

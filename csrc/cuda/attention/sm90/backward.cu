@@ -1,11 +1,12 @@
-// Attention's backward for sm_90a, in two kernels that sum in registers, in one order: no atomics, and nothing of the
-// size of the scores is stored. With P the probabilities, g the gradient of out, and per row D = sum(g out) -
-// dlogsumexp:
+// Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both sum in registers and in a
+// fixed order, so they need no atomics, and no array of the size of the scores. Let S = q k' be the scores, P the
+// probabilities, g the gradient of out, and D = sum(g out) - dlogsumexp for each query. Then
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
-// Both compute the scores again: 7 products for the 5 of a single kernel (backward_one_pass.cu, for many short heads),
-// which would have to add up dq from many thread blocks. In all products P and dS are operands in registers.
+// where ' is the transpose. Both kernels compute S and g v', so there are 7 matmuls. A single kernel needs 5, but must
+// add up the dq of many thread blocks, or process a whole head in each thread block (backward_one_pass.cu). In all
+// matmuls P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
 //     D = sum(g out) - dlogsumexp; store it                       for each block j of 64 queries that see the tile:
@@ -17,8 +18,8 @@
 //       wait for S(j+1); release block j-1                          wait for S'(j+1); release block j-1
 //     store scale dq                                              store dv and scale dk
 //
-// One thread loads tiles and blocks ahead; each of two warpgroups computes 64 rows of a tile. Here are the kernels for
-// up to 64 channels; backward_128.cu has those for more.
+// One thread loads tiles and blocks ahead of their use. Two warpgroups compute 64 rows of a tile each. This file has
+// the kernels for up to 64 channels, and backward_128.cu the kernels for more channels.
 #include "backward_loader.cuh"
 #include "backward_softmax.cuh"
 
@@ -34,7 +35,7 @@ constexpr int kThreads = DkeyShared::kThreads;
 
 constexpr int kBlock = DkeyShared::kBlock;
 
-// The warpgroup's 64 rows in registers, rounded, to global memory by way of shared memory.
+// Stores the warpgroup's 64 rows from registers, times `factor` and rounded, to shared and then to global memory.
 template <typename T>
 __device__ void store_tile(const float (&tile)[32], float factor, const CUtensorMap& map, uint32_t shared, int row,
                            int head, int batch, int barrier) {
@@ -95,12 +96,13 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   uint32_t q[16], g[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  int half = warpgroup;  // of a tile
+  int half = warpgroup;  // the half of a tile that this warpgroup computes
   while (true) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    // Causal, one half of a tile has a block more than the other: the warpgroups take it in turn.
+    // Under the causal mask one half of a tile has a block more than the other, so the warpgroups exchange the halves
+    // at each tile.
     half ^= 1;
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     {
@@ -130,7 +132,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) dquery[i] = 0;
 
-    // Block j, whose scores are in `current`, and the scores of block j+1; returns the stage of block j.
+    // Processes block j, whose scores are in `current`, and computes the scores of block j+1 in `next`. Returns the
+    // stage of block j.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       multiply<T>(dp, g, shared.block[now][1]);
@@ -142,25 +145,25 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       } else if (block > 0) {
         barrier_wait(shared.block_full[ring.slot], ring.phase);
       }
-      multiply<T>(next, q, shared.block[ring.slot][0]);  // stale keys after the last block: the result is not used
+      multiply<T>(next, q, shared.block[ring.slot][0]);  // after the last block, of old keys; the result is not used
 
       const int first_key = Mask::kBlocks ? own.first : block * kBlock;
       hide_keys<Mask>(current, p, own, tile.head, first_row, row, first_key);
       probabilities_of_rows(current, p.problem.scale_log2, bias);
       if constexpr (kDropout) for_kept<32>(dropout, tile.head, first_row + warp * 16, first_key, MarkDropped(current));
-      wgmma_wait<1>();  // dp, and dq of the block before
+      wgmma_wait<1>();  // for dp, and for dq of the previous block
       pin_registers(dp);
       pin_registers(ds);
       score_gradients_of_rows<kDropout>(dp, current, delta);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dquery, ds, shared.block[now][0], accumulate);
       accumulate = true;
-      wgmma_wait<1>();  // the next scores
+      wgmma_wait<1>();  // for the next scores
       pin_registers(next);
       return now;
     };
 
-    // A block is released in the next step, when its dq is done.
+    // Releases the block of the previous call, whose dq is complete. The block in `slot` is released by the next call.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -201,12 +204,12 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t k[16], weights[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  int half = warpgroup;  // of a tile
+  int half = warpgroup;  // the half of a tile that this warpgroup computes
   while (true) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    half ^= 1;  // the longer half in turn
+    half ^= 1;  // the warpgroups exchange the halves, as in sum_dquery()
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     load_a(k, shared.tile[at.slot][0], half * 64 + warp * 16);
     const uint64_t v = panel_descriptor(shared.tile[at.slot][1] + half * 64 * kPanelRowBytes);
@@ -226,7 +229,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     SeenByWarpgroup<kStages, true> seen;
     seen.left = Mask::kBlocks ? tile.blocks : 0;
 
-    // Block j, whose scores are in `current`, and the scores of block j+1; returns the stage of block j.
+    // Processes block j, whose scores are in `current`, and computes the scores of block j+1 in `next`. Returns the
+    // stage of block j.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       const OwnBlock<1> own = seen.own;
@@ -238,13 +242,13 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       if constexpr (Mask::kBlocks) {
         --seen.left;
         seen.find(p.mask.blocks, shared, ring, first_row);
-        more = false;  // it has waited
+        more = false;  // find() has waited for the block
       } else if (++block == end) {
         more = ++member < p.problem.group;
         if (more) begin_head();
       }
       if (more) barrier_wait(shared.block_full[ring.slot], ring.phase);
-      multiply<T>(next, k, shared.block[ring.slot][0]);  // stale queries after the last block: the result is not used
+      multiply<T>(next, k, shared.block[ring.slot][0]);  // after the last block, of old queries; the result is not used
 
       hide_queries<Mask>(current, p, own, head, first_row, row, first_query);
       probabilities_of_columns(current, p.problem.scale_log2, shared.bias[now]);
@@ -254,7 +258,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       complete(last);
       if constexpr (kDropout)
         for_kept_transposed<32>(dropout, head, first_row + warp * 16, first_query, MarkDropped(current));
-      wgmma_wait<1>();  // dp, and dv and dk of the block before
+      wgmma_wait<1>();  // for dp, and for dv and dk of the previous block
       pin_registers(dp);
       pin_registers(weights);
       pin_registers(ds);
@@ -263,12 +267,13 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       score_gradients_of_columns<kDropout>(dp, current, shared.delta[now]);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dkey, ds, shared.block[now][0], true);
-      wgmma_wait<2>();  // the next scores
+      wgmma_wait<2>();  // for the next scores
       pin_registers(next);
       return now;
     };
 
-    // A block is released in the next step, when its dv and dk are done.
+    // Releases the block of the previous call, whose dv and dk are complete. The block in `slot` is released by the
+    // next call.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);

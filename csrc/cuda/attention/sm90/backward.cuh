@@ -1,5 +1,5 @@
-// What the backward kernels for sm_90a share: sizes, arguments, and the launch. backward.cu says how they work;
-// backward_softmax.cuh has their arithmetic, backward_mask.cuh the masks, backward_loader.cuh the loads.
+// Sizes, arguments and the launch, which the backward kernels for sm_90a share. backward.cu explains the algorithm.
+// backward_softmax.cuh has the arithmetic, backward_mask.cuh the masks, and backward_loader.cuh the loads.
 #pragma once
 
 #include "common.cuh"
@@ -9,12 +9,13 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kComputingWarps = 8;                // of two warpgroups
-constexpr int kRowPanel = 128 * kPanelRowBytes;   // bytes of a panel (cuda/ptx/wgmma.cuh) of a tile,
-constexpr int kBlockPanel = 64 * kPanelRowBytes;  // and of a block
+constexpr int kComputingWarps = 8;                // warps of the two computing warpgroups
+constexpr int kRowPanel = 128 * kPanelRowBytes;   // bytes of a tile's panel (cuda/ptx/wgmma.cuh)
+constexpr int kBlockPanel = 64 * kPanelRowBytes;  // bytes of a block's panel
 
-// A thread block sums the gradients of a tile: 128 queries for dq, 128 keys for dk and dv, 64 for each of the computing
-// warpgroups. It goes over blocks of 64 keys, or queries.
+// A thread block sums the gradients of a tile: 128 queries for dq, or 128 keys for dk and dv. Each of the two computing
+// warpgroups has 64 rows of the tile. The thread block iterates over blocks of 64 keys for dq, or of 64 queries for dk
+// and dv.
 template <int HS>
 struct BackwardShape {
   static constexpr int kRows = 128;
@@ -23,40 +24,42 @@ struct BackwardShape {
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kRowBytes = kPanels * kRowPanel;
   static constexpr int kBlockBytes = kPanels * kBlockPanel;
-  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // of a box of dq, dk and dv
+  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows of a TMA box of dq, dk and dv
 };
 
 struct alignas(16) BackwardTile {
-  int row;     // -1 after the last tile
-  int head;    // of all batches; for dk and dv a key head
-  int first;   // block
-  int blocks;  // of one head; under a block mask, of all query heads that share the keys
+  int row;     // first row; -1 after the last tile
+  int head;    // number of the query head (for dk and dv, of the key head) among the heads of all batches
+  int first;   // first block
+  int blocks;  // number of blocks: for one query head, or under a block mask for all query heads that share the keys
 };
 
 template <typename T>
 struct Sm90Backward {
-  CUtensorMap query, key, value, out, dout;  // boxes of kRows for a tile, of kBlock for blocks
+  CUtensorMap query, key, value, out, dout;  // a box has kRows rows for a tile, kBlock rows for a block
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  float* row_bias;   // -logsumexp * log2(e) and D of each query: the first kernel computes them, the second reads them.
-  float* row_delta;  // A head has `pitch` of them.
-  int64_t pitch;
+  // The first kernel computes these two statistics of each query, and the second kernel reads them.
+  float* row_bias;   // -logsumexp * log2(e)
+  float* row_delta;  // D
+  int64_t pitch;     // elements of row_bias, and of row_delta, per head
   Sm90Problem<T> problem;
   TileOrder order;
   Sm90Mask mask;
 
 #ifdef __CUDACC__
-  // `head` is one of all batches.
+  // `head` is the number of a query head among the heads of all batches.
   __device__ int mask_head(int head) const { return mask.blocks.mask_head(head / problem.heads, head % problem.heads); }
 #endif
 };
 
-// Head sizes of 72 to 128 (attention/sm90/backward_128.cu).
+// The kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// Many short heads (attention/sm90/backward_one_pass.cu), of calls that attention_backward_sm90_supports() accepts.
+// The kernel for many short heads (attention/sm90/backward_one_pass.cu). The caller has checked that
+// attention_backward_sm90_supports() is true.
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -64,7 +67,7 @@ int64_t attention_backward_sm90_head_workspace(const AttentionBackward<T>& p);
 template <typename T>
 Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream);
 
-// Scores are multiplied by scale_log2, gradients by scale.
+// Returns arguments in which `scale_log2` is the factor of the scores, and `scale` the factor of the gradients.
 template <typename T>
 Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   Sm90Problem<T> problem = sm90_problem(p.sizes, p.scale, p.mask, p.dropout);
@@ -72,20 +75,20 @@ Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   return problem;
 }
 
-// The statistics of a head are padded to whole tiles.
+// Returns the number of queries of a head, padded to whole tiles.
 inline int64_t statistics_pitch(int64_t queries) {
   constexpr int kRows = BackwardShape<64>::kRows;
   return ceil_div(queries, kRows) * kRows;
 }
 
-// The workspace has the tiles taken by either kernel, the statistics, and the arrays of a mask. Returns the bytes
-// before the latter.
+// The workspace has a counter of tiles for each kernel (TileOrder), the statistics, and the arrays of a mask. Returns
+// the number of bytes before the arrays of a mask.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   const int64_t statistics = 2 * s.batches * s.heads * statistics_pitch(s.queries);
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;
 }
 
-// Launches both kernels; each takes its longest tiles first.
+// Launches both kernels. Each kernel starts with its longest tiles.
 template <typename T, typename DqueryShared, typename DkeyShared, auto kDquery, auto kDkey>
 Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
   constexpr int kRows = DqueryShared::kRows, kBlock = DqueryShared::kBlock, kThreads = DqueryShared::kThreads;

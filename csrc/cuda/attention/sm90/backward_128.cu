@@ -1,23 +1,26 @@
 // Attention's backward for sm_90a and head sizes of 72 to 128: the two kernels of backward.cu. With 128 channels the
-// sums of dq are 64 registers a thread, those of dk and dv 128, so other things are not in registers:
+// sums of dq take 64 registers per thread, and the sums of dk and dv 128. Fewer operands are therefore in registers:
 //
-// - The first kernel has only the queries there; its product with dout reads both operands from shared memory.
-// - The second reads keys and values from shared memory, and has the scores of one block only. A warpgroup starts its
-//   next products when it has packed dS, and waits for scores and dp; its exponentials are under its own dk and the
-//   other warpgroup's products.
+// - The first kernel has only the queries in registers. For dP = g v' it reads both operands from shared memory.
+// - The second kernel reads keys and values from shared memory, and has the scores of one block only. When a warpgroup
+//   has packed dS', it starts the next S' and dP' and waits for them. Its exponentials overlap with its own dk and with
+//   the matmuls of the other warpgroup.
 //
-// Shared memory has no room for results either: dq goes through the tile's dout, dk and dv through its keys and values.
-// Neither kernel stops between tiles: the last step of one starts the products of the next one's first block, and a
-// thread of the loading warpgroup stores the results meanwhile. So each tile has at least one block.
+// Shared memory has no space for results either. dq is stored through the buffer of the tile's dout, and dk and dv
+// through the buffers of the tile's keys and values. The kernels do not pause between tiles: the last step of a tile
+// starts the matmuls of the next tile's first block, while a thread of the loading warpgroup stores the results.
+// Therefore each tile must have at least one block.
 //
-//   for dq, for each block j of keys of all tiles:              for dk and dv, for each block j of queries:
-//     start dP = g v(j)'                                          P' = exp2(S' * scale_log2 + bias); wait for dk
-//     P = exp2(S(j) * scale_log2 + bias)                          start dv += P' g(j); release block j-1
-//     start S(j+1) = q k(j+1)', of the next tile at its end       dS' = P' (dP' - D); wait for dv
-//     wait for dP; release values j, keys j-1                     start S' = k q(j+1)', dP' = v g(j+1)'
-//     dS = P (dP - D); start dq += dS k(j)                        start dk += dS' q(j)
-//     at a tile's end: store dq                                   at a tile's end: wait for dk; store dk and dv
-//     wait for S(j+1)                                             wait for S' and dP'
+// Block j+1 below is the first block of the next tile if j is the last block of a tile.
+//
+//   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
+//     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
+//     P = exp2(S(j) * scale_log2 + bias)                  start dv += P' g(j); release block j-1
+//     start S(j+1) = q k(j+1)'                            dS' = P' (dP' - D); wait for dv
+//     wait for dP; release values j, keys j-1             start S' = k q(j+1)', dP' = v g(j+1)'
+//     dS = P (dP - D); start dq += dS k(j)                start dk += dS' q(j)
+//     at a tile's end: store dq                           at a tile's end: wait for dk; store dk and dv
+//     wait for S(j+1)                                     wait for S' and dP'
 #include "backward_loader.cuh"
 #include "backward_softmax.cuh"
 
@@ -25,22 +28,22 @@ namespace gptkernels::cuda {
 namespace {
 
 struct DqueryShared : BackwardShape<128> {
-  // Rings of blocks. While a warpgroup waits for keys, it holds those of the two blocks before, and may have passed
-  // over one block at the start of a tile: with fewer than 4 buffers the keys that it waits for would need a buffer
-  // that it holds, and the ring would deadlock. It holds the values of one block at most.
+  // Buffers for blocks. While a warpgroup waits for the keys of a block, it holds the keys of the two previous blocks,
+  // and may have passed over one block at the start of a tile. With fewer than 4 buffers, the next keys could need a
+  // buffer that the warpgroup holds, and the ring would deadlock. A warpgroup holds the values of at most one block.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
-  static constexpr int kDouts = 2;  // dq is stored through dout, of which there are two; query and out have one buffer
+  static constexpr int kDouts = 2;  // dout has two buffers, because dq is stored through them; query and out have one
 
   Buffer<kRowBytes> query, out, dout[kDouts];
   Buffer<kBlockBytes> key[kKeys], value[kValues];
-  // Query, out and dout are full together. Query and out are empty once they are in registers, dout when dq has been
-  // stored through it.
+  // tile_full completes when query, out and dout are loaded, tile_empty when query and out have been read, and
+  // dout_empty when dq has been stored through dout.
   Barrier tile_full, tile_empty, dout_empty[kDouts], dquery_full[kDouts];
   Barrier key_full[kKeys], key_empty[kKeys], value_full[kValues], value_empty[kValues];
-  Barrier tile_taken, tile_wanted;  // between the loading threads
-  BackwardTile next_tile;           // the tile whose query, out and dout are loaded next
-  BackwardTile loaded_tile;         // the tile whose blocks are
+  Barrier tile_taken, tile_wanted;  // synchronize the loading threads
+  BackwardTile next_tile;           // the tile whose query, out and dout are loaded
+  BackwardTile loaded_tile;         // the tile whose blocks are loaded
   MaskedBlock masked[kKeys];
 
 #if GPTKERNELS_WGMMA
@@ -60,8 +63,9 @@ struct DqueryShared : BackwardShape<128> {
 #endif
 };
 
-// The kernel for dk and dv: while a warpgroup waits for a block, it holds the one before and may have passed over one,
-// so that with fewer than 3 stages the ring would deadlock. dk and dv are stored through the tile's keys and values.
+// Buffers of the kernel for dk and dv. While a warpgroup waits for a block, it holds the previous block, and may have
+// passed over one block. With fewer than 3 stages the ring would deadlock. dk and dv are stored through the buffers of
+// the tile's keys and values.
 constexpr int kStages = 3, kTiles = 2;
 using DkeyShared = RingShared<128, 2, kTiles, kStages>;
 constexpr int kThreads = DkeyShared::kThreads;
@@ -73,7 +77,7 @@ constexpr int kKeys = DqueryShared::kKeys, kValues = DqueryShared::kValues, kDou
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// Takes tiles and loads what stays during one.
+// Takes tiles, and loads query, dout and out of each tile.
 template <typename Mask, typename T>
 __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared) {
   RingPosition<kDouts> dout;
@@ -164,25 +168,25 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   const int lane = threadIdx.x % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / 32, 0);
-  const int warp_row = warpgroup * 64 + warp * 16;  // in a tile, of the warp
+  const int warp_row = warpgroup * 64 + warp * 16;  // the warp's first row in a tile
   const uint32_t own_rows = warpgroup * 64 * kPanelRowBytes;
 
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // of the scores that are computed
-  RingPosition<kValues> value;  // of the block before
+  RingPosition<kKeys> key;      // the keys of the scores that were started last
+  RingPosition<kValues> value;  // the values of the dp that is computed next
   RingPosition<kDouts> dout;
-  unsigned phase = 0;  // of tile_full
+  unsigned phase = 0;  // phase of tile_full
   int row, head, block;
-  int passed = 0;        // blocks that the tile passed over, whose values are still to be released
-  int freed = -1;        // the keys that were used last: they are released a step later, when their dq is done
-  OwnBlock<1> own = {};  // of the block whose scores are computed
+  int passed = 0;        // number of passed-over blocks of the tile whose values are still to be released
+  int freed = -1;        // slot of the keys that were used last: the next step, which waits for dq, releases them
+  OwnBlock<1> own = {};  // the mask of the block whose scores were started last
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
 
-  // The next tile's queries to registers, and over the blocks that none of the warpgroup's queries sees; false after
-  // the last tile.
+  // Loads the next tile's queries to registers, and passes over the blocks that none of the warpgroup's queries sees.
+  // Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full, phase);
     phase ^= 1;
@@ -201,7 +205,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // D and the bias. The tile's query and out are then released, and the values of the blocks that it passed over.
+  // Computes D and the bias. Releases the tile's query and out, and the values of the blocks that begin_tile() passed
+  // over.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll
@@ -223,8 +228,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     multiply<T>(scores, q, shared.key[key.slot]);
   };
 
-  // The block whose scores are in `current`; those of the next block are in `next` when this returns. False after the
-  // last block of all.
+  // Processes the block whose scores are in `current`, and computes the scores of the next block in `next`. Returns
+  // false after the last block of the last tile.
   const auto step = [&](float (&current)[32], float (&next)[32]) {
     const int key_now = key.slot, dout_now = dout.slot, tile_row = row;
     barrier_wait(shared.value_full[value.slot], value.phase);
@@ -233,7 +238,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
                     Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_rows(current, p.problem.scale_log2, bias);
 
-    // A product with A in registers holds up the warp until it runs, so it is started after the exponentials.
+    // The next scores are started after the exponentials, because an MMA with A in registers blocks its warps until it
+    // runs.
     key.advance();
     const bool last = block == 0;
     bool more = true;
@@ -243,9 +249,9 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     } else {
       --block;
     }
-    start_scores(next, more);  // of stale keys after the last block of all: the result is not used
+    start_scores(next, more);  // after the last tile, of old keys; the result is not used
 
-    wgmma_wait<1>();  // dp, and dq of the block before
+    wgmma_wait<1>();  // for dp, and for dq of the previous block
     pin_registers(dp);
     pin_registers(ds);
     barrier_arrive_if(lane == 0, shared.value_empty[value.slot]);
@@ -262,14 +268,14 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       barrier_arrive_if(lane == 0, shared.key_empty[key_now]);
       freed = -1;
       accumulate = false;
-      warpgroup_barrier(1 + warpgroup);  // all its warps have used dout
+      warpgroup_barrier(1 + warpgroup);  // waits until all warps of the warpgroup have used dout
       stage_tile<T>(dquery, p.problem.scale, shared.dout[dout_now] + own_rows, kRowPanel);
       fence_async_shared();
       __syncwarp();
       barrier_arrive_if(lane == 0, shared.dquery_full[dout_now]);
       if (more) finish_statistics();
     }
-    wgmma_wait<1>();  // the next scores
+    wgmma_wait<1>();  // for the next scores
     pin_registers(next);
     return more;
   };
@@ -311,19 +317,19 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   const int warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / 32, 0);
 
   float scores[32], dp[32], dkey[64], dvalue[64];
-  uint32_t weights[16];  // P, then dS
+  uint32_t weights[16];  // P', then dS'
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // The first of the warpgroup's 64 keys. Causal, one half of a tile has a block more than the other: the warpgroups
-  // take the longer half in turn. Only this row is kept, because tiles begin at multiples of 128.
+  // The first of the warpgroup's 64 keys. Under the causal mask one half of a tile has a block more than the other, so
+  // the warpgroups exchange the halves at each tile. Tiles begin at multiples of 128, so `row & 64` tells the half.
   int row = warpgroup * 64;
   int block, end, member = 0;
-  OwnBlock<1> own = {};  // of the block whose scores are computed
+  OwnBlock<1> own = {};  // the mask of the block whose scores were started last
   bool accumulate = false;
-  int freed = -1;  // the block that was used last: it is released when its dk is done
+  int freed = -1;  // slot of the block that was used last: it is released when its dk is complete
   const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // the bytes of a panel before the warpgroup's rows
 
-  // Over the first blocks of a head, which may have only queries that see none of the warpgroup's keys.
+  // Passes over the first blocks of a head, if their queries see none of the warpgroup's keys.
   const auto begin_head = [&] {
     block = shared.tiles[at.slot].first;
     if constexpr (Mask::kCausal) {
@@ -331,7 +337,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       for (; block < own_first; ++block) pass_over(shared.block_full, shared.block_empty, ring);
     }
   };
-  // False after the last tile.
+  // Waits for the next tile. Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile& tile = shared.tiles[at.slot];
@@ -349,14 +355,14 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     multiply<T, 128>(scores, panel_descriptor(shared.tile[at.slot][0] + half()), shared.block[ring.slot][0]);
     multiply<T, 128>(dp, panel_descriptor(shared.tile[at.slot][1] + half()), shared.block[ring.slot][1]);
   };
-  // Scores, which are done, to P, while dk of the block before runs; dv is started.
+  // Replaces the scores by P' while dk of the previous block is computed. Then starts dv.
   const auto start_dvalue = [&] {
     const int now = ring.slot;
     hide_queries<Mask>(scores, p, own, Mask::kAdds ? shared.tiles[at.slot].head * p.problem.group + own.member : 0, row,
                        row + warp * 16 + lane / 4, Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_columns(scores, p.problem.scale_log2, shared.bias[now]);
     complete(fmaxf(fmaxf(scores[7], scores[15]), fmaxf(scores[23], scores[31])));
-    wgmma_wait<0>();  // dk of the block before
+    wgmma_wait<0>();  // for dk of the previous block
     pin_registers(weights);
     barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
     freed = now;
@@ -373,7 +379,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   while (true) {
     const int now = ring.slot, tile = at.slot;
     score_gradients_of_columns<false>(dp, scores, shared.delta[now]);
-    wgmma_wait<0>();  // dv
+    wgmma_wait<0>();  // for dv
     pin_registers(weights);
     accumulators_to_a<T>(weights, dp);
 
@@ -389,26 +395,26 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
         more = begin_tile();
       }
     }
-    start_scores_and_dp(more);  // they run under the next exponentials, as does dk
-    multiply_add<T>(dkey, weights, shared.block[now][0], accumulate);
+    start_scores_and_dp(more);
+    multiply_add<T>(dkey, weights, shared.block[now][0], accumulate);  // runs during the next exponentials
     accumulate = true;
     if (last) {
       wgmma_wait<0>();
       pin_registers(dkey);
       pin_registers(dvalue);
       accumulate = false;
-      warpgroup_barrier(1 + warpgroup);  // all its warps have used keys and values
+      warpgroup_barrier(1 + warpgroup);  // waits until all warps of the warpgroup have used keys and values
       stage_tile<T>(dkey, p.problem.scale, shared.tile[tile][0] + own_rows, kRowPanel);
       stage_tile<T>(dvalue, 1, shared.tile[tile][1] + own_rows, kRowPanel);
       fence_async_shared();
       __syncwarp();
       barrier_arrive_if(lane == 0, shared.gradients_full[tile]);
     }
-    wgmma_wait<1>();  // scores and dp
+    wgmma_wait<1>();  // for scores and dp
     pin_registers(scores);
     pin_registers(dp);
-    // Also after the last block of all, where the result is not used: with an exit from the loop before this, ptxas
-    // serialises the wgmmas.
+    // This call also follows the last block of the last tile, where its result is not used. If the loop ended before
+    // the call, ptxas would serialise the wgmmas.
     start_dvalue();
     if (!more) break;
   }

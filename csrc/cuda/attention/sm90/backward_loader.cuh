@@ -1,4 +1,5 @@
-// The shared memory of backward kernels for sm_90a, and how a thread of the loading warpgroup fills it.
+// The shared memory of the backward kernels for sm_90a, and the functions with which a thread of the loading warpgroup
+// fills it.
 #pragma once
 
 #include "backward_mask.cuh"
@@ -6,7 +7,7 @@
 
 namespace gptkernels::cuda {
 
-// Members of a struct in shared memory, which convert to their address.
+// Types for members of a struct in shared memory. A member converts to its address in shared memory.
 template <int kBytes>
 struct Buffer {
   uint8_t bytes[kBytes];
@@ -23,7 +24,7 @@ struct Barrier {
 
 #if GPTKERNELS_WGMMA
 
-// The struct at the first multiple of 1024 bytes, to which swizzled panels are aligned.
+// Returns the struct at the first address in `memory` that is a multiple of 1024, the alignment of swizzled panels.
 template <typename Shared>
 __device__ Shared& aligned(uint8_t* memory) {
   const uint32_t first = (shared_address(memory) + 1023) / 1024 * 1024;
@@ -37,9 +38,9 @@ __device__ void init_barriers(const Barrier (&barriers)[n], int arrivals) {
 
 #endif
 
-// Shared memory of a kernel that loads all of a block together: a ring of tiles of kTileParts tensors, a ring of blocks
-// of two tensors, and their barriers. A tile or block is full when its bytes have arrived, and empty when it is
-// released.
+// Shared memory of a kernel that loads both tensors of a block together: a ring of tiles with kTileParts tensors, a
+// ring of blocks, and the barriers of both rings. A "full" barrier completes when the bytes of the tile or block have
+// arrived, an "empty" barrier when the warps have released it.
 template <int HS, int kTileParts, int kTileBuffers, int kBlockBuffers>
 struct RingShared : BackwardShape<HS> {
   using Shape = BackwardShape<HS>;
@@ -47,14 +48,14 @@ struct RingShared : BackwardShape<HS> {
 
   Buffer<Shape::kRowBytes> tile[kTiles][kTileParts];        // query, dout, out; or key, value
   Buffer<Shape::kBlockBytes> block[kStages][2];             // key, value; or query, dout
-  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // results of a warpgroup; larger heads' go through the tile
-  Buffer<Shape::kBlock * 4> bias[kStages], delta[kStages];  // of a block's queries
+  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // results of each warpgroup; with HS = 128, `tile` has them
+  Buffer<Shape::kBlock * 4> bias[kStages], delta[kStages];  // statistics of a block's queries
   Barrier tile_full[kTiles], tile_empty[kTiles], gradients_full[kTiles], block_full[kStages], block_empty[kStages];
   BackwardTile tiles[kTiles];
   MaskedBlock masked[kStages];
 
 #if GPTKERNELS_WGMMA
-  // `tile_readers` release a tile.
+  // A tile is released by `tile_readers` arrivals.
   __device__ void init(int tile_readers) const {
     init_barriers(tile_full, 1);
     init_barriers(tile_empty, tile_readers);
@@ -68,19 +69,20 @@ struct RingShared : BackwardShape<HS> {
 
 #if GPTKERNELS_WGMMA
 
-// Waits for an empty buffer and finds its tile; false after the last tile, which the computing warps then find, too.
+// Waits for an empty buffer and finds the tile to load into it. After the last tile, returns false and writes a tile
+// with row -1 for the computing warps.
 template <typename T, typename Shared, typename Position>
 __device__ bool take_tile(const Sm90Backward<T>& p, Shared& shared, const Position& at, int index,
                           TileOrder::Tile& found) {
   barrier_wait(shared.tile_empty[at.slot], at.phase ^ 1);
   if (p.order.find(index, found)) return true;
   shared.tiles[at.slot].row = -1;
-  shared.tiles[at.slot].head = 0;  // a mask may be read for it, although the result is not used
+  shared.tiles[at.slot].head = 0;  // a valid head, because a mask may be read for it, although the result is not used
   barrier_arrive(shared.tile_full[at.slot]);
   return false;
 }
 
-// Blocks of keys that the 128 queries of a tile see: a number, of which the last one is loaded first.
+// Returns the number of blocks of keys that the 128 queries of a tile see.
 template <typename Mask, typename T>
 __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   if constexpr (Mask::kBlocks) return p.mask.blocks.of_queries(p.mask_head(head), row / kMaskBlock).template count<1>();
@@ -89,8 +91,8 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   return max((end + 63) / 64, 0);
 }
 
-// For the kernels of dk and dv: loads the tiles that the thread block takes, each with its blocks of queries. With
-// kLeastBlocks 1 a tile has a block even if no query sees a key of it.
+// Loads the tiles of keys that the thread block takes, and the blocks of queries of each tile, in the kernels for dk
+// and dv. A tile has at least kLeastBlocks (0 or 1) blocks, even if no query sees its keys.
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;

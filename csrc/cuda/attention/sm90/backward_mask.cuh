@@ -6,8 +6,9 @@
 
 namespace gptkernels::cuda {
 
-// What a kernel is compiled for. With kBlocks a kernel has classified each block of 64 queries and 64 keys before
-// (block_mask.cuh), with causality; with kAdds there are values to add to scores.
+// The kind of mask for which a kernel is compiled. With kBlocks, an earlier kernel has classified each block of 64
+// queries and 64 keys, and the classes include causality (block_mask.cuh). With kAdds, the mask's values are added to
+// the scores.
 template <bool causal, bool blocks, bool adds>
 struct MaskPolicy {
   static constexpr bool kCausal = causal, kBlocks = blocks, kAdds = adds;
@@ -21,16 +22,17 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 
 // ---- blocks that a warpgroup does not compute -----------------------------------------------------------------------
 
-// Releases the next stage of the ring unused. The warpgroup waits until it is full, because before that the other
-// warpgroup may still use it for the block before.
+// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An earlier
+// arrival would count for the stage's previous block, which the other warpgroup may still use.
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);
+  __syncwarp();  // lane 0 arrives for all lanes
   barrier_arrive_if(threadIdx.x % 32 == 0, empty[ring.slot]);
   ring.advance();
 }
 
-// What a block is for this thread's rows of the 64 from `row` on.
+// Returns the class of a block for the warpgroup's 64 rows from `row` on, and the bits of this thread's two rows.
 template <bool kRowsAreKeys>
 __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& block, int row) {
   const int own_row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
@@ -43,26 +45,26 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
   });
 }
 
-// The blocks of a tile under a block mask. A block that neither warpgroup sees is not loaded. A block that only the
-// other warpgroup sees is passed over, unless the ring could deadlock:
+// Iterates over the blocks of a tile under a block mask. A block that neither warpgroup sees is not loaded. A block
+// that only the other warpgroup sees is passed over, unless the ring could deadlock:
 //
 //   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
 //   j), because their products may still run. Stages are filled in order, so block j has the stage of block j -
 //   kStages. With h <= j - kStages the loader would wait for the warpgroup to release h before it loads j, and the
-//   warpgroup for the loader. Therefore j - h < kStages must hold, where j - h = (passed between h and i) + 1 + (passed
-//   between i and j) + 1.
+//   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks passed over between
+//   h and i) + 1 + (blocks passed over between i and j) + 1.
 //
-// So a warpgroup passes over at most kStages - 3 blocks between h and j. Then it computes a block although all of its
-// scores are hidden. (Without a block mask at most one block is passed over, because the halves of a tile differ by
-// one.)
+// A warpgroup therefore passes over at most kStages - 3 blocks between h and j. It computes the next block even if all
+// of its scores are hidden. (Without a block mask at most one block is passed over, because the halves of a tile differ
+// by one block.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
-  OwnBlock<1> own;  // the block that was found
-  int left;         // blocks of the tile from this one on
-  int passed = 0;   // to it from the one before
+  OwnBlock<1> own;  // the current block, which the warpgroup computes
+  int left;         // blocks left in the tile, with the current block; 0 if there is none
+  int passed = 0;   // blocks passed over between the previously computed block and the current block
 
-  // On to the next block that the 64 rows from `row` on see; none if left is 0.
+  // Advances to the next block that the 64 rows from `row` on see.
   template <typename Shared>
   __device__ void find(const MaskBlocks& blocks, Shared& shared, RingPosition<kStages>& ring, int row) {
     const int passed_before = passed;
@@ -70,6 +72,7 @@ struct SeenByWarpgroup {
       barrier_wait(shared.block_full[ring.slot], ring.phase);
       own = own_block<kRowsAreKeys>(blocks, shared.masked[ring.slot], row);
       if (!own.hidden() || passed_before + passed == kMostPassed) return;
+      __syncwarp();  // all lanes have read the record, which the loader may overwrite after lane 0's arrival
       barrier_arrive_if(threadIdx.x % 32 == 0, shared.block_empty[ring.slot]);
       ring.advance();
     }
@@ -78,7 +81,7 @@ struct SeenByWarpgroup {
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Sets scores of a thread's row r to -inf: those of the block's columns before `limit`, or from `limit` on.
+// Sets scores of a thread's row r to -inf: in the block's columns before `limit` if kBefore, else from `limit` on.
 template <bool kBefore>
 __device__ void hide_columns(float (&scores)[32], int r, int limit) {
   limit -= 2 * static_cast<int>(threadIdx.x % 4);
@@ -89,8 +92,8 @@ __device__ void hide_columns(float (&scores)[32], int r, int limit) {
       if ((8 * i + c < limit) == kBefore) scores[4 * i + 2 * r + c] = -INFINITY;
 }
 
-// Scores of keys that a query does not see become -inf, where rows are queries: `first_row` is the warpgroup's, `row`
-// this thread's.
+// Applies the mask to scores whose rows are queries and whose columns are keys: adds the mask's values, and sets the
+// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, `row` this thread's.
 template <typename Mask, typename T>
 __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                           int first_row, int row, int first_key) {
@@ -111,8 +114,8 @@ __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const O
   }
 }
 
-// The same where rows are keys and columns queries. Keys beyond the end need not be hidden: their gradients are not
-// stored.
+// Applies the mask to scores whose rows are keys and whose columns are queries. Keys beyond the last key need not be
+// hidden, because their gradients are not stored.
 template <typename Mask, typename T>
 __device__ void hide_queries(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                              int first_row, int row, int first_query) {

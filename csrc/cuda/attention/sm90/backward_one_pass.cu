@@ -5,12 +5,13 @@
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
 //
-//   - one that loads tiles, two of whose warps compute D = sum(g out) - dlogsumexp of the next head,
+//   - one that loads tiles, and in which two warps compute D = sum(g out) - dlogsumexp of the next head,
 //   - two with 64 keys each, which sum dk and dv in registers and pass dS^T in shared memory to the last one,
 //   - one that computes dq of the block of queries for these keys, and adds it to the sums of earlier tiles.
 //
-// These sums are in global memory, in a buffer of the thread block that stays in the L2 cache. Only one thread accesses
-// an element, so terms are added in the order of the tiles without semaphores, and results are bitwise reproducible.
+// The sums of dq are in global memory, in a buffer of the thread block that stays in the L2 cache. Only one thread
+// accesses an element, so terms are added in the order of the tiles without semaphores, and results are bitwise
+// reproducible.
 #include <utility>
 
 #include "backward_softmax.cuh"
@@ -50,14 +51,14 @@ constexpr int kSharedBytes = kBarriersAt + 8 * kBarriers + 1024;
 
 template <typename T>
 struct HeadBackward {
-  CUtensorMap query, dout;              // boxes of kBlock
-  CUtensorMap key, value;               // boxes of kRows
-  CUtensorMap helper_out, helper_dout;  // boxes of kHelperRows
-  CUtensorMap dquery;                   // boxes of kBlock
-  CUtensorMap dkey, dvalue;             // boxes of 16
+  CUtensorMap query, dout;              // boxes of kBlock rows
+  CUtensorMap key, value;               // boxes of kRows rows
+  CUtensorMap helper_out, helper_dout;  // boxes of kHelperRows rows
+  CUtensorMap dquery;                   // boxes of kBlock rows
+  CUtensorMap dkey, dvalue;             // boxes of 16 rows
   const float* logsumexp;
   const float* dlogsumexp;
-  float* sums;  // sums of dq: kSums for each thread block and block of queries, in the order of the registers
+  float* sums;  // sums of dq: kSums for each thread block and block of queries, in the order of the accumulators
   Sm90Problem<T> problem;
   int blocks;  // blocks of queries
   int tiles;   // tiles of keys
@@ -120,14 +121,14 @@ struct Shared {
   }
 };
 
-// ---- the walk -------------------------------------------------------------------------------------------------------
+// ---- the order of the blocks ----------------------------------------------------------------------------------------
 
 // The order in which a tile processes the blocks of queries. Odd tiles process them in reverse, so that a tile starts
 // with the blocks that the previous tile used last, which are still in the L2 cache.
 struct BlockWalk {
   int block;
   int step;
-  int left;  // including this one
+  int left;  // number of blocks left, including `block`
 
   __device__ BlockWalk(int begin, int end, int tile)
       : block(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
@@ -137,7 +138,7 @@ struct BlockWalk {
   }
 };
 
-// Returns the first block with a query that sees key `key` or a later one.
+// Returns the first block with a query that sees key `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -148,12 +149,13 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
   return {first_block<kCausal>(p, tile * kRows), p.blocks, tile};
 }
 
-// Returns a warpgroup's half of a tile. The halves alternate: one has a block more under the causal mask.
+// Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because one
+// half has a block more under the causal mask.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if these are beyond the end.
+// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if these keys are beyond the end.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -207,7 +209,7 @@ __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   return even + odd;
 }
 
-// Returns the index of a query's statistics in its block, where those of a thread's 16 columns are adjacent.
+// Returns the index of a query's statistics in its block. The statistics of a thread's 16 columns are adjacent.
 __device__ inline int statistics_place(int query) {
   return query % 8 / 2 * 16 + query / 8 * 2 + query % 2;
 }
@@ -246,7 +248,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
       const bool last = block + 1 == p.blocks;
       load(last ? index + gridDim.x : index, last ? 0 : block + 1);
       const uint32_t place = (block * kBlock + statistics_place(own)) * 4;
-      // P is 0 for a query that sees no key, and beyond the last query.
+      // With a bias of -inf, P is 0: for a query that sees no key, and for rows beyond the last query.
       store_shared(shared.bias(at.slot) + place, logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E);
       store_shared(shared.delta(at.slot) + place, sum - dlogsumexp);
       __syncwarp();
@@ -304,7 +306,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
     barrier_arrive_if(lane == 0, shared.part_empty(warpgroup, part[warpgroup].slot));
     part[warpgroup].advance();
   };
-  // Computes dq from the parts of some warpgroups, in their order.
+  // Computes dq from the parts (dS^T) of the given warpgroups, in ascending order.
   const auto multiply_parts = [&]<int... kWarpgroups>(bool accumulate) {
     (wait_for_part(kWarpgroups), ...);
     wgmma_fence();
@@ -391,7 +393,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = own_key + 8 * r;
-    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query that sees it
+    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query that sees the key
     if (key >= p.problem.keys) limit = kBlock;
     limit -= 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -402,7 +404,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
   }
 }
 
-// Computes, with queries as columns: S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q.
+// Computes S^T = k q^T, dP^T = v g^T, dv += P^T g and dk += dS^T q. Rows are keys, and columns are queries.
 template <typename T, bool kCausal>
 __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shared, int warpgroup) {
   const int lane = threadIdx.x % 32;
@@ -445,7 +447,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
         }
       };
       if (tile % 2 == 0) pass_over();
-      // After a tile's last block the results are not used.
+      // Starts the scores and dp of the next block. After a tile's last block their results are not used.
       const auto start_block = [&](bool any) {
         if (any) barrier_wait(shared.block_full(ring.slot), ring.phase);
         pin_registers(scores);
@@ -481,7 +483,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           }
           complete(last);
           load_statistics(of_query, delta + block * kBlock * 4);
-          wgmma_wait<0>();  // dp, and dk of the previous block
+          wgmma_wait<0>();  // for dp, and for dk of the previous block
           barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty(max(freed, 0)));
           freed = slot;
           pin_registers(dp);
@@ -505,7 +507,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           walk.advance();
           start_block(walk.left > 0);
           multiply_add<T>(dkey, ds, shared.query(slot), true);
-          wgmma_wait<2>();  // the next block's scores
+          wgmma_wait<2>();  // for the next block's scores
         }
         wgmma_wait<0>();
         pin_registers(dkey);
@@ -612,8 +614,8 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
-  // All heads take the same time, and an SM processes one at a time, so some SMs are idle in the last round. The longer
-  // the heads are, the more the other kernels gain by their smaller tiles (docs/notes/attention.md).
+  // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. With
+  // longer heads, the other kernels gain more from their smaller tiles (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

@@ -1,6 +1,7 @@
 // The arithmetic of the backward kernels for sm_90a: operands, products, and the gradient of the softmax. A warpgroup
 // has 64 x 64 scores in registers: a thread has 16 columns of two rows, `row` and row + 8 (cuda/ptx/wgmma.cuh). In the
-// kernels for dq rows are queries and columns keys; in those for dk and dv rows are keys and columns queries.
+// kernels for dq, rows are queries and columns are keys. In the kernels for dk and dv, rows are keys and columns are
+// queries.
 #pragma once
 
 #include "backward.cuh"
@@ -11,7 +12,7 @@ namespace gptkernels::cuda {
 
 // ---- operands and results -------------------------------------------------------------------------------------------
 
-// A warp's 16 rows of a panel of 64 columns as A operands.
+// Loads a warp's 16 rows of a panel of 64 columns as A operands.
 __device__ inline void load_a(uint32_t* a, uint32_t panel, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -20,8 +21,8 @@ __device__ inline void load_a(uint32_t* a, uint32_t panel, int row) {
                   panel + panel_offset(row + lane % 16, 2 * i + lane / 16));
 }
 
-// The tile of 64 rows that a warpgroup has in registers, times `factor` and rounded, to shared memory in panels that
-// are `panel_bytes` apart.
+// Stores the 64 rows that a warpgroup has in registers, times `factor` and rounded, to panels in shared memory. The
+// panels are `panel_bytes` apart.
 template <typename T, int n>
 __device__ void stage_tile(const float (&tile)[n], float factor, uint32_t shared, uint32_t panel_bytes) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
@@ -42,7 +43,7 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// D = A B with A (64 x 2n) in registers and the rows of B (64 x 2n) in shared memory the columns of D.
+// Starts D = A B', where A (64 x 4n) is in registers and B (64 x 4n) in shared memory.
 template <typename T, int n>
 __device__ void multiply(float (&d)[32], const uint32_t (&a)[n], uint32_t b) {
   const uint64_t block = panel_descriptor(b);
@@ -54,7 +55,7 @@ __device__ void multiply(float (&d)[32], const uint32_t (&a)[n], uint32_t b) {
   wgmma_commit();
 }
 
-// The same with A in shared memory: 64 rows of a tile, whose descriptor is given.
+// Starts D = A B', where A and B (64 x HS) are in shared memory. `rows` is the descriptor of A, 64 rows of a tile.
 template <typename T, int HS>
 __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   const uint64_t block = panel_descriptor(b);
@@ -67,7 +68,7 @@ __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   wgmma_commit();
 }
 
-// D += A B with A (64 x 64) in registers and B (64 x 2n) in shared memory.
+// Starts D += A B, or D = A B if not `accumulate`, where A (64 x 64) is in registers and B (64 x 2n) in shared memory.
 template <typename T, int n>
 __device__ void multiply_add(float (&d)[n], uint32_t (&a)[16], uint32_t b, bool accumulate) {
   const uint64_t block = n == 32 ? panel_descriptor(b) : panel_descriptor(b, kBlockPanel);
@@ -83,6 +84,7 @@ __device__ void multiply_add(float (&d)[n], uint32_t (&a)[16], uint32_t b, bool 
 //
 // P = exp(scale S - logsumexp) = 2^(S * scale_log2 + bias), where bias = -logsumexp * log2(e) of the query.
 
+// Replaces scores by probabilities, where rows are queries.
 template <int n>
 __device__ void probabilities_of_rows(float (&scores)[n], float scale_log2, const float (&bias)[2]) {
   float last = 0;
@@ -93,7 +95,7 @@ __device__ void probabilities_of_rows(float (&scores)[n], float scale_log2, cons
   complete(last);
 }
 
-// The same where columns are queries, whose bias is in shared memory.
+// Replaces scores by probabilities, where columns are queries. The biases of the queries are in shared memory.
 __device__ inline void probabilities_of_columns(float (&scores)[32], float scale_log2, uint32_t bias) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -106,8 +108,9 @@ __device__ inline void probabilities_of_columns(float (&scores)[32], float scale
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 //
-// With M the mask, 0 or 1 / (1 - p), dS = P (M g v^T - D). The kernels compute (1 - p) dS, from D times 1 - p; the last
-// factors of dq, dk and dv divide by 1 - p. From the drawing of the mask until dS a dropped P has its sign set.
+// Let p be the dropout probability, and M the mask, whose elements are 0 or 1 / (1 - p). Then dS = P (M g v' - D). The
+// kernels compute (1 - p) dS from (1 - p) D, and last_factor() divides dq, dk and dv by 1 - p. Until dS is computed, a
+// dropped P is marked by its sign bit.
 
 struct MarkDropped {
   float (&weights)[32];
@@ -119,7 +122,7 @@ struct MarkDropped {
   }
 };
 
-// P as A operands, 0 where it is dropped.
+// Packs P as A operands. A dropped P becomes 0.
 template <bool kDropout, typename T>
 __device__ void weights_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
 #pragma unroll
@@ -142,13 +145,14 @@ __device__ float score_gradient(float weight, float dp, float delta) {
   return fmaf(fmaxf(weight, 0), dp, -fabsf(weight) * delta);
 }
 
+// Replaces dP by dS, where rows are queries.
 template <bool kDropout>
 __device__ void score_gradients_of_rows(float (&dp)[32], const float (&weights)[32], const float (&delta)[2]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) dp[i] = score_gradient<kDropout>(weights[i], dp[i], delta[i / 2 % 2]);
 }
 
-// The same where columns are queries, whose D is in shared memory.
+// Replaces dP by dS, where columns are queries. D of the queries is in shared memory.
 template <bool kDropout>
 __device__ void score_gradients_of_columns(float (&dp)[32], const float (&weights)[32], uint32_t delta) {
 #pragma unroll
@@ -162,7 +166,7 @@ __device__ void score_gradients_of_columns(float (&dp)[32], const float (&weight
 
 // ---- statistics of queries ------------------------------------------------------------------------------------------
 
-// A thread's part of sum(dout out) of its two rows, from A operands of a panel.
+// Adds a thread's part of sum(dout out) for its two rows, from the A operands of a panel.
 template <typename T>
 __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint32_t* dout) {
 #pragma unroll
@@ -172,7 +176,8 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// The bias and D = sum(dout out) - dlogsumexp of a thread's two queries. What is in global memory is loaded ahead.
+// Computes the bias and D = sum(dout out) - dlogsumexp of a thread's two queries. load() starts the loads from global
+// memory ahead of finish().
 template <typename T, typename Mask>
 struct RowStatistics {
   float logsumexp[2], dlogsumexp[2];
@@ -190,7 +195,8 @@ struct RowStatistics {
     }
   }
 
-  // `delta` has the sums of add_products. Both statistics are also stored for the second kernel.
+  // On entry `delta` has the sums of add_products(). Computes D in `delta` and the bias, and stores both for the second
+  // kernel.
   template <bool kDropout>
   __device__ void finish(const Sm90Backward<T>& p, int head, int row, float (&delta)[2], float (&bias)[2]) const {
 #pragma unroll

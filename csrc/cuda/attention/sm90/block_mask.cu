@@ -1,4 +1,4 @@
-// Reads an attention mask once for the kernels for sm_90a, and writes block_mask.cuh's arrays.
+// Reads an attention mask once for the kernels for sm_90a, and writes the arrays of block_mask.cuh.
 #include <cmath>
 
 #include "block_mask.cuh"
@@ -7,9 +7,9 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // in a thread block
+constexpr int kWarps = 8;  // warps of a thread block
 
-// A mask of E: bool, or the dtype of the queries.
+// A mask with elements of type E: bool, or the dtype of the queries.
 template <typename E>
 struct MaskElements {
   const E* data;
@@ -23,7 +23,7 @@ struct MaskElements {
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;
   }
-  // The end of the keys that query `at` may see.
+  // Returns the end of the keys that query `at` may see.
   __device__ int end(int at) const { return causal ? max(min(keys, at + query_offset + 1), 0) : keys; }
 };
 
@@ -50,8 +50,8 @@ struct Largest {
   }
 };
 
-// Each warp finds the shift of a row of the mask. It ends when it finds a value above kFar: the row has none. It first
-// reads the value of the query's own position, which causal masks show.
+// Each warp finds the shift of a row of the mask. It stops at a value above kLowValue, because the row then has no
+// shift. To stop early, it first reads the value of the key at the query's own position, which causal masks allow.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
@@ -64,13 +64,13 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
 
   Largest largest;
   const int own_key = min(max(row + mask.keys - mask.queries, 0), end - 1);
-  bool ordinary = end > 0 && !(static_cast<float>(from[own_key * mask.key]) <= kFar<T>);
+  bool ordinary = end > 0 && !(static_cast<float>(from[own_key * mask.key]) <= kLowValue<T>);
   const int step = mask.in_chunks ? kChunk<T> : 1;
   for (int start = 0; start < end && !ordinary; start += 32 * step) {
     const int first = start + lane * step;
-    bool near = false;  // or NaN
+    bool higher = false;  // whether a value is above kLowValue, or NaN
     const auto take = [&](float x) {
-      near |= !(x <= kFar<T>);
+      higher |= !(x <= kLowValue<T>);
       largest.take(x, 1);
     };
     if (mask.in_chunks && first + kChunk<T> <= end) {
@@ -81,14 +81,15 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
     } else {
       for (int i = first; i < min(first + step, end); ++i) take(static_cast<float>(from[i * mask.key]));
     }
-    ordinary = __any_sync(~0u, near);
+    ordinary = __any_sync(~0u, higher);
   }
   for (int i = 16; i > 0; i /= 2) {
     const float value = __shfl_xor_sync(~0u, largest.value, i);
     largest.take(value, __shfl_xor_sync(~0u, largest.count, i));
   }
-  const bool far = !ordinary && largest.value > -INFINITY;
-  if (lane == 0) blocks.rows[at] = {far ? largest.value : 0, far ? log2f(static_cast<float>(largest.count)) : 0};
+  const bool has_shift = !ordinary && largest.value > -INFINITY;
+  if (lane == 0)
+    blocks.rows[at] = {has_shift ? largest.value : 0, has_shift ? log2f(static_cast<float>(largest.count)) : 0};
 }
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
 // Transposes a warp's 32 rows of 32 bits: bit i of lane l becomes bit l of lane i.
 __device__ uint32_t transpose_bits(uint32_t x) {
   const int lane = threadIdx.x % 32;
-  uint32_t lower = 0xFFFF;  // the lower s of every 2 s bits
+  uint32_t lower = 0xFFFF;  // has the lower s of every 2 s bits set
 #pragma unroll
   for (int s = 16; s > 0; s /= 2) {
     const uint32_t y = __shfl_xor_sync(~0u, x, s);
@@ -106,7 +107,8 @@ __device__ uint32_t transpose_bits(uint32_t x) {
   return x;
 }
 
-// Returns the bits of a row of 64 in the order in which four threads have the columns (MaskBlocks::query_bits).
+// Reorders the 64 bits of a row: each of the four threads that have the row gets the 16 bits of its columns, in the
+// order of MaskBlocks::query_bits().
 __device__ uint2 for_accumulators(uint64_t row) {
   uint32_t part[4];
 #pragma unroll
@@ -119,10 +121,10 @@ __device__ uint2 for_accumulators(uint64_t row) {
   return {part[0] | part[1] << 16, part[2] | part[3] << 16};
 }
 
-// The bits of a row of 64 elements.
+// The bits of a row of 64 elements. take() sets the bit of element i.
 struct SeenRow {
   uint64_t bits = 0;
-  bool added = false;  // a seen key has a value to add, or the row a shift
+  bool added = false;  // whether the mask changes the score of a seen key (kMaskAdded)
 
   __device__ void take(int i, bool seen, bool more) {
     bits |= static_cast<uint64_t>(seen) << i;
@@ -134,20 +136,20 @@ struct SeenRow {
     const float x = static_cast<float>(element);
     if constexpr (std::is_same_v<T, bfloat16>) {
       if (shift == 0)
-        take(i, !(x <= kFarHidden), x != 0);
+        take(i, !(x <= kHidingValue), x != 0);
       else
         take(i, x == shift, true);
     } else {
       take(i, x != -INFINITY, x != shift);
     }
   }
-  // The same for 16 bytes.
+  // Sets the bits of the elements in 16 bytes, from element i on.
   __device__ void take_chunk(int i, const bool* from, float) {
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
     uint32_t sixteen = 0;
 #pragma unroll
-    for (int k = 0; k < 4; ++k)  // 0 or 1 of each byte, gathered in the upper one
+    for (int k = 0; k < 4; ++k)  // each byte becomes 0 or 1, and the multiplication gathers them in the upper byte
       sixteen |= ((__vcmpne4(word[k], 0) & 0x01010101u) * 0x01020408u >> 24) << 4 * k;
     bits |= static_cast<uint64_t>(sixteen) << i;
   }
@@ -167,7 +169,7 @@ struct SeenRow {
   }
 };
 
-// Each warp classifies a block; a lane has two rows.
+// Each warp classifies a block. Each lane has two of the block's rows.
 template <typename E>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_mask_blocks_kernel(const __grid_constant__ MaskElements<E> mask,
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int strip = static_cast<int>(blockIdx.x / chunks % blocks.bit_blocks);
   const int mask_head = static_cast<int>(blockIdx.x / chunks / blocks.bit_blocks);
   const int first_key = key_block * kMaskBlock;
-  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // they see the same keys
+  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // all queries see the same keys
 
   uint64_t rows[2];
   bool added = false, any = false, all = true;

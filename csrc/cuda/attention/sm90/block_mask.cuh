@@ -1,16 +1,19 @@
 // The arrays that the attention kernels for sm_90a read in place of a mask. A kernel that runs before them reads the
-// mask once. It classifies each block of 64 queries and 64 keys, and writes a bit for each element that says whether
-// the query sees the key: by the mask, by causality, and because there is such a key.
+// mask once. It classifies each block of 64 queries and 64 keys. It also writes a bit for each query and key. The bit
+// is 1 if the query sees the key: the key exists, and the mask and causality allow it.
 //
-// An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key: Hugging
-// Face's models write torch.finfo(dtype).min, -3.4e38 for bfloat16. The bits of those keys are 0. A query may also have
-// only such values, of kFar and less, for example if all the keys before it are padding. Then
+// An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key. For
+// example, Hugging Face's models write torch.finfo(dtype).min, which is -3.4e38 for bfloat16. The bits of such keys are
+// 0. But all values of a query (a row of the mask) may be low, for example if all the keys before the query are
+// padding. If all values are at or below kLowValue, the largest value is called the row's shift, and the scores are
+// computed without it:
 //
-//   - in bfloat16, a score that is added to such a value is rounded away. The probabilities are uniform over the keys
-//     that have the largest value: the bits show these keys, and their scores count as 0.
-//   - in float16 the lowest value, -65504, does not round a score away: the difference from the largest value is added.
+//   - In bfloat16, adding a score to such a value rounds the score away. The probabilities are therefore uniform over
+//     the keys whose value is the shift. The bits of these keys are 1, and their scores count as 0.
+//   - In float16, adding a score to the lowest value, -65504, does not round it away. The mask's value minus the shift
+//     is added to the score.
 //
-// The largest value is the row's shift, which its logsumexp contains, and the class of its blocks is kMaskAdded.
+// The logsumexp of such a row includes the shift.
 #pragma once
 
 #include <type_traits>
@@ -25,35 +28,38 @@ constexpr int kMaskBlock = 64;  // queries and keys of a block
 enum MaskClass : int {
   kMaskHidden = 0,  // no query sees a key
   kMaskBits = 1,    // the bits say which keys are seen
-  kMaskAdded = 2,   // the same, and there are values to add, or rows that have a shift
+  kMaskAdded = 2,   // the bits say which keys are seen, and the mask changes scores (masks.cuh)
   kMaskSeen = 3,    // every query sees every key
 };
 
-// A row has a shift if it has no value above this: -2^100, or -2^10.
+// A row has a shift if none of its values is above kLowValue: -2^100 in bfloat16, -2^10 in float16.
 template <typename T>
-constexpr float kFar = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
-constexpr float kFarHidden = -1.3292279957849159e36f;  // -2^120: hides a key in bfloat16's rows without a shift
+constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
+// -2^120. In bfloat16, and in a row without a shift, a value at or below kHidingValue hides its key.
+constexpr float kHidingValue = -1.3292279957849159e36f;
 
-// A row's shift, 0 if it has none, and log2 of the number of keys that have this value.
+// A row's shift (0 if the row has none), and log2 of the number of keys whose value is the shift.
 struct MaskRow {
   float shift;
   float log2_count;
 };
 
-// The classes of two neighbouring rows of blocks, which a tile of 128 queries or keys has.
+// The classes of the blocks of a tile of 128 queries (or keys). The tile has two neighbouring rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
-  int words;  // each has 8 blocks
+  int words;  // 64-bit words of a row; each has the classes of 8 blocks
 
 #ifdef __CUDACC__
-  // Returns, for word i, a bit at the lowest byte of every kUnits neighbouring blocks that are not all hidden.
+  // Each byte of word i is a block. Returns a word in which bit 0 of the lowest byte of each group of kUnits
+  // neighbouring blocks is set if a block of the group is not hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
     x = (x | x >> 1) & 0x0101010101010101ull;
     return kUnits == 1 ? x : (x | x >> 8) & 0x0001000100010001ull;
   }
+  // Returns the number of groups of kUnits blocks of which a block is not hidden.
   template <int kUnits>
   __device__ int count() const {
     int n = 0;
@@ -61,14 +67,15 @@ struct SeenBlocks {
     for (int i = 0; i < words; ++i) n += __popcll(seen<kUnits>(i));
     return n;
   }
-  // Returns the classes of kUnits blocks from `block` on: the first row's in the lower 16 bits, the second's in the
-  // upper.
+  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits have the classes of the first row, and the
+  // upper 16 bits have the classes of the second row.
   template <int kUnits>
   __device__ uint32_t classes(int block) const {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;
     return *reinterpret_cast<const uint16_t*>(first + block) | *reinterpret_cast<const uint16_t*>(second + block) << 16;
   }
-  // Calls apply(block) for the first of every kUnits blocks that are not all hidden, from the last on.
+  // Calls apply(block) for each group of kUnits blocks of which a block is not hidden, from the last group to the
+  // first. `block` is the first block of the group.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
 #pragma unroll 1  // fewer registers
@@ -85,18 +92,18 @@ struct SeenBlocks {
 
 struct MaskBlocks {
   uint8_t* classes;      // (mask heads, query_pitch, key_pitch); blocks beyond the last query or key are hidden
-  uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): the same; for the backward
-  uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4), of classes kMaskBits and kMaskAdded
-  uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4): for the backward
-  MaskRow* rows;         // (mask heads, bit_blocks, 64), or null: no row has a shift
-  int batch, head;       // strides of mask heads
-  int heads;             // mask heads
+  uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): `classes` transposed, for the backward; else null
+  uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4); written for kMaskBits and kMaskAdded
+  uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
+  MaskRow* rows;         // (mask heads, bit_blocks, 64), or null for a bool mask, whose rows have no shift
+  int batch, head;       // the mask head of (b, h) is b * batch + h * head
+  int heads;             // number of mask heads: heads whose masks differ
   int query_blocks;
   int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
-  int query_pitch;  // multiples of 8 blocks
-  int key_pitch;
+  int query_pitch;  // query_blocks, rounded up to a multiple of 8
+  int key_pitch;    // number of blocks of keys, rounded up to a multiple of 8
 
-  // Places all arrays in `memory`, and returns how many bytes they need.
+  // Places all arrays in `memory`, unless that is null. Returns the number of bytes that the arrays need.
   template <typename T>
   int64_t lay_out(const AttentionMask<T>& mask, const AttentionSizes& s, bool backward, void* memory) {
     const auto up = [](int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; };
@@ -124,7 +131,7 @@ struct MaskBlocks {
 
 #ifdef __CUDACC__
   __device__ int mask_head(int of_batch, int of_head) const { return of_batch * batch + of_head * head; }
-  // Return the classes of two rows of blocks, from a block of queries or of keys on.
+  // Return the classes of the two rows of blocks that begin at a block of queries or of keys.
   __device__ SeenBlocks of_queries(int of_head, int query_block) const {
     const uint8_t* row = classes + (static_cast<int64_t>(of_head) * query_pitch + query_block) * key_pitch;
     return {row, row + key_pitch, key_pitch / 8};
@@ -135,12 +142,12 @@ struct MaskBlocks {
   }
   __device__ int bit_block(int query_block) const { return bit_blocks == 1 ? 0 : query_block; }
 
-  // Returns a thread's bits of one of its rows, in the order of its accumulators (wgmma.cuh): bit 2t + e is column 8t +
-  // 2c + e, where c is the thread's place among the four that have the row.
+  // Returns a thread's bits of one of its rows, in the order of the thread's accumulators (wgmma.cuh): bit 2t + e is
+  // column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that have the row.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // The same if rows are keys and columns are queries.
+  // Returns the bits in the same order if rows are keys and columns are queries.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
@@ -156,7 +163,7 @@ struct MaskBlocks {
 #endif
 };
 
-// Fills the arrays.
+// Reads the mask and fills the arrays of `blocks`.
 template <typename T>
 Status find_mask_blocks(const MaskBlocks& blocks, const AttentionMask<T>& mask, const AttentionSizes& sizes,
                         Stream stream);

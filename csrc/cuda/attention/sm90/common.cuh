@@ -1,4 +1,4 @@
-// Parts that the attention kernels for sm_90a share: arguments, dropout, and which calls they support.
+// The code that the attention kernels for sm_90a share: arguments, dropout, and the checks whether they support a call.
 #pragma once
 
 #include <cmath>
@@ -18,8 +18,8 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Makes ptxas compute x, which is never -inf, before the following code. Otherwise it would move the computation behind
-// a wait. A store that is never executed depends on x.
+// Makes ptxas compute x, which is never -inf, before the following code. Otherwise ptxas would move the computation
+// behind a wait. The function has a store that depends on x and is never executed.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -80,12 +80,12 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// Both functions draw two of philox.h's groups at a time. More would need too many registers, and with one the chain of
-// dependent instructions would be too long.
+// for_kept() and for_kept_transposed() draw two of philox.h's groups at a time. More groups would need too many
+// registers, and with one group the chain of dependent instructions would be too long.
 
-// Calls apply(i, whether d[i] is kept, whether d[i + 1] is) for every second element of a thread's n scores d, whose
-// rows are queries and columns keys. `query` is the warp's first row, `key` the first column. Two neighbouring 16x8
-// tiles are one group.
+// Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
+// score i, and `keep_next` whether it keeps score i + 1. Rows are queries and columns are keys. `query` is the warp's
+// first row, `key` the first column. Two neighbouring 16x8 tiles are one group.
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -104,7 +104,7 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
 }
 
 // Like for_kept, but rows are keys and columns are queries. Two lanes with neighbouring keys need halves of the same
-// two groups. Each lane draws one group, and the two exchange halves.
+// two groups. Each lane draws one group, and the two lanes exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;

@@ -12,19 +12,19 @@
 //                  sum += P(j);  O += P(j) v(j); release stage j
 //     warpgroup:   store O / sum and the logsumexp
 //
-// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. After the last one of
-// a query tile, it is the first iteration of the next query tile. There are two schedules:
+// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. If j is the last
+// iteration of a query tile, j+1 is the first iteration of the next query tile. There are two schedules:
 //
 //   four warpgroups, one buffer of scores      two warpgroups, two buffers of scores
 //     start S(j+1)                               start S(j+1)
 //     start O += P(j) v(j)                       compute P(j), while S(j+1) and O += P(j-1) v(j-1) run
-//     wait for S(j+1) only                       wait for both
+//     wait for S(j+1) only                       wait for S(j+1) and O
 //     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
 //     wait for O
 //
-// With four warpgroups, others compute while one waits, which is faster for up to 64 channels. Each thread then has 112
-// registers. They are too few for 128 channels, dropout or masks, which use two warpgroups with 240 per thread.
-// softmax.cuh explains why the reference need not be the row's maximum.
+// With four warpgroups, the others compute while one waits, which is faster for up to 64 channels. Each thread then has
+// 112 registers. They are too few for 128 channels, dropout or masks, for which two warpgroups with 240 registers per
+// thread are used. softmax.cuh explains why the reference need not be the row's maximum.
 #include <cstddef>
 
 #include "cuda/attention/variants.h"
@@ -40,7 +40,7 @@ namespace {
 template <int HS, int kWarpgroups_, int kKeys_, int kStages_>
 struct ForwardTile {
   static constexpr int kWarpgroups = kWarpgroups_, kKeys = kKeys_, kStages = kStages_;
-  static constexpr bool kOneBuffer = kWarpgroups == 4;  // the schedule
+  static constexpr bool kOneBuffer = kWarpgroups == 4;  // selects the schedule
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kPanels = HS / kPanelColumns;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
@@ -81,10 +81,10 @@ struct Shared {
     uint8_t out[Tile::kQueryBytes];
     Stage stage[Tile::kStages];
     uint64_t query_full[2], query_empty[2];
-    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // kOneBuffer: these are for keys and values
+    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values
     uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
-    QueryTile tile[2];                                               // the one in each buffer of queries
-    MaskedBlock block[Tile::kStages];                                // the one in each stage, under a BlockMask
+    QueryTile tile[2];                                               // describes each buffer of queries
+    MaskedBlock block[Tile::kStages];                                // describes each stage, if the mask is a BlockMask
   };
 
 #if GPTKERNELS_WGMMA
@@ -194,17 +194,17 @@ __device__ inline bool elected() {
 template <typename T, typename Tile, typename Mask, bool kDropout>
 struct Warpgroup {
   static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;  // accumulators
-  static constexpr int kSteps = 4 * Tile::kPanels;                            // 16 channels each
-  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;                 // from a stage's descriptor to the next
-  // The first reference of a row is the maximum of every kReferenceStep-th group of 8 columns. A query that sees any
-  // key of a tile sees the first one, except under a mask with holes, which is computed by two warpgroups.
+  static constexpr int kSteps = 4 * Tile::kPanels;                            // wgmmas over 16 channels each
+  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;                 // difference between stages' descriptors
+  // The first reference of a row is the maximum over every kReferenceStep-th group of 8 columns, from the first group
+  // on. Four warpgroups may skip groups: without an attn_mask, a query that sees any key of a tile sees its first key.
   static constexpr int kReferenceStep = Tile::kOneBuffer ? 4 : 1;
 
   const Sm90Forward<T>& p;
   const Shared<Tile>& shared;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
-  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // makes it uniform in a warp for the compiler
+  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // tells the compiler that a warp has one value
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warp * 16 + lane / 4;  // this thread's rows among the warpgroup's 64: own_row and own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
@@ -213,7 +213,7 @@ struct Warpgroup {
   typename Mask::template Scores<Tile::kKeys> mask;
   RingPosition<2> query;
   RingPosition<Tile::kStages> stage;  // the stage from which scores are computed
-  int key_tile;                       // the key tile in it
+  int key_tile;                       // the key tile in this stage
   int group = index;                  // the index of the warpgroup's 64 queries in the query tile
   Queries queries;                    // these 64 queries
 
@@ -305,7 +305,7 @@ struct Warpgroup {
       else
         warpgroup_barrier(1 + index);
     };
-    const int first_row = kByWarp ? warp * 16 : 0;  // the first one that is stored
+    const int first_row = kByWarp ? warp * 16 : 0;  // the first row that is stored
     const uint32_t to = shared.out() + (index * 64 + first_row) * kPanelRowBytes * Tile::kPanels;
     if (stores) tma_store_wait_read();
     synchronize();
@@ -334,8 +334,8 @@ struct Warpgroup {
   //
   // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
   // waits for the stage after the skipped ones. The loader refills a stage only after all warpgroups have released it,
-  // so it gets at most kStages - 1 stages past the unreleased one. The warpgroup therefore skips at most kStages - 2.
-  // It computes further key tiles that its queries do not see, with all scores masked.
+  // so it fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at most
+  // kStages - 2 key tiles. It computes further key tiles that its queries do not see, with all scores masked.
   __device__ void open(const QueryTile& tile) {
     constexpr int kStages = Tile::kStages;
     constexpr int kMostSkipped = kStages - 2;
@@ -374,8 +374,8 @@ struct Warpgroup {
     pin_registers(scores);
     softmax_of(softmax, scores, true, rescale);
     accumulators_to_a<T>(weights, scores);
-    bool first = true;       // O = P v, not O += P v
-    int of_query, of_group;  // the buffer and group of the queries that P and O belong to
+    bool first = true;       // whether the next O is P v, instead of O += P v
+    int of_query, of_group;  // the buffer and group of the queries to which P and O belong
     while (true) {
       const bool last = key_tile == 0;
       const int slot = stage.slot;
@@ -395,7 +395,7 @@ struct Warpgroup {
         --key_tile;
       }
       if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
-      start_scores(scores);  // not used if !more
+      start_scores(scores);  // the result is not used if !more
       start_out(out, weights, slot, !first);
       if (last) finish_rows(softmax, inverse, queries_of(shared.tile(of_query), of_group));
       wgmma_wait<1>();
@@ -423,7 +423,8 @@ struct Warpgroup {
 
   // ---- two warpgroups, two buffers of scores
 
-  // The warpgroups take turns, so that one's MMAs overlap with the exponentials of the other. Warpgroup 0 is first.
+  // The warpgroups take turns, so that the MMAs of one overlap with the exponentials of the other. Warpgroup 0 is
+  // first.
   __device__ void wait_for_turn() const {
     random_delay();
     asm volatile("bar.sync %0, 256;" ::"r"(3 + index) : "memory");
@@ -453,13 +454,13 @@ struct Warpgroup {
     mask.start(p.problem, queries);
   }
 
-  // Reads the mask's bits of the stage whose scores have been started.
+  // Reads the mask's bits for the stage whose scores have been started.
   __device__ void look_ahead(const Queries& of) {
     mask.look_ahead(p.mask, shared.block(stage.slot), of.first, index, own_row);
   }
 
-  // Why neither the ring nor the turns deadlock: both warpgroups compute every key tile of a query tile. So each
-  // passes the turn on as often as it waits for it, and releases a stage before it waits for the one after the next.
+  // Why neither the ring nor the turns deadlock: both warpgroups compute every key tile of a query tile. Therefore each
+  // warpgroup passes the turn on as often as it waits for its turn, and releases stage j before it waits for stage j+2.
   __device__ void compute_with_two_buffers() {
     // With 64 channels the exponentials take as long as the MMAs, and the warpgroups take turns at exponentials. With
     // 128 they take turns at starting MMAs, because an MMA with A in registers blocks its warps until it runs.
@@ -469,14 +470,14 @@ struct Warpgroup {
     Softmax<T> softmax{p.problem.scale_log2};
     const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
     RingPosition<Tile::kStages> value;  // the stage of the last O += P v that was started
-    bool any_previous = false;          // whether one was started
-    bool first = true;                  // key_tile is the first one that is computed for its queries
+    bool any_previous = false;          // whether any O += P v was started
+    bool first = true;                  // whether key_tile is the first key tile of its queries
     Queries previous;                   // the queries of the previous query tile
     QueryTile next_tile;
 
-    // Computes P from `current`, whose MMA is complete, and starts O += P v. Returns whether there is another key
-    // tile; its scores are then in `next`. (ptxas serializes the wgmmas of a loop unless every register that they
-    // write is read only after a wait for all of them.)
+    // Computes P from `current`, whose MMA is complete, and starts O += P v. Returns whether there is another key tile,
+    // whose scores are then in `next`. (ptxas serializes the wgmmas of a loop unless every register that they write is
+    // read only after a wait for all wgmmas.)
     const auto step = [&](float (&current)[kScores], float (&next)[kScores]) __attribute__((always_inline)) {
       const bool last = key_tile == 0;
       const int slot = stage.slot, query_slot = query.slot;
@@ -489,7 +490,7 @@ struct Warpgroup {
         more = next_tile.key_tiles > 0;
       }
       if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
-      start_scores(next);  // not used if !more
+      start_scores(next);  // the result is not used if !more
       if constexpr (Mask::kBlocks)
         if (more) look_ahead(last ? queries_of(next_tile, index) : queries);
       if (!kTurnsAtExponentials && any_previous) turn_to_other();
@@ -521,7 +522,7 @@ struct Warpgroup {
       RingPosition<Tile::kStages> next_value = value;
       if (any_previous) next_value.advance();
       barrier_wait(shared.value_full(next_value.slot), next_value.phase);
-      wgmma_wait<0>();  // O += P v of the previous key tile, and `next`
+      wgmma_wait<0>();  // for O += P v of the previous key tile, and for `next`
       pin_registers(next);
       pin_registers(out);
       pin_registers(weights);
@@ -633,8 +634,9 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
-// Returns whether four warpgroups, whose query tiles have 256 queries, are faster. If the tiles are long and fewer than
-// the SMs, twice as many tiles of half the size finish sooner (docs/notes/attention.md has the figures).
+// Returns whether four warpgroups, whose query tiles have 256 queries, are faster than two. If there are many keys, and
+// fewer query tiles than SMs, twice as many tiles of half the size finish sooner (docs/notes/attention.md has the
+// figures).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;
@@ -645,7 +647,8 @@ bool enough_tiles(const AttentionSizes& s, bool causal) {
 
 template <typename T>
 bool attention_forward_sm90_supports(const AttentionForward<T>& p) {
-  // The backward, which has no dropout for more than 64 channels, reads the additive mask's classes too.
+  // With dropout and an additive mask, the kernel is not compiled for more than 64 channels. The backward for sm_90a
+  // does not support dropout there either.
   const bool narrow = p.mask.bias && p.dropout.probability > 0;
   return p.sizes.head_size <= (narrow ? 64 : 128) && supports_mask<T>(p) &&
          sm90_supports<T, attention_forward_wgmma_kernel<T, TwoWarpgroups<128, false>, PlainMask<true>, false>>(p);
@@ -665,7 +668,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
       return launch<T, TwoWarpgroups<HS, false>, Mask, false>(p, stream);
     }
     if constexpr (HS == 64 || !Mask::kAdds) return launch<T, TwoWarpgroups<HS, true>, Mask, true>(p, stream);
-    return cudaErrorNotSupported;  // attention_forward_sm90_supports() excludes it
+    return cudaErrorNotSupported;  // attention_forward_sm90_supports() returns false for this case
   };
   const auto of_size = [&]<typename Mask>() {
     return p.sizes.head_size <= 64 ? with.template operator()<64, Mask>() : with.template operator()<128, Mask>();

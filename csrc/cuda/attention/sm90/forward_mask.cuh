@@ -1,5 +1,6 @@
-// Which keys a query sees in attention's forward on sm_90a. A mask policy has two parts: KeyTiles finds the key tiles
-// that the loader loads for a query tile, and Scores hides the scores of a warpgroup's 64 queries.
+// The mask policies of attention's forward on sm_90a, which define the keys that a query sees. A mask policy has two
+// parts: KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides the scores of a
+// warpgroup's 64 queries.
 #pragma once
 
 #include "masks.cuh"
@@ -20,13 +21,13 @@ struct PlainMask {
 
 #if GPTKERNELS_WGMMA
 
-  // The end of the keys that query i sees.
+  // Returns the end of the keys that query i sees.
   template <typename T>
   __device__ static int end(const Sm90Problem<T>& problem, int i) {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // How many key tiles the `count` queries from `first` on see, and at least one.
+  // Returns the number of key tiles that the `count` queries from `first` on see, or 1 if they see none.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -48,7 +49,7 @@ struct PlainMask {
 
   template <int kKeys>
   struct Scores {
-    int whole;  // each of the warpgroup's queries sees all keys of so many key tiles
+    int whole;  // number of key tiles of which each of the warpgroup's queries sees all keys
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>& problem, const Queries& queries) {
@@ -59,14 +60,14 @@ struct PlainMask {
     __device__ bool sees_none(const Sm90Problem<T>& problem, const Queries& queries, int tile) const {
       return kCausal && tile * kKeys >= end(problem, queries.first + 63);
     }
-    // Sets scores of keys that a query does not see to -inf. The thread's rows are own_row and own_row + 8.
+    // Sets the scores of keys that a query does not see to -inf. The thread's rows are own_row and own_row + 8.
     template <typename T, int n>
     __device__ void hide(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask&, const Queries& queries,
                          int own_row, int lane, int tile) const {
       if (tile < whole) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int first_key = tile * kKeys + 2 * (lane % 4);  // of this thread's
+        const int first_key = tile * kKeys + 2 * (lane % 4);  // this thread's first key
         const int limit = end(problem, queries.first + own_row + 8 * r) - first_key;
 #pragma unroll
         for (int i = 0; i < n / 4; ++i) {
@@ -79,8 +80,8 @@ struct PlainMask {
 #endif
 };
 
-// Query i sees the keys that attn_mask shows, by its classes and bits (block_mask.cuh), which have causality and the
-// end of the keys in them. kAdditive: its values are added to the scores.
+// Query i sees the keys that the classes and bits of attn_mask show (block_mask.cuh). They include causality and the
+// end of the keys. If kAdditive, the mask's values are added to the scores.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
@@ -93,9 +94,9 @@ struct BlockMask {
     int mask_head;
     SeenBlocks seen;
     int seen_count;
-    int count;  // at least one: the first, hidden, if none is seen
+    int count;  // at least 1: if no key tile is seen, the first one is loaded, with all of its scores hidden
 
-    // The queries are two rows of blocks.
+    // `of` describes a query tile, which has two rows of blocks.
     template <typename T>
     __device__ KeyTiles(const Sm90Problem<T>&, const Sm90Mask& mask, const Queries& of, int)
         : mask_head(mask.blocks.mask_head(of.batch, of.head)),
@@ -107,7 +108,7 @@ struct BlockMask {
       seen.for_each_from_last<kUnits>([&](int unit) { load(unit / kUnits); });
       if (seen_count == 0) load(0);
     }
-    // The classes of a key tile, for the computing warpgroups.
+    // Returns the classes of a key tile for the computing warpgroups.
     __device__ MaskedBlock block(int tile) const {
       return {tile * kKeys, seen.classes<kUnits>(tile * kUnits), mask_head, 0};
     }
@@ -116,11 +117,11 @@ struct BlockMask {
   template <int kKeys>
   struct Scores {
     static constexpr int kUnits = kKeys / kMaskBlock;
-    OwnBlock<kUnits> own = {}, next = {};  // of the key tile whose scores are hidden next, and of the one after it
+    OwnBlock<kUnits> own = {}, next = {};  // for the key tile whose scores are hidden next, and the key tile after it
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>&, const Queries&) {}
-    // Reads a key tile's bits ahead.
+    // Reads the bits of the next key tile ahead of their use.
     __device__ void look_ahead(const Sm90Mask& mask, const MaskedBlock& block, int first_query, int warpgroup,
                                int own_row) {
       next = OwnBlock<kUnits>::of(block, warpgroup, [&](int unit, int r) {

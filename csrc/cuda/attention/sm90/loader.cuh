@@ -8,7 +8,8 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Loads the box of rows from `row` on: kPanels panels of 64 channels, panel_bytes apart. `full` counts their bytes.
+// Loads the box of rows from `row` on, as kPanels panels of 64 channels, which are panel_bytes apart in shared memory.
+// The barrier `full` counts the bytes.
 template <int kPanels>
 __device__ void load_panels(uint32_t shared, int panel_bytes, const CUtensorMap& map, int row, int head, int batch,
                             uint32_t full) {

@@ -1,6 +1,7 @@
-// How the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader leaves out blocks of
-// 64 queries and 64 keys that are hidden. For each other one it writes a MaskedBlock to shared memory. The computing
-// warpgroups read the bits of their rows from block_mask.cuh's arrays, and the values to add from the mask.
+// The functions with which the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader
+// skips hidden blocks of 64 queries and 64 keys, and writes a MaskedBlock to shared memory for what it loads. The
+// computing warpgroups read the bits of their rows from the arrays of block_mask.cuh, and the values to add from the
+// mask.
 #pragma once
 
 #include <climits>
@@ -14,9 +15,9 @@ namespace gptkernels::cuda {
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // one aligned load of 4 bytes reads two neighbouring keys
+  bool pairs;  // whether an aligned load of 4 bytes can read the mask's values for two neighbouring keys
 
-  // The blocks' arrays begin at `memory`.
+  // Returns the arguments. The arrays of `blocks` begin at `memory`.
   template <typename T>
   static Sm90Mask of(const AttentionMask<T>& mask, const AttentionSizes& s, double scale, bool backward, void* memory) {
     Sm90Mask found = {};
@@ -33,11 +34,12 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Returns whether these kernels support the mask: none, or one that 32 bits index.
+// Returns whether the kernels support the mask of a call: no mask, or a mask whose blocks 32-bit numbers can index.
+// They do not support key bounds.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
-  if (has_bounds(p.mask)) return false;  // keys outside may be NaN, which a probability of 0 does not hide
+  if (has_bounds(p.mask)) return false;  // keys outside the bounds may be NaN, and 0 * NaN is NaN
   if (!has_mask(p.mask)) return true;
   const AttentionSizes& s = p.sizes;
   const int64_t heads = (p.mask.head ? s.heads : 1) * (p.mask.batch ? s.batches : 1);
@@ -50,30 +52,30 @@ int64_t mask_workspace(const AttentionMask<T>& mask, const AttentionSizes& s, bo
   return has_mask(mask) ? MaskBlocks{}.lay_out(mask, s, backward, nullptr) : 0;
 }
 
-// What a stage of the ring has: its first key or query, and their classes as SeenBlocks::classes returns them.
+// Describes a stage of the ring: its first key (or query), and the classes as SeenBlocks::classes() returns them.
 struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // if the stages have queries: which of the heads that share keys
+  int member;  // if the stages have queries: the index of their head among the heads that share keys
 };
 
 #if GPTKERNELS_WGMMA
 
-// The same for one warpgroup: kUnits neighbouring blocks in its row of the classes.
+// A MaskedBlock as one warpgroup sees it: kUnits neighbouring blocks, in the warpgroup's row of blocks.
 template <int kUnits>
 struct OwnBlock {
   static constexpr uint32_t kLow = kUnits == 1 ? 0x01 : 0x0101;
   int first;
   uint32_t classes;
-  uint32_t bits[2];  // this thread's two rows, 16 bits for each unit
+  uint32_t bits[2];  // bits of this thread's two rows: 16 bits for each unit
   int member;
 
   __device__ bool hidden() const { return classes == 0; }
   __device__ bool seen() const { return classes == 3 * kLow; }
   __device__ bool adds() const { return classes >> 1 & ~classes & kLow; }
 
-  // read(unit, row) returns the bits of one unit and row.
+  // `half` (0 or 1) selects the warpgroup's row of blocks. read(unit, row) returns the bits of a unit and a row.
   template <typename Read>
   __device__ static OwnBlock of(const MaskedBlock& block, int half, const Read& read) {
     OwnBlock own = {block.first, block.classes >> 16 * half & 0xFFFF, {0, 0}, block.member};
@@ -89,7 +91,7 @@ struct OwnBlock {
   }
 };
 
-// Sets scores whose bits are 0 to -inf.
+// Sets the scores whose bits are 0 to -inf.
 template <int n>
 __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 #pragma unroll
@@ -101,14 +103,15 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
-// Returns minus the logsumexp, in units of log2, of a row that has a shift, without the shift.
+// Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16 the difference is the logarithm of the
+// number of keys with the shift. It is rounded away in the logsumexp, so MaskRow has it.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Adds a mask's value without the row's shift to a score, in units of 1 / scale. A shift in bfloat16 has a magnitude of
-// 2^100 or more: a score that is added to it is rounded away, so it counts as 0.
+// Adds value - shift to a score, which is in units of 1 / scale. In bfloat16, in a row with a shift, the score counts
+// as 0, because adding it to a value of such a magnitude (2^100 or more) would round it away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -120,13 +123,13 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Keeps the compiler from loading more than a few values ahead, for which there are no registers.
+// Keeps the compiler from loading more than a few values ahead, because there are not enough registers.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds a mask's values to scores in units of 1 / scale. Rows are queries, of which this thread has `query` and query +
-// 8; columns are keys from `first_key` on.
+// Adds a mask's values to scores, which are in units of 1 / scale. Rows are queries, and this thread has the rows
+// `query` and query + 8. Columns are keys from `first_key` on.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -163,7 +166,8 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// The same if rows are keys, of which this thread has `key` and key + 8, and columns are queries from `first_query` on.
+// Adds a mask's values to scores whose rows are keys. This thread has the rows `key` and key + 8. Columns are queries
+// from `first_query` on.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {

@@ -1,19 +1,20 @@
 // The softmax of attention's forward on sm_90a, one key tile after the other.
 //
-// The exponentials of a row i are taken relative to a reference r_i, p_ij = exp(s_ij - r_i), and out_i is
-// sum_j p_ij v_j / sum_j p_ij. Any r_i cancels, so r_i need not be the row's maximum. It may be any score for which the
-// arithmetic stays as exact as with the maximum:
+// The exponentials of row i are relative to a reference r_i: p_ij = exp(s_ij - r_i), and out_i is sum_j p_ij v_j /
+// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. It may be any score for which the
+// arithmetic is as exact as with the maximum:
 //
-//   - r_i is a score of a key that query i sees, so that key's p is 1 and the sum is at least 1. A p that underflows is
-//     negligible compared with it, and the division is safe.
-//   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is. In bfloat16, whose
-//     exponents are float32's, a p of any size has a relative error of at most 2^-9. The terms of a row's sums are all
-//     scaled by the same factor exp(-r_i), which changes no relative error, and below 2^22 max|v| for a key tile they
-//     are far from overflow. float16 ends at 65504; there kLargestSum is 2^12.
-//   - If a sum is larger, or NaN, the warp computes the scores of the key tile again, raises r_i to their maximum and
-//     multiplies what was summed before by exp(r_i - new r_i).
+//   - r_i is a score of a key that query i sees. The p of this key is 1, so the sum is at least 1 and the division is
+//     safe. A p that underflows is negligible compared with the sum.
+//   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is below 2^20, too.
+//     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-9. All terms of a
+//     row's sums have the same factor exp(-r_i), which changes no relative error. The sums of a key tile are below 2^22
+//     max|v|, and cannot overflow for ordinary v. For float16, whose largest number is 65504, kLargestSum is 2^12.
+//   - If a thread's sum is larger, or NaN, the warp computes the scores of the key tile again, raises r_i to their
+//     maximum, and multiplies the earlier sums by exp(r_i - new r_i).
 //
-// So only the first key tile of a row needs a maximum, of some of its columns; each later one only compares its sum.
+// Therefore only the first key tile of a row needs a maximum, and only over some of its columns. For the later key
+// tiles the kernel compares the sums with kLargestSum.
 #pragma once
 
 #include "common.cuh"
@@ -22,7 +23,7 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Four lanes, a quad, have the columns of a row (wgmma.cuh).
+// The four lanes of a quad have the columns of a row (wgmma.cuh).
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -32,24 +33,24 @@ __device__ inline bool quad_any(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
 }
 
-// A thread's part of the softmax of its two rows, lane / 4 and lane / 4 + 8 of a warp's 16. Scores and references are
-// products of queries and keys; `factor`, scale * log2(e), makes them exponents of 2.
+// A thread's part of the softmax of its two rows: rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Scores and
+// references are dot products of queries and keys. `factor`, scale * log2(e), converts them to exponents of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
 
   float factor;
-  float reference[2] = {};      // -inf: the row has none yet
-  float sum[2] = {};            // of this thread's columns
-  bool needs_reference = true;  // a row of the warp has no reference, or one that is far from 0
+  float reference[2] = {};      // -inf if the row has no reference yet
+  float sum[2] = {};            // sums over this thread's columns
+  bool needs_reference = true;  // whether a row of the warp has no reference, or a reference far from 0 (is_far)
 
   __device__ bool is_far(int r) const {
     return fabsf(reference[r]) * factor > kFarFromZero && reference[r] != -INFINITY;
   }
 
-  // Raises references to the maxima of these scores, if higher; what `rescale` multiplies is relative to the old ones.
-  // Only rows that have no reference yet, or are `too_low`, take part: no row depends on another one of its warp. Of
-  // the groups of 8 columns it reads every kEvery-th, among them the first.
+  // Raises references to the maxima of these scores, if the maxima are higher. Sets `rescale` to the factors that make
+  // earlier sums relative to the new references. Changes only rows that have no reference yet or are `too_low`, so that
+  // a row does not depend on other rows of its warp. Reads every kEvery-th group of 8 columns, from the first group on.
   template <int kEvery, int n>
   __device__ void raise_references(const float (&scores)[n], const bool (&too_low)[2], float (&rescale)[2]) {
     bool needs = false;
@@ -72,8 +73,9 @@ struct Softmax {
     needs_reference = __any_sync(~0u, needs);
   }
 
-  // Finds what exponentials are relative to: the references. One that is far from 0 is subtracted from the scores
-  // first, because its product with `factor` would be rounded too coarsely.
+  // Sets `base` to the numbers to which the exponentials are relative: the references. A reference far from 0 is
+  // instead subtracted from the scores, and its base is 0, because its product with `factor` would be rounded too
+  // coarsely.
   template <int n>
   __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
 #pragma unroll
@@ -86,7 +88,7 @@ struct Softmax {
     }
   }
 
-  // Replaces scores by their exponentials and sums these.
+  // Replaces scores by their exponentials, and sums the exponentials.
   template <int n>
   __device__ void exponentials(float (&scores)[n], float (&sums)[2], const float (&base)[2]) const {
 #pragma unroll
@@ -106,16 +108,17 @@ struct Softmax {
     }
   }
 
-  // Starts on the rows of another query tile.
+  // Resets the state for the rows of another query tile.
   __device__ void start_rows() {
     reference[0] = reference[1] = -INFINITY;
     sum[0] = sum[1] = 0;
     needs_reference = true;
   }
 
-  // Replaces the masked scores of a key tile by exponentials and adds them to the sums. Returns whether what was summed
-  // for these rows before is to be multiplied by `rescale`. The first references are maxima of every kEvery-th group of
-  // columns. `begin` and `end` are called around the exponentials; compute_again() writes the masked scores again.
+  // Replaces the masked scores of a key tile by exponentials and adds them to the sums. Returns whether the caller must
+  // multiply its earlier sums of these rows by `rescale`. The first references are maxima over every kEvery-th group of
+  // columns. begin() and end() are called before and after the exponentials. compute_again() writes the masked scores
+  // again.
   template <int kEvery, int n, typename Begin, typename End, typename Again>
   __device__ bool add(float (&scores)[n], float (&rescale)[2], const Begin& begin, const End& end,
                       const Again& compute_again) {

@@ -4,7 +4,7 @@
 
 namespace gptkernels::cpu {
 
-// x > 0 ? x : 0 would make 0 of a NaN.
+// x > 0 ? x : 0 would turn a NaN into 0.
 template <typename A>
 static A relu(A x) {
   return x < 0 ? A(0) : x;

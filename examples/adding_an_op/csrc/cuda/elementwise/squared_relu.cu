@@ -5,11 +5,11 @@
 namespace gptkernels::cuda {
 namespace {
 
-// One element a thread: right for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how packs of 16 bytes
-// make it fast.
+// Each thread has one element, which is correct for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how
+// packs of 16 bytes make such a kernel fast.
 constexpr int kThreads = 256;
 
-// x > 0 ? x : 0 would make 0 of a NaN.
+// x > 0 ? x : 0 would turn a NaN into 0.
 template <typename A>
 __device__ A relu(A x) {
   return x < 0 ? A(0) : x;
