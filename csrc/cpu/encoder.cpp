@@ -63,7 +63,7 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   using A = accumulate_t<T>;
   using Total = std::conditional_t<sizeof(T) == 4, double, A>;
   constexpr int64_t kRun = 32;
-  constexpr int64_t kTile = 256;  // columns; both sums of a tile stay in the L1 cache
+  constexpr int64_t kTile = 256;  // columns per tile; `total` and `sum` stay in the L1 cache
   for (int64_t column = 0; column < width; column += kTile) {
     const int64_t columns = std::min(kTile, width - column);
     Total total[kTile] = {};
@@ -109,7 +109,8 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of v + 1.
+  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of token v +
+  // 1's positions.
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }
