@@ -61,7 +61,7 @@ template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
   OwnBlock<1> own;  // the current block, which the warpgroup computes
-  int left;         // blocks left in the tile, with the current block; 0 if there is none
+  int left;         // blocks left in the tile, including the current block; 0 after the last block
   int passed = 0;   // blocks passed over between the previously computed block and the current block
 
   // Advances to the next block that the 64 rows from `row` on see.
@@ -93,7 +93,8 @@ __device__ void hide_columns(float (&scores)[32], int r, int limit) {
 }
 
 // Applies the mask to scores whose rows are queries and whose columns are keys: adds the mask's values, and sets the
-// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, `row` this thread's.
+// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, and `row` is the first of
+// this thread's two rows.
 template <typename Mask, typename T>
 __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                           int first_row, int row, int first_key) {

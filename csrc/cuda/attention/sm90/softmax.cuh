@@ -23,7 +23,7 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// The four lanes of a quad have the columns of a row (wgmma.cuh).
+// Returns the maximum over the four lanes of a quad, which hold the columns of a row (wgmma.cuh).
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -74,8 +74,8 @@ struct Softmax {
   }
 
   // Sets `base` to the numbers to which the exponentials are relative: the references. A reference far from 0 is
-  // instead subtracted from the scores, and its base is 0, because its product with `factor` would be rounded too
-  // coarsely.
+  // instead subtracted from the scores, and the base is 0, because the product of such a reference and `factor` would
+  // be rounded too coarsely.
   template <int n>
   __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
 #pragma unroll
