@@ -18,7 +18,7 @@ namespace gptkernels::cuda {
 
 constexpr int kForwardThreads = 128;
 constexpr int kForwardWarps = kForwardThreads / kWarp;
-constexpr int kForwardRows = 2;  // rows of a warp
+constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
 // The grid is (slabs, sequences, blocks of a sequence), flattened with the last index fastest.
