@@ -1,4 +1,4 @@
-// Operators that are callable from C++ (layer.cpp). Their arguments and results are in library.cpp.
+// Operators that are callable from C++ (layer.cpp). library.cpp describes their arguments and results.
 #pragma once
 
 #include <optional>
