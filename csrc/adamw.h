@@ -89,8 +89,8 @@ GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// Returns 1 - beta^t. Computing beta^t from log(beta) is cheaper than calling pow(). As in torch, beta^t is rounded
-// before the subtraction; for small t the results would otherwise differ from torch's.
+// Returns 1 - beta^t. beta^t is computed from log(beta), because that takes less time than calling pow(). As in torch,
+// beta^t is rounded before the subtraction; for small t the results would otherwise differ from torch's.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -120,8 +120,8 @@ GPTKERNELS_STEP float current_value(float master, T param) {
 }
 
 // Updates one parameter and its two moments. `Arithmetic` provides the device's multiplication, division and square
-// root. product() must round (no FMA), so that a gradient clipped here has the same bits as one clipped by a separate
-// multiplication.
+// root. product() must round (no FMA), so that a gradient clipped here has the same bits as a gradient clipped by a
+// separate multiplication.
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);

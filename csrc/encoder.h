@@ -1,4 +1,4 @@
-// Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]. Without wpe it is a plain embedding.
+// Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]. Without wpe the op is a plain embedding.
 //
 // A token outside the vocabulary is never used as an index. The CPU launchers check all tokens before they write
 // anything, and return an error. On CUDA the host does not read the tokens: the kernel prints the error and fails a

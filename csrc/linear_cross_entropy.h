@@ -1,5 +1,5 @@
-// The mean reduction of a chunked cross-entropy. It runs on the device, because the host does not know how many targets
-// are ignored.
+// The mean reduction of a chunked cross-entropy. The reduction runs on the device, because the host does not know how
+// many targets are ignored.
 //
 // mean_scale() and loss_sum() each sum N values, in an order that depends on N only.
 #pragma once

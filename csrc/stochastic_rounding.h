@@ -23,7 +23,7 @@ struct RoundingBits {
   }
 };
 
-// Computes the random bits of a group. They depend on the seed, the step, the tensor's index in its list, the array
+// Computes the random bits of a group. The bits depend on the seed, the step, the tensor's index in its list, the array
 // (0..3) and the index of the group, not on threads.
 GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t array,
                                                   int64_t group) {

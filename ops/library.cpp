@@ -116,9 +116,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
 
   // A matmul has two amax histories: one of its input, and one of the gradient of its output, for the backward. `save`
-  // says which gradients will be needed. Its entries are dx and dweight for fp8_linear. For fp8_mlp they are dx,
-  // dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias. The ops return the transposed operands of the
-  // matmuls that compute these gradients.
+  // says which gradients will be needed. The entries of `save` are dx and dweight for fp8_linear. For fp8_mlp the
+  // entries are dx, dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias. The ops return the transposed
+  // operands of the matmuls that compute these gradients.
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? history, Tensor? dout_history, bool[2] save) "
       "-> (Tensor out, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale)");
@@ -147,7 +147,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
-  // The loss is float32, or float64 if x is float64. It is 0-dim, or has targets' shape for reduction 'none'. If
+  // The loss is float32, or float64 if x is float64. The loss is 0-dim, or has targets' shape for reduction 'none'. If
   // chunk_size is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean'
   // and 'sum'. In linear_cross_entropy_with_logits the loss is the sum of the losses times scale, which is 0-dim in the
   // loss's dtype and by default 1 / (the number of rows that are not ignored); dweight has the loss's dtype.

@@ -94,9 +94,9 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// Computes out = alpha * a @ b + beta * out by torch's own BLAS. It is called below the dispatcher, so that autocast
-// and autograd of the caller's thread do not apply. If beta is 0, out is not read. If alpha is 0, out becomes zero, as
-// in every BLAS; oneDNN, which torch calls for 16-bit matrices, would leave it unwritten.
+// Computes out = alpha * a @ b + beta * out by torch's own BLAS. The BLAS is called below the dispatcher, so that
+// autocast and autograd of the caller's thread do not apply. If beta is 0, out is not read. If alpha is 0, out becomes
+// zero, as in every BLAS; oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());

@@ -107,7 +107,8 @@ inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }
 
-// ---- checks: a message names the op and the argument, what it must be, and what it got ------------------------------
+// ---- checks: a message names the op and the argument, what the argument must be, and what it is
+// ------------------------------
 
 inline bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||

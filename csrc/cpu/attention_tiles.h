@@ -85,8 +85,7 @@ struct Rows {
   int64_t ld;
 };
 
-// Returns n rows of `size` elements without a copy, if they need neither conversion nor padding to ld. Otherwise copies
-// them to `to`.
+// Returns n rows of `size` elements. Copies the rows to `to` if they need conversion to A or padding to ld elements.
 template <typename A, typename T>
 Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   if constexpr (std::is_same_v<A, T>)
@@ -151,8 +150,9 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// Finds the queries of a tile whose additive mask is so low for all keys that adding a score does not change it, such
-// as torch.finfo(torch.float32).min. Their probabilities are uniform over the keys with the largest mask value.
+// Finds the queries of a tile whose values of the additive mask are so low for all keys (for example
+// torch.finfo(torch.float32).min) that adding a score does not change the value. The probabilities of such a query are
+// uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
   bool any = false;          // true if the tile has such a query
@@ -544,8 +544,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // The terms of delta are added in the same order as those of the probabilities' gradients. For a query with a single
-  // key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
+  // The terms of delta are added in the same order as the terms of the probabilities' gradients. For a query with a
+  // single key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);

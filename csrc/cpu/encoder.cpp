@@ -18,8 +18,9 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// Returns an error that names the first token outside the vocabulary, if there is one. A single thread reads the
-// tokens, because they are few compared with the embeddings, and the error must not depend on the number of threads.
+// Returns an error that names the first token outside the vocabulary, or success if there is no such token. A single
+// thread reads the tokens, because the tokens are few bytes compared with the embeddings, and because the error must
+// not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -152,8 +153,8 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
   // Frequent tokens have neighbouring indices in most vocabularies, so equal ranges of tokens would be unbalanced.
-  // Therefore the threads divide the sorted positions. The thread with a token's first position sums the token's row.
-  // Rows of tokens that do not occur are zeroed separately.
+  // Therefore the sorted positions are divided among the threads. The thread with a token's first position sums the
+  // token's row. Rows of tokens that do not occur are zeroed separately.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

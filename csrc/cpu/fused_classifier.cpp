@@ -1,4 +1,4 @@
-// Softmax, cross-entropy and its gradient on the CPU: the threads divide the rows.
+// Softmax, cross-entropy and its gradient on the CPU. The rows are divided among the threads.
 #include "../fused_classifier.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Layer normalisation on the CPU. In the forward the threads divide the rows. In the backward the threads divide groups
-// of rows. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// Layer normalisation on the CPU. In the forward the rows are divided among the threads, and in the backward groups of
+// rows are. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -46,8 +46,8 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
 
 // Normalises one row, in two passes over the row; the second pass reads the row from the L1 cache. The first pass
 // computes the mean, which has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about
-// the mean. It also computes the mean of x - mean, which is the rounding error (`rest`). `rest` is subtracted as well,
-// so that a large offset in x costs no accuracy.
+// the mean. The second pass also computes the mean of x - mean, which is the rounding error (`rest`). `rest` is
+// subtracted as well, so that a large offset in x costs no accuracy.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;

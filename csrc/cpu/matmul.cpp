@@ -51,7 +51,7 @@ GemmBackend gemm_backend() {
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b takes longer than it saves
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more time than it saves
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
   const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);
   return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&

@@ -1,8 +1,8 @@
 // Float32 matrix products. The columns of b are divided into panels as wide as the accumulators of product()
-// (vector.h). A panel is packed if its rows are not contiguous, if they are far apart, or if the panel is incomplete.
-// The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
+// (vector.h). A panel is packed if its rows are not contiguous, if its rows are far apart, or if the panel is
+// incomplete. The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
 //
-//   for each panel of columns, for each 512 inner elements:       (threads divide the (panel, tile) pairs)
+//   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel
 //     for each tile of 24 rows: out += a @ panel; after the last inner elements, apply the epilogue to the tile
 

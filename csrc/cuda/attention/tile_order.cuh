@@ -61,8 +61,8 @@ struct TileOrder : HeadTiles {
     return gridDim.x + atomicAdd(next, 1);
   }
   // Returns the index of the thread block's next tile, after `round` tiles. Without a counter, every second round of
-  // tiles is assigned to the thread blocks in reverse, so that a thread block with a long first tile has a short second
-  // tile.
+  // tiles is assigned to the thread blocks in reverse order, so that a thread block with a long first tile has a short
+  // second tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);

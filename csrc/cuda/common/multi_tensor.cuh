@@ -10,8 +10,8 @@
 namespace gptkernels::cuda {
 
 // The largest size, in bytes, of kernel arguments that contain a TensorList. CUDA allows 32764 bytes (from CUDA 12.1
-// and driver 530 on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer
-// (docs/adamw.md).
+// and driver 530 on), but the host copies all arguments at every launch, and a copy of more than 9 KB makes a launch
+// measurably slower (docs/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>

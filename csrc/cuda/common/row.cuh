@@ -61,8 +61,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so it cannot convert them
-  // before a loop and keep the float32 values, which need twice as many registers.
+  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so the compiler cannot
+  // convert the packs before a loop and keep the float32 values, which need twice as many registers.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// The maximum of a row and the sum of its exponentials. SoftmaxSum computes both in one pass (online softmax), for
-// kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and shared
-// memory.
+// The maximum of a row and the sum of its exponentials. SoftmaxSum computes the maximum and the sum in one pass (online
+// softmax), for kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and
+// shared memory.
 #pragma once
 
 #include <limits>

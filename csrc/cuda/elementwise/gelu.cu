@@ -1,8 +1,8 @@
 // GELU and its backward, elementwise over contiguous memory. The forward moves 2 * size * sizeof(T) bytes, and the
 // backward moves 3 * size * sizeof(T) bytes. A thread processes kItems packs, which are kThreads packs apart, and loads
-// all of them before it uses the first. If the last block has fewer elements, it processes them one by one. If an array
-// is not 16-byte aligned, all accesses are to single elements (kVec is 1). The output may overwrite an input, because a
-// thread reads its elements before it writes them.
+// all of them before it uses the first. If fewer than kThreads * kItems packs are left for the last block, its threads
+// process the remaining elements one by one. If an array is not 16-byte aligned, all accesses are to single elements
+// (kVec is 1). The output may overwrite an input, because a thread reads its elements before it writes them.
 #include "../../gelu.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"

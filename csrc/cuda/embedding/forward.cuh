@@ -3,7 +3,7 @@
 // L2 cache.
 //
 // A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows per warp (which
-// could share a row of wpe), were up to 10 % slower, because their reads and writes come in bursts.
+// could share a row of wpe), were up to 10 % slower, because such grids read and write in bursts.
 #pragma once
 
 #include <cstdint>

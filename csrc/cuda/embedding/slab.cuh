@@ -3,7 +3,7 @@
 // The columns of the tables and of dout are divided into slabs, and every grid processes all rows of one slab before
 // the next slab. Data that is read more than once (the row of a frequent token; dout, which is part of two sums) is
 // then read from memory once and from the L2 cache afterwards. About half of an H200's L2, some 30 MB, is available for
-// data that all SMs read: it can hold 256 bytes of each of 64K rows, but not whole rows.
+// data that all SMs read: this half can hold 256 bytes of each of 64K rows, but not whole rows.
 #pragma once
 
 #include <cstdint>

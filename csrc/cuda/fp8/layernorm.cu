@@ -29,7 +29,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kTileRows = 32;
 constexpr int kMaxBlocks = 2048;
 
-// The workspace. The first launch writes it, and the second launch reads it.
+// The workspace, which the first launch writes and the second launch reads.
 struct CalibrationWorkspace {
   int32_t active;             // 1 if there was no scale, so that the second launch must quantise
   float largest[kMaxBlocks];  // largest magnitude of each block of the first launch

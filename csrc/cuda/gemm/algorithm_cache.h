@@ -16,7 +16,7 @@
 
 namespace gptkernels::cuda {
 
-// Everything that the choice of an algorithm may depend on. The sizes are those of Matmul.
+// Everything that the choice of an algorithm may depend on. The sizes are the members of Matmul with the same names.
 struct ProductKey {
   int device;
   cudaDataType_t type;    // of operand a
@@ -73,7 +73,7 @@ int64_t terms_per_step(cudaDataType_t type);
 std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns whether the algorithm supports the product with its workspace.
+// Returns whether the algorithm supports the product with the algorithm's workspace.
 bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 // Returns whether products may be timed.
@@ -83,7 +83,7 @@ bool autotune_enabled();
 // must check that the algorithm supports the product, because a file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Stores an algorithm in the cache, and in the file if it can be written.
+// Stores an algorithm in the cache, and in the file if the file can be written.
 void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

@@ -1,7 +1,7 @@
 // The sum over the rows of x (N, C), for bias gradients. The kernel reads x, which has N * C * sizeof(T) bytes, once.
 //
-// A block processes a strip of columns, one pack per lane. It sums every gridDim.y-th run of kRows rows, and writes one
-// row of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
+// A block processes a strip of columns, one pack per lane. The block sums every gridDim.y-th run of kRows rows, and
+// writes one row of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
 

@@ -293,7 +293,7 @@ __global__ void __launch_bounds__(kAfterRows* kAfterParts)
 
 // ---- redo -----------------------------------------------------------------------------------------------------------
 
-// Replaces the logits of the marked rows by their dlogits.
+// Replaces the logits of the marked rows by dlogits.
 __global__ void __launch_bounds__(kSimpleThreads)
     exp_classifier_redo_kernel(const FusedClassifierForward<bfloat16> p, const RowState state) {
   if (*state.redo_count == 0) return;
@@ -330,7 +330,7 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 
 bool exp_classifier_supports(const ExpClassifier& p) {
   constexpr double kMinUtilization = 0.85;  // minimum share of the SMs' time that is spent on elements of the matrix
-  constexpr int64_t kMaxTerms = 4096;       // with more terms, the product's time matters more than the saved pass
+  constexpr int64_t kMaxTerms = 4096;  // with more terms, the product takes so long that the saved pass is negligible
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);

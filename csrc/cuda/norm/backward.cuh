@@ -46,7 +46,7 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// ---- any row: one block per row, which reads x and dout again in the second pass ----
+// ---- any row: one block per row reads x and dout from memory in both passes ----
 
 // The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
 // cancel, and the gradient for a constant dout would not be 0.
@@ -110,9 +110,10 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C). A thread processes one column of every gridDim.y-th row. It adds
-// kRun rows in kSums independent sums, whose loads are in flight together, before it adds these sums to its totals,
-// because the rounding errors of a single long sum of similar numbers would add up. dx must have been written already.
+// Writes the partial sums (gridDim.y, column_sums, C). A thread processes one column of every gridDim.y-th row. The
+// thread adds kRun rows in kSums independent sums, whose loads are in flight together, before it adds these sums to the
+// column's totals, because the rounding errors of a single long sum of similar numbers would add up. dx must have been
+// written already.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {

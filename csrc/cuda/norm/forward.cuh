@@ -42,7 +42,7 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
-// ---- any row: one block per row, which reads the row again in each pass ----
+// ---- any row: one block per row reads the row from memory in every pass ----
 
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
@@ -164,8 +164,8 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
 
 // Each team processes one row, without a loop over rows, because small blocks that start and end at different times
 // keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1
-// cache. Keeping them in registers would leave room for fewer rows per SM. Dropout is NoDropout, DenseDropout or, if X
-// is narrower than T, OptionalDropout.
+// cache. If weight and bias were kept in registers, fewer rows would fit on an SM at once. Dropout is NoDropout,
+// DenseDropout or, if X is narrower than T, OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,

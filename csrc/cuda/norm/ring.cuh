@@ -40,7 +40,7 @@ struct RingShape {
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more bytes would delay the first row
   const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});

@@ -17,7 +17,7 @@ constexpr int kMinItems = 3;  // packs per thread if several warps share a row; 
 constexpr int kMaxItems = 4;
 constexpr int kMaxWarpItems = 7;  // packs per thread if one warp processes a row
 
-// Whether a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
+// True if a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
 // next, because the float32 values would need too many registers.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
@@ -82,7 +82,8 @@ struct RowInstance {
 // The instances for rows that a single warp processes. The first instance that supports a row is used. The instances
 // with items == unguarded are for GPT-2's widths: 768, 1024 and 1280 for 16-bit types, and 768 for float32. The last
 // 16-bit instance is for the width 1600. (In float32, several warps share a row of 1024 or more elements.)
-// docs/notes/layernorm.md gives the cost of an additional instance, and lists the widths that are slower.
+// docs/notes/layernorm.md gives the cost of an additional instance, and lists the widths that an additional instance
+// would make faster.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>

@@ -47,7 +47,8 @@ struct Exact {
 
 // Operations with an error of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact
 // operations have branches, which serialise a thread's elements. A kernel that moves only 14 bytes per parameter has no
-// time for that. Every square root here is 0, infinite or between 1e-23 and 1e20, where both approximations are valid.
+// time for that. Every square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are
+// valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {

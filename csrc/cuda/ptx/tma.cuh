@@ -158,7 +158,8 @@ __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before reads of it by TMA and wgmma (the async proxy).
+// Orders this thread's ordinary stores to shared memory before reads of shared memory by TMA and wgmma (the async
+// proxy).
 __device__ inline void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The backward's workspace, with two numbers per query. The first kernel writes delta, and the kernel for dq writes the
-// correction.
+// The backward's workspace, with two numbers per query. attention_backward_delta_kernel writes delta, and the kernel
+// for dq writes the correction.
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp

@@ -81,7 +81,7 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
     if constexpr (Mask::kBlocks) {
       seen.for_each_from_last<1>(load_block);
     } else {
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int block = blocks - 1; block >= 0; --block) load_block(block);
     }
   }

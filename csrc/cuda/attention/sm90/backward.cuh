@@ -41,7 +41,7 @@ struct Sm90Backward {
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  // The first kernel computes these two statistics of each query, and the second kernel reads them.
+  // The kernel for dq computes these two statistics of each query, and the kernel for dk and dv reads them.
   float* row_bias;   // -logsumexp * log2(e)
   float* row_delta;  // D = sum(dout * out) - dlogsumexp
   int64_t pitch;     // elements per head of row_bias and of row_delta

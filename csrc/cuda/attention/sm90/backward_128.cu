@@ -145,7 +145,7 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       seen.for_each_from_last<1>([&](int block) { load_block(block, --left); });
       if (left > 0) load_block(0, 0);
     } else {
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int block = tile.blocks - 1; block >= 0; --block) load_block(block, block);
     }
   }

@@ -145,7 +145,7 @@ __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
         seen.for_each_from_last<1>(load_block);
         if (none && member == 0) load_block(0);
       } else {
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
         for (int block = first; block < query_blocks; ++block) load_block(block);
       }
     }

@@ -22,8 +22,8 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 
 // ---- blocks that a warpgroup does not compute -----------------------------------------------------------------------
 
-// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An earlier
-// arrival would count for the stage's previous block, which the other warpgroup may still use.
+// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An arrival
+// before that would count for the stage's previous block, which the other warpgroup may still use.
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);

@@ -109,7 +109,7 @@ struct Shared {
       barrier_init(block_full(i), 1);
       barrier_init(block_empty(i), kKeyWarps);
     }
-    for (int i = 0; i < 2 * kParts; ++i) {  // for both warpgroups
+    for (int i = 0; i < 2 * kParts; ++i) {  // the parts of both warpgroups
       barrier_init(part_full(0, i), kKeyWarps / 2);
       barrier_init(part_empty(0, i), kDqueryWarps);
     }
@@ -179,7 +179,7 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
       tma_load_once(shared.key(at.slot), p.key, 0, tile * kRows, head, batch, tile_full);
       tma_load_once(shared.value(at.slot), p.value, 0, tile * kRows, head, batch, tile_full);
       at.advance();
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
       for (BlockWalk walk = walk_of_tile<kCausal>(p, tile); walk.left > 0; walk.advance()) {
         const uint32_t full = shared.block_full(ring.slot);
         barrier_wait(shared.block_empty(ring.slot), ring.phase ^ 1);
@@ -621,8 +621,9 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
   // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. The
-  // kernel is used if the SMs have work for at least kBusy, or with short heads kBusyWithShort, of the time. (With
-  // longer heads, the kernels of backward.cu gain more from having smaller units of work: docs/notes/attention.md.)
+  // kernel is used if the SMs have work for at least kBusy, or with short heads kBusyWithShort, of the time. (The
+  // longer the heads, the more idle time the kernels of backward.cu avoid by their smaller units of work:
+  // docs/notes/attention.md.)
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

@@ -78,7 +78,7 @@ struct SeenBlocks {
   // the first. `block` is the first block of the group.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
     for (int i = words - 1; i >= 0; --i)
 #pragma unroll 1
       for (uint64_t x = seen<kUnits>(i); x;) {

@@ -81,12 +81,12 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// for_kept() and for_kept_transposed() draw two of philox.h's groups at a time. More groups would need too many
+// for_kept() and for_kept_transposed() draw two groups (philox.h) at a time. Three or more groups would need too many
 // registers, and with one group the chain of dependent instructions would be too long.
 
 // Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
 // score i, and `keep_next` whether dropout keeps score i + 1. Rows are queries and columns are keys. `query` is the
-// warp's first row, and `key` is the first column. Two neighbouring 16x8 tiles are one of philox.h's groups.
+// warp's first row, and `key` is the first column. Two neighbouring 16x8 tiles are one group of philox.h.
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;

@@ -397,7 +397,7 @@ struct Warpgroup {
         barrier_wait(shared.query_full(query.slot), query.phase);
         const QueryTile tile = shared.tile(query.slot);
         more = tile.key_tiles > 0;
-        // Under the causal mask later queries see more keys, so the warpgroups exchange their groups.
+        // Under the causal mask the later of the two groups sees more keys, so the warpgroups exchange their groups.
         group = Tile::kWarpgroups - 1 - group;
         if (more) open(tile);
       } else {

@@ -43,7 +43,7 @@ struct PlainMask {
         : count(key_tiles<kKeys>(problem, of.first, queries)) {}
     template <typename Load>
     __device__ void for_each_from_last(const Load& load) const {
-#pragma unroll 1  // unrolling would take more registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int tile = count - 1; tile >= 0; --tile) load(tile);
     }
   };

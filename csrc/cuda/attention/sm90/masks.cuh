@@ -104,8 +104,8 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 }
 
 // Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16 the difference is the logarithm of the
-// number of keys whose value is the shift. The logsumexp does not contain this logarithm, because it is rounded away,
-// so it is read from MaskRow.
+// number of keys whose value is the shift. The logsumexp does not contain this logarithm, because the logarithm is
+// rounded away there. The function therefore reads the logarithm from MaskRow.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;

@@ -1,7 +1,7 @@
 // The softmax of attention's forward on sm_90a, one key tile after the other.
 //
 // The exponentials of row i are relative to a reference r_i: p_ij = exp(s_ij - r_i), and out_i is sum_j p_ij v_j /
-// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. It may be any score for which the
+// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. r_i may be any score for which the
 // arithmetic is as exact as with the maximum:
 //
 //   - r_i is a score of a key that query i sees. The p of this key is 1, so the sum is at least 1 and the division is
@@ -34,7 +34,8 @@ __device__ inline bool quad_any(bool x) {
 }
 
 // A thread's part of the softmax of its two rows: rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Scores and
-// references are dot products of queries and keys. `factor`, scale * log2(e), converts them to exponents of 2.
+// references are dot products of queries and keys. `factor`, scale * log2(e), converts these dot products to exponents
+// of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
